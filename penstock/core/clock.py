@@ -1,0 +1,33 @@
+"""Time as an argument. Rooms that decide never read a clock; rooms that act are handed one of these."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds from a fixed but arbitrary origin; never goes back."""
+
+
+class SystemClock:
+    """The machine's monotonic clock. Comparable between processes of one host."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"seconds: {seconds}, a clock does not go back")
+        self._now += seconds

@@ -1,0 +1,99 @@
+"""Every error penstock raises on purpose, and the HTTP status of each.
+
+    PenstockError
+    ├── UserError (ValueError)      somebody asked for something that cannot be done; names field, value, allowed
+    │   ├── InvalidRequest          400  a request field is wrong
+    │   │   └── UnsupportedField    400  a known field that this server does not serve
+    │   ├── Unauthorized            401
+    │   ├── ModelNotFound           404
+    │   ├── PromptTooLong           413  can never fit, whatever else is running
+    │   └── ConfigError             a flag, file or checkpoint is wrong; the command line exits with 2
+    ├── Overloaded                  429  try again after `retry_after` seconds
+    ├── Unavailable                 503  not ready, draining, or the engine has gone
+    └── EngineFailure               500  our own fault
+
+A broken invariant of our own is an `assert`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Root of the tree. `str(error)` is one line that may be shown to a user."""
+
+
+class UserError(PenstockError, ValueError):
+    """Bad input: which field, the value given, and what would be allowed.
+
+    Args:
+        message: one sentence for people.
+        field: the request field, flag or file key that is wrong, or None when it is the whole.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidRequest(UserError):
+    """A request field has a wrong type or value."""
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that clients know, and that this server does not serve."""
+
+
+class Unauthorized(UserError):
+    """The API key is missing or unknown."""
+
+
+class ModelNotFound(UserError):
+    """No model of that name is served here."""
+
+
+class PromptTooLong(UserError):
+    """The prompt could never fit, even alone."""
+
+
+class ConfigError(UserError):
+    """A flag, a configuration file or a checkpoint is wrong."""
+
+
+class Overloaded(PenstockError):
+    """The queue is full. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(PenstockError):
+    """Nothing can be served now. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineFailure(PenstockError):
+    """The engine failed on a request that was valid."""
+
+
+# class -> (HTTP status, OpenAI `type`, OpenAI `code`); a subclass that is absent has its parent's row
+HTTP_TABLE: dict[type[BaseException], tuple[int, str, str]] = {
+    InvalidRequest: (400, "invalid_request_error", "invalid_value"),
+    UnsupportedField: (400, "invalid_request_error", "unsupported_field"),
+    Unauthorized: (401, "authentication_error", "invalid_api_key"),
+    ModelNotFound: (404, "invalid_request_error", "model_not_found"),
+    PromptTooLong: (413, "invalid_request_error", "context_length_exceeded"),
+    UserError: (400, "invalid_request_error", "invalid_value"),
+    Overloaded: (429, "rate_limit_error", "overloaded"),
+    Unavailable: (503, "service_unavailable_error", "unavailable"),
+    PenstockError: (500, "server_error", "internal_error"),
+    BaseException: (500, "server_error", "internal_error"),
+}
+
+
+def http_row(error: BaseException) -> tuple[int, str, str]:
+    """(HTTP status, OpenAI error type, OpenAI error code) of an error."""
+    return next(HTTP_TABLE[cls] for cls in type(error).__mro__ if cls in HTTP_TABLE)

@@ -1,0 +1,68 @@
+"""One engine step, before and after: what the scheduler asks of the runner, and what the runner answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.request import TokenLogprobs
+from penstock.core.sampling import SamplingParams
+
+BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """The part of one sequence that this step computes: positions [start, start + len(tokens)).
+
+    Attributes:
+        request_id: whose.
+        start: position of the first token; everything before it is in the KV cache.
+        tokens: token ids to compute.
+        blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
+        sample: whether these tokens reach the end of the sequence, so that a next token is drawn.
+        params, seed: how to draw it.
+        history: with `sample`, and only where `params.penalised`: every token so far.
+        prompt_tokens: how many of `history` are the prompt.
+    """
+
+    request_id: str
+    start: int
+    tokens: Sequence[int]
+    blocks: Sequence[int]
+    sample: bool
+    params: SamplingParams
+    seed: int
+    history: Sequence[int] | None = None
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache.
+
+    Attributes:
+        sequences: in the order of the batch.
+        fresh_blocks: blocks that were handed out for this step and must be cleared before it, so that what an earlier
+            owner left (infinities, say) cannot reach another request through masked positions.
+    """
+
+    sequences: tuple[SequenceStep, ...]
+    fresh_blocks: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Drawn tokens, in the order of the plan's sequences with `sample`.
+
+    Attributes:
+        tokens: one each.
+        logprobs: one each; None where the request did not ask for them.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]

@@ -1,0 +1,85 @@
+"""A request as an engine knows it, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.core.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens, or the model's length
+    ABORT = "abort"  # cancelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate: already tokens, already resolved against the model.
+
+    Attributes:
+        id: unique among the requests an engine holds.
+        prompt: token ids, at least one.
+        params: of which the engine reads everything but `n`, `seed`, `stop` and `max_tokens`.
+        seed: of this sequence's noise, in [-2**63, 2**63). A draw is a function of (seed, position, token).
+        stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
+        max_tokens: generated tokens at most, at least 1; already cut to the model's length.
+        priority: lower runs first.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one position, from the model's raw logits (before temperature and penalties).
+
+    Attributes:
+        chosen: of the token drawn.
+        rank: of the token drawn; 1 is the most likely.
+        top: (token, log-probability), most likely first, as many as were asked for.
+    """
+
+    chosen: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where a finished sequence's time went, in seconds, as the engine saw it."""
+
+    queue: float  # from arrival to its first step
+    prefill: float  # from its first step to its first token
+    decode: float  # from its first token to its last
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What one step brought one sequence.
+
+    Attributes:
+        request_id: whose.
+        tokens: new tokens, possibly none when the sequence was cancelled.
+        logprobs: one per token, when asked for.
+        finish: why it ended, or None while it goes on.
+        stop_token: the token that ended it, when `finish` is `STOP`.
+        cached_tokens: prompt tokens that came from the prefix cache, of the first admission.
+        timing: only with `finish`.
+    """
+
+    request_id: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    timing: Timing | None = None

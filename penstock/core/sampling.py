@@ -1,0 +1,143 @@
+"""What a user may say about how tokens are chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. Raises `InvalidRequest` naming the first wrong field.
+
+    The order is vLLM's: penalties and `logit_bias`, temperature, `min_p`, `top_k`, `top_p`, then one draw.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it. At least 0.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches it; in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated, once or per
+            occurrence; in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in the prompt or the output;
+            above 0, 1 is off.
+        logit_bias: token id -> a number in [-100, 100] added to its logit.
+        stop: the text ends before the first of these strings.
+        stop_token_ids: the output ends with the first of these tokens.
+        ignore_eos: go on after the model's end-of-sequence token.
+        max_tokens: at most this many generated tokens; None means as many as the model's length allows.
+        seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
+        n: how many independent outputs; output i is drawn with seed + i.
+        logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        _number(self, "temperature", 0.0, math.inf)
+        _number(self, "top_p", 0.0, 1.0, open_low=True)
+        _number(self, "min_p", 0.0, 1.0)
+        _number(self, "presence_penalty", -2.0, 2.0)
+        _number(self, "frequency_penalty", -2.0, 2.0)
+        _number(self, "repetition_penalty", 0.0, math.inf, open_low=True)
+        _integer(self, "top_k", 0, None, note="0 or -1 keeps all")
+        _integer(self, "n", 1, MAX_N)
+        _integer(self, "max_tokens", 1, None, optional=True)
+        _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        _integer(self, "seed", -(2**SEED_BITS), 2**SEED_BITS - 1, optional=True)
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop: {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    f"stop: each must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, got {_short(text)}",
+                    "stop",
+                )
+        for token in self.stop_token_ids:
+            if type(token) is not int or token < 0:
+                raise InvalidRequest(f"stop_token_ids: {_short(token)} is not a token id", "stop_token_ids")
+
+    def _check_bias(self) -> None:
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or token < 0:
+                raise InvalidRequest(f"logit_bias: {_short(token)} is not a token id", "logit_bias")
+            if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    f"logit_bias: {_short(bias)} for token {token}, allowed is a number from -100 to 100", "logit_bias"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a draw depends on which tokens came before, beyond what the model computes."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    good = (
+        type(value) in (int, float)
+        and math.isfinite(value)
+        and low <= value <= high
+        and not (open_low and value == low)
+    )
+    if not good:
+        start = f"above {low:g}" if open_low else f"at least {low:g}"
+        end = "" if math.isinf(high) else f" and at most {high:g}"
+        raise InvalidRequest(f"{name}: {_short(value)}, allowed is a number {start}{end}", name)
+
+
+def _integer(
+    params: SamplingParams, name: str, low: int, high: int | None, optional: bool = False, note: str = ""
+) -> None:
+    value = getattr(params, name)
+    if value is None and optional:
+        return
+    if type(value) is not int or value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(
+            f"{name}: {_short(value)}, allowed is a whole number {allowed}{f' ({note})' if note else ''}", name
+        )

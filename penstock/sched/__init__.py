@@ -1,0 +1,1 @@
+"""Decisions, and nothing but decisions: no tensors, no clock, no I/O."""

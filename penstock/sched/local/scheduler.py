@@ -1,0 +1,322 @@
+"""Which tokens of which sequences run in the next step (continuous batching, chunked prefill, paged KV, prefix cache).
+
+A step is filled in this order: every decoding sequence gets its one token; then whatever has more tokens to compute,
+running or waiting, gets as many as the token budget still allows, by priority and then by arrival. A sequence that
+meets a shortage of blocks waits; a running one takes blocks from the last in rank, which goes back to waiting with its
+place and its tokens, and later computes again what is no longer in the cache.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.core.errors import InvalidRequest, PromptTooLong
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.kv.keys import extend_keys, root_key
+from penstock.kv.pool import BlockPool
+from penstock.sched.local.sequence import Sequence, blocks_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one step and one sequence may be.
+
+    Attributes:
+        token_budget: tokens computed in one step, at most; at least `max_sequences`, so that no decode is left out.
+        max_sequences: sequences that run at once, at most.
+        max_model_len: prompt and output tokens of one sequence, at most; the pool can hold one such sequence.
+    """
+
+    token_budget: int
+    max_sequences: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        assert self.max_sequences >= 1
+        assert self.max_model_len >= 2
+        assert self.token_budget >= self.max_sequences
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found there
+
+
+class Scheduler:
+    """The sequences of one engine. `add` and `cancel` at any time between steps; then, again and again,
+
+    plan = schedule(); result = run(plan); outputs = update(plan, result)
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool, *, salt: str = "", prefix_cache: bool = True) -> None:
+        assert blocks_for(limits.max_model_len) <= pool.num_blocks
+        self.limits = limits
+        self.pool = pool
+        self.counters = Counters()
+        self._root = root_key(salt)
+        self._prefix_cache = prefix_cache
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []  # the next to run is the last
+        self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def add(self, request: Request) -> None:
+        """Take a request in.
+
+        Raises:
+            PromptTooLong: it could never fit, even alone.
+            InvalidRequest: a request of that id is here already, or the prompt is empty.
+        """
+        length, longest = len(request.prompt), self.limits.max_model_len
+        if length == 0:
+            raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
+        if length >= longest:
+            raise PromptTooLong(
+                f"prompt: {length} tokens, at most {longest - 1} fit beside one output token",
+                "prompt",
+            )
+        if request.id in self._sequences:
+            raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        sequence = Sequence(request, self._arrivals)
+        self._arrivals += 1
+        self._sequences[request.id] = sequence
+        self._enqueue(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """Let a request go, wherever it is. False when it is not here (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self.pool.release(sequence.blocks)
+        else:
+            self._waiting.remove(sequence)
+        return True
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty only when there is nothing to do."""
+        step = _Step(self.limits.token_budget)
+        for sequence in [s for s in self._running if s.pending == 1]:
+            self._grant_running(step, sequence)
+        self._fill(step)
+        plan = StepPlan(
+            tuple(_sequence_step(s, count) for s, count in step.grants.items()),
+            tuple(block for blocks in step.fresh.values() for block in blocks),
+        )
+        assert plan.sequences or not self._sequences, "work waits and nothing can run"
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
+        outputs = []
+        drawn = iter(zip(result.tokens, result.logprobs, strict=True))
+        for step in plan.sequences:
+            token, logprobs = next(drawn) if step.sample else (None, None)
+            sequence = self._sequences.get(step.request_id)
+            if sequence is None:
+                continue
+            sequence.computed = step.start + len(step.tokens)
+            self._publish(sequence)
+            if token is None:
+                continue
+            sequence.tokens.append(token)
+            output = TokenOutput(
+                sequence.id,
+                [token],
+                None if logprobs is None else [logprobs],
+                cached_tokens=sequence.cached_tokens or 0,
+            )
+            if token in sequence.request.stop_ids:
+                output.finish, output.stop_token = FinishReason.STOP, token
+            elif self._at_length(sequence):
+                output.finish = FinishReason.LENGTH
+            if output.finish is not None:
+                self.cancel(sequence.id)
+            outputs.append(output)
+        return outputs
+
+    # --- filling a step
+
+    def _fill(self, step: _Step) -> None:
+        """Spend what is left of the budget on prompts, running and waiting alike, in order of rank."""
+        prefilling = sorted((s for s in self._running if s.pending > 1), key=_rank, reverse=True)
+        admitting = True
+        while step.budget and (prefilling or (admitting and self._waiting)):
+            if prefilling and (not admitting or not self._waiting or prefilling[-1].rank < self._waiting[-1].rank):
+                self._grant_running(step, prefilling.pop())
+            else:
+                # nobody is admitted in a step that had to preempt: the victim would come straight back
+                admitting = not step.short and self._admit(step, self._waiting[-1])
+
+    def _grant_running(self, step: _Step, sequence: Sequence) -> None:
+        if not step.budget or not sequence.blocks or sequence in step.grants:
+            return  # preempted earlier in this step, and perhaps already back
+        count = min(sequence.pending, step.budget)
+        missing = blocks_for(sequence.computed + count) - len(sequence.blocks)
+        while self.pool.available < missing:
+            step.short = True
+            victim = max(self._running, key=_rank)
+            self._preempt(step, victim)
+            if victim is sequence:
+                return
+        self._grant(step, sequence, count, missing)
+
+    def _grant(self, step: _Step, sequence: Sequence, count: int, missing: int) -> None:
+        if missing > 0:
+            blocks = self.pool.allocate(missing)
+            sequence.blocks += blocks
+            step.fresh[sequence] = blocks
+        step.grants[sequence] = count
+        step.budget -= count
+
+    def _admit(self, step: _Step, sequence: Sequence) -> bool:
+        """Start or resume the first in the queue; False when it has to wait."""
+        hit = self._prefix_hit(sequence)
+        if not self._room_for(step, sequence, hit):
+            return False
+        self._waiting.pop()
+        self._running.append(sequence)
+        self.pool.hold(hit)
+        sequence.blocks = hit
+        sequence.computed = len(hit) * BLOCK_TOKENS
+        sequence.published = len(hit)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+            self.counters.prefix_queries += len(sequence.tokens)
+            self.counters.prefix_hits += sequence.computed
+        count = min(sequence.pending, step.budget)
+        self._grant(step, sequence, count, blocks_for(sequence.computed + count) - len(hit))
+        return True
+
+    def _prefix_hit(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted."""
+        if not self._prefix_cache:
+            return []
+        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+        extend_keys(sequence.keys, self._root, sequence.tokens, full)
+        return self.pool.match(sequence.keys[:full])
+
+    def _room_for(self, step: _Step, sequence: Sequence, hit: list[int]) -> bool:
+        """Whether every token it has fits beside what the running ones still need for theirs, if need be after
+        preempting sequences of strictly lower priority. With less, prompts admitted together would starve each other.
+        """
+        needed = blocks_for(len(sequence.tokens)) - len(hit) + sum(map(self.pool.idle, hit))
+        victims: list[Sequence] = []
+        lower = sorted((s for s in self._running if s.rank[0] > sequence.rank[0]), key=_rank)
+        while not self._fits_without(victims, needed, hit):
+            if not lower:
+                return False
+            victims.append(lower.pop())
+        for victim in victims:
+            self._preempt(step, victim)
+        return True
+
+    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int]) -> bool:
+        stay = [s for s in self._running if s not in victims]
+        if len(stay) >= self.limits.max_sequences:
+            return False
+        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
+        gained = sum(count == self.pool.holders(block) for block, count in freed.items())
+        promised = sum(s.blocks_missing for s in stay)
+        return needed <= self.pool.available + gained - promised
+
+    def _preempt(self, step: _Step, victim: Sequence) -> None:
+        step.budget += step.grants.pop(victim, 0)
+        step.fresh.pop(victim, None)
+        self._running.remove(victim)
+        self.pool.release(victim.blocks)
+        victim.blocks = []
+        victim.computed = victim.published = 0
+        self._enqueue(victim)
+        self.counters.preemptions += 1
+
+    # --- after a step
+
+    def _publish(self, sequence: Sequence) -> None:
+        if not self._prefix_cache:
+            return
+        full = sequence.computed // BLOCK_TOKENS
+        extend_keys(sequence.keys, self._root, sequence.tokens, full)
+        for i in range(sequence.published, full):
+            parent = sequence.keys[i - 1] if i else self._root
+            sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
+        sequence.published = full
+
+    def _at_length(self, sequence: Sequence) -> bool:
+        return sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=lambda s: (-s.rank[0], -s.rank[1]))
+
+    def check(self) -> None:
+        """Raise AssertionError unless sequences, queues and blocks agree."""
+        self.pool.check()
+        assert len(self._running) <= self.limits.max_sequences
+        assert len(self._running) + len(self._waiting) == len(self._sequences)
+        assert set(self._running) | set(self._waiting) == set(self._sequences.values())
+        ranks = [s.rank for s in self._waiting]
+        assert ranks == sorted(ranks, reverse=True), "the queue is out of order"
+        holders = Counter(block for s in self._running for block in s.blocks)
+        for block in range(self.pool.num_blocks):
+            assert self.pool.holders(block) == holders[block], f"block {block} has a holder that is no sequence"
+        for s in self._waiting:
+            assert not s.blocks
+            assert s.computed == 0
+        for s in self._running:
+            assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
+            assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens))
+            assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
+
+
+class _Step:
+    """A step while it is being filled."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.grants: dict[Sequence, int] = {}
+        self.fresh: dict[Sequence, list[int]] = {}
+        self.short = False  # a running sequence had to give up blocks
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
+    end = sequence.computed + count
+    sample = end == len(sequence.tokens)
+    request = sequence.request
+    return SequenceStep(
+        request_id=sequence.id,
+        start=sequence.computed,
+        tokens=sequence.tokens[sequence.computed : end],
+        blocks=tuple(sequence.blocks),
+        sample=sample,
+        params=request.params,
+        seed=request.seed,
+        history=list(sequence.tokens) if sample and request.params.penalised else None,
+        prompt_tokens=len(request.prompt),
+    )

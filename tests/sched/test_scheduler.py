@@ -1,0 +1,287 @@
+"""The local scheduler: properties under random histories, and the rules one by one."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.core.errors import InvalidRequest, PromptTooLong
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.sampling import SamplingParams
+from penstock.kv.pool import BlockPool
+from penstock.sched.local import Limits, Scheduler
+
+STOP = 999
+
+
+def next_token(tokens: list[int]) -> int:
+    """A model: the next token is a function of all tokens before it, and sometimes it ends the text."""
+    h = hash(tuple(tokens)) & 0xFFFF
+    return STOP if h % 37 == 0 else h % 50
+
+
+class Engine:
+    """Runs plans against a memory of what every block holds, so that a wrong block id is noticed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.cells: dict[tuple[int, int], list[int]] = {}  # (block, offset) -> all tokens up to and with it
+        self.out: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        limits = self.scheduler.limits
+        assert plan.num_tokens <= limits.token_budget
+        assert 0 < len(plan.sequences) <= limits.max_sequences
+        assert max(Counter(s.request_id for s in plan.sequences).values()) == 1
+        assert len(set(plan.fresh_blocks)) == len(plan.fresh_blocks)
+        for key in [k for k in self.cells if k[0] in plan.fresh_blocks]:
+            del self.cells[key]
+        drawn = []
+        for s in plan.sequences:
+            past = self.read(s.blocks, s.start - 1) if s.start else []
+            for i, token in enumerate(s.tokens):
+                past = [*past, token]
+                position = s.start + i
+                self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
+            for position in range(s.start):  # every block of the past holds exactly this sequence's past
+                assert self.read(s.blocks, position) == past[: position + 1]
+            if s.sample:
+                drawn.append(next_token(past))
+        outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn)))
+        self.collect(outputs)
+        return plan
+
+    def read(self, blocks, position: int) -> list[int]:
+        return self.cells[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
+
+    def collect(self, outputs: list[TokenOutput]) -> None:
+        for o in outputs:
+            assert o.request_id not in self.finished, "output after the end"
+            self.out.setdefault(o.request_id, []).extend(o.tokens)
+            if o.finish is not None:
+                self.finished[o.request_id] = o.finish
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens, out = list(prompt), []
+    while len(out) < max_tokens:
+        out.append(next_token(tokens))
+        tokens.append(out[-1])
+        if out[-1] == STOP:
+            break
+    return out
+
+
+def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None) -> Engine:
+    model_len = model_len or num_blocks * BLOCK_TOKENS
+    limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
+    return Engine(Scheduler(limits, BlockPool(num_blocks), prefix_cache=prefix_cache))
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0) -> Request:
+    return Request(
+        id=name,
+        prompt=prompt,
+        params=SamplingParams(),
+        seed=0,
+        stop_ids=frozenset([STOP]),
+        max_tokens=max_tokens,
+        priority=priority,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small."""
+
+    @initialize(
+        num_blocks=st.integers(2, 10), budget=st.integers(5, 200), sequences=st.integers(1, 5), prefix=st.booleans()
+    )
+    def start(self, num_blocks, budget, sequences, prefix):
+        self.engine = make(num_blocks, budget, sequences, prefix)
+        self.requests: dict[str, tuple[list[int], int]] = {}
+        self.cancelled: set[str] = set()
+        self.longest = num_blocks * BLOCK_TOKENS
+
+    @rule(
+        prefix=st.sampled_from([0, 1, 63, 64, 65, 128, 200]),
+        family=st.integers(0, 1),
+        own=st.integers(1, 90),
+        max_tokens=st.integers(1, 80),
+        priority=st.integers(0, 2),
+    )
+    def arrive(self, prefix, family, own, max_tokens, priority):
+        name = f"r{len(self.requests)}"
+        prompt = ([family * 7 + 1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
+        max_tokens = min(max_tokens, self.longest - len(prompt))
+        self.requests[name] = (prompt, max_tokens)
+        self.engine.scheduler.add(request(name, prompt, max_tokens, priority))
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        alive = [r for r in self.requests if r not in self.engine.finished and r not in self.cancelled]
+        if alive:
+            name = data.draw(st.sampled_from(alive))
+            assert self.engine.scheduler.cancel(name)
+            self.cancelled.add(name)
+
+    @rule(count=st.integers(1, 40))
+    def steps(self, count):
+        for _ in range(count):
+            if not self.engine.scheduler.has_work:
+                return
+            self.engine.step()
+            self.engine.scheduler.check()
+
+    @invariant()
+    def consistent(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine.scheduler
+        work = sum(len(p) + m for p, m in self.requests.values())
+        for _ in range(20 * work + 10):
+            if not scheduler.has_work:
+                break
+            self.engine.step()
+            scheduler.check()
+        assert not scheduler.has_work, "somebody starves"
+        assert scheduler.pool.used == 0, "a block leaked"
+        for name, (prompt, max_tokens) in self.requests.items():
+            if name not in self.cancelled:
+                assert self.engine.out[name] == expected(prompt, max_tokens)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def run(engine: Engine) -> None:
+    while engine.scheduler.has_work:
+        engine.step()
+        engine.scheduler.check()
+
+
+def test_decodes_come_first_and_the_prompt_fills_the_rest():
+    engine = make(budget=32)
+    engine.scheduler.add(request("decoding", [1] * 10, 50))
+    engine.step()
+    engine.scheduler.add(request("prompt", [2] * 100, 5))
+    plan = engine.step()
+    assert [(s.request_id, len(s.tokens), s.sample) for s in plan.sequences] == [
+        ("decoding", 1, True),
+        ("prompt", 31, False),
+    ]
+
+
+def test_lower_priority_value_runs_first_even_during_anothers_prefill():
+    engine = make(budget=32)
+    engine.scheduler.add(request("low", [1] * 300, priority=5))
+    engine.step()
+    engine.scheduler.add(request("high", [2] * 40, priority=-1))
+    assert next(iter(engine.step().sequences)).request_id == "high"
+
+
+def test_the_same_prompt_twice_hits_all_but_what_must_be_computed():
+    engine = make()
+    prompt = list(range(200))
+    for name in ("first", "second"):
+        engine.scheduler.add(request(name, prompt, 1))
+        plans = []
+        while engine.scheduler.has_work:
+            plans.append(engine.step())
+    assert plans[0].sequences[0].start == 3 * BLOCK_TOKENS
+    assert engine.scheduler.counters.prefix_hits == 3 * BLOCK_TOKENS
+    assert engine.scheduler.counters.prefix_queries == 400
+
+
+def test_a_prompt_of_whole_blocks_still_computes_its_last_token():
+    engine = make()
+    for name in ("first", "second"):
+        engine.scheduler.add(request(name, [3] * 128, 1))
+        run(engine)
+    assert engine.scheduler.counters.prefix_hits == BLOCK_TOKENS
+
+
+def test_the_same_prompt_at_the_same_time_ends_in_shared_blocks():
+    engine = make(budget=400)
+    for name in ("a", "b"):
+        engine.scheduler.add(request(name, [4] * 150, 20))
+    engine.step()
+    assert engine.scheduler.pool.used == 4  # two shared, one partly filled each
+    run(engine)
+
+
+def test_a_victim_keeps_its_place():
+    engine = make(num_blocks=4, budget=300, sequences=3)
+    engine.scheduler.add(request("a", [1] * 120, 60))
+    engine.scheduler.add(request("b", [2] * 120, 60))
+    engine.step()
+    engine.scheduler.add(request("late", [3] * 10, 5))
+    order = []
+    while engine.scheduler.has_work:
+        order += [s.request_id for s in engine.step().sequences if s.start == 0 or len(s.tokens) > 1]
+    assert engine.scheduler.counters.preemptions >= 1
+    assert order.index("late") > len(order) - 1 - order[::-1].index("b"), "the victim resumed after a later arrival"
+    assert engine.out["b"] == expected([2] * 120, 60)
+
+
+def test_an_urgent_arrival_takes_the_place_of_lower_priority():
+    engine = make(num_blocks=4, budget=300, sequences=2)
+    engine.scheduler.add(request("low", [1] * 200, 30, priority=1))
+    engine.step()
+    engine.scheduler.add(request("high", [2] * 100, 3, priority=0))
+    assert [s.request_id for s in engine.step().sequences] == ["high"]
+    run(engine)
+    assert engine.out["low"] == expected([1] * 200, 30)
+
+
+def test_equal_priority_does_not_preempt_to_get_in():
+    engine = make(num_blocks=4, budget=300)
+    engine.scheduler.add(request("a", [1] * 200, 3))
+    engine.step()
+    engine.scheduler.add(request("b", [2] * 100, 3))
+    engine.step()
+    assert engine.scheduler.counters.preemptions == 0
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+
+
+def test_without_prefix_cache_nothing_is_kept():
+    engine = make(prefix_cache=False)
+    engine.scheduler.add(request("a", [1] * 300, 3))
+    run(engine)
+    assert engine.scheduler.pool.cached == 0
+
+
+@pytest.mark.parametrize(("length", "error"), [(0, InvalidRequest), (1024, PromptTooLong), (5000, PromptTooLong)])
+def test_only_what_could_never_fit_is_refused(length, error):
+    engine = make()
+    with pytest.raises(error) as caught:
+        engine.scheduler.add(request("x", [1] * length))
+    assert caught.value.field == "prompt"
+    engine.scheduler.add(request("fits", [1] * 1023))
+    with pytest.raises(InvalidRequest):
+        engine.scheduler.add(request("fits", [1]))
+    run(engine)
+    assert engine.finished == {"fits": FinishReason.LENGTH} or engine.out["fits"][-1] == STOP
+
+
+def test_an_update_passes_over_what_was_cancelled_during_the_step():
+    engine = make()
+    for name in ("a", "b"):
+        engine.scheduler.add(request(name, [1] * 10))
+    plan = engine.scheduler.schedule()
+    engine.scheduler.cancel("a")
+    outputs = engine.scheduler.update(plan, StepResult([7, 8], [None, None]))
+    assert [(o.request_id, o.tokens) for o in outputs] == [("b", [8])]
+    assert not engine.scheduler.cancel("a")
+    engine.scheduler.check()
