@@ -1,0 +1,1 @@
+"""One instance: plan = schedule(); result = run(plan); update(result)."""

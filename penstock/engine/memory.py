@@ -1,0 +1,66 @@
+"""How many blocks fit."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.local.sequence import blocks_for
+
+CPU_SHARE = 0.4  # of the memory that is free when the engine starts
+CPU_MOST = 4 << 30  # bytes: a larger cache on a CPU is asked for by name
+
+
+def free_bytes(device: torch.device, utilisation: float) -> int:
+    """Bytes that the KV cache may take by default.
+
+    Args:
+        utilisation: on CUDA, the share of the device's memory that everything together may take.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        working = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return int(free + spare - working - (1 - utilisation) * total)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(CPU_SHARE * available), CPU_MOST)
+
+
+def size_cache(
+    *, available: int, block_bytes: int, max_sequences: int, model_len: int, asked_model_len: int | None, exact: bool
+) -> tuple[int, int]:
+    """(blocks, longest sequence served).
+
+    The cache is never larger than `max_sequences` sequences of full length can use, unless its size was asked for.
+    A longest sequence that does not fit is cut when nobody asked for it, and refused when somebody did.
+
+    Args:
+        available: bytes.
+        block_bytes: bytes of one block, all layers.
+        model_len: the length to serve; at most the checkpoint's.
+        asked_model_len: what the user asked for, or None.
+        exact: take all of `available`, because the user named it.
+
+    Raises:
+        ConfigError: there is no room for the length that was asked for, or for any.
+    """
+    num_blocks = available // block_bytes
+    if not exact:
+        num_blocks = min(num_blocks, max_sequences * blocks_for(model_len))
+    longest = num_blocks * BLOCK_TOKENS
+    if longest < 2 * BLOCK_TOKENS:
+        raise ConfigError(
+            f"kv-cache-memory: {available / 2**20:.0f} MiB holds {longest} tokens, "
+            f"at least {2 * BLOCK_TOKENS} are needed ({block_bytes / 2**20:.1f} MiB a block of {BLOCK_TOKENS})",
+            "kv-cache-memory",
+        )
+    if asked_model_len is not None and longest < asked_model_len:
+        raise ConfigError(
+            f"max-model-len: {asked_model_len} tokens need {blocks_for(asked_model_len) * block_bytes / 2**20:.0f} MiB "
+            f"of KV cache and {available / 2**20:.0f} MiB are there, allowed is at most {longest}",
+            "max-model-len",
+        )
+    return num_blocks, min(model_len, longest)

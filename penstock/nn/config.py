@@ -1,0 +1,137 @@
+"""config.json of a Hugging Face checkpoint as the few numbers that a dense decoder needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.core.errors import ConfigError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary frequencies.
+
+    Attributes:
+        kind: "default", "linear", "dynamic", "llama3" or "yarn".
+        theta: base of the frequencies.
+        options: what else the checkpoint says of this kind (factor, original_max_position_embeddings, ...).
+    """
+
+    kind: str
+    theta: float
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A dense decoder: pre-norm blocks of grouped-query attention and a gated MLP.
+
+    Attributes:
+        windows: per layer, how many positions a token sees with itself; None is all.
+        qk_norm: whether queries and keys are normed per head before the rotation.
+        qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
+        dtype: of the checkpoint, as its config says.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    tie_embeddings: bool
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def read_decoder(
+    hf: Mapping[str, Any], *, windows: tuple[int | None, ...] | None = None, **flags: bool
+) -> DecoderConfig:
+    """The part of config.json that all dense decoders share; `flags` are the architecture's own. Raises ConfigError."""
+    heads = _count(hf, "num_attention_heads")
+    hidden = _count(hf, "hidden_size")
+    layers = _count(hf, "num_hidden_layers")
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"config.json: hidden_act is {activation!r}, supported is 'silu'", "hidden_act")
+    config = DecoderConfig(
+        vocab_size=_count(hf, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_count(hf, "num_key_value_heads", heads),
+        head_dim=_count(hf, "head_dim", hidden // heads),
+        intermediate_size=_count(hf, "intermediate_size"),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope=_rope(hf),
+        max_positions=_count(hf, "max_position_embeddings"),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        dtype=_dtype(hf),
+        windows=windows or (None,) * layers,
+        **flags,
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {config.num_kv_heads}",
+            "num_key_value_heads",
+        )
+    if config.head_dim % 2:
+        raise ConfigError(f"config.json: head_dim {config.head_dim} is odd", "head_dim")
+    return config
+
+
+def late_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Per-layer windows as Qwen configures them: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
+    layers = _count(hf, "num_hidden_layers")
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(layers))
+    if len(kinds) != layers:
+        raise ConfigError(f"config.json: layer_types names {len(kinds)} layers of {layers}", "layer_types")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _count(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = hf.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {name} is {value!r}, a positive whole number is needed", name)
+    return value
+
+
+def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"config.json: dtype is {name!r}, supported are {', '.join(DTYPES)}", "dtype")
+    return DTYPES[name]
+
+
+def _rope(hf: Mapping[str, Any]) -> RopeConfig:
+    """Reads both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
+    options = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
+    options.pop("type", None)
+    theta = options.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    if options.get("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported", "partial_rotary_factor")
+    return RopeConfig(kind=kind, theta=float(theta), options=options)

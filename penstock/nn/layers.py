@@ -1,0 +1,100 @@
+"""The parts that decoders are built from. Weights are plain parameters; mathematics is in `nn.ops`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nn import ops
+from penstock.nn.batch import Batch
+from penstock.nn.config import DecoderConfig
+from penstock.nn.rope import frequencies
+
+
+class Linear(nn.Module):
+    """One or more projections of the same input, computed as one product.
+
+    Attributes:
+        outs: widths of the projections; `weight` is [sum(outs), in], theirs one after the other.
+    """
+
+    def __init__(self, in_features: int, outs: tuple[int, ...], bias: bool) -> None:
+        super().__init__()
+        self.outs = outs
+        self.weight = nn.Parameter(torch.empty(sum(outs), in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(outs)), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed sum, sum) of x and the residual stream."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
+class Rotation:
+    """cos and sin of a step's positions, computed once for all layers."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        base, self._factor = frequencies(config)
+        self._base = base.to(device)
+        self._dtype = dtype
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows] -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
+        angle = positions[:, None].float() * self._base
+        return (angle.cos() * self._factor).to(self._dtype), (angle.sin() * self._factor).to(self._dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, optionally with per-head norms of Q and K."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = dim
+        self.scale = dim**-0.5
+        self.window = config.windows[layer]
+        self.qkv_proj = Linear(config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), config.qkv_bias)
+        self.o_proj = Linear(heads * dim, (config.hidden_size,), config.o_bias)
+        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.qkv_proj.outs, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        ops.store_kv(ops.rotary(k, *rotation), v, cache, batch)
+        heads = ops.attention(ops.rotary(q, *rotation), cache, batch, self.scale, self.window)
+        return self.o_proj(heads.flatten(1))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, (config.intermediate_size,) * 2, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, (config.hidden_size,), config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))

@@ -1,0 +1,30 @@
+"""The architectures that are served: the name in config.json -> the class. One file each, one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.nn.models.decoder import Decoder
+from penstock.nn.models.llama import Llama
+from penstock.nn.models.mistral import Mistral
+from penstock.nn.models.qwen2 import Qwen2
+from penstock.nn.models.qwen3 import Qwen3
+
+MODELS: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
+
+
+def architecture(hf: Mapping[str, Any]) -> type[Decoder]:
+    """The class for a config.json. Raises ConfigError with the list of what is supported."""
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in MODELS:
+            return MODELS[name]
+    found = ", ".join(map(str, names)) or "none"
+    raise ConfigError(f"config.json: architectures is {found}; supported are {', '.join(MODELS)}", "architectures")

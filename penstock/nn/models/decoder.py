@@ -1,0 +1,88 @@
+"""A dense decoder over a paged cache: what the Llama family shares. Module names are the checkpoints' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nn import ops
+from penstock.nn.batch import Batch
+from penstock.nn.config import DecoderConfig
+from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """(what to add, residual stream) of the layer before -> of this one."""
+        x, residual = self.input_layernorm.after(x, residual)
+        x = self.self_attn(x, rotation, cache, batch)
+        x, residual = self.post_attention_layernorm.after(x, residual)
+        return self.mlp(x), residual
+
+
+class Stack(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """Base of every dense architecture; a subclass says how to read its config.json."""
+
+    @staticmethod
+    def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
+        """Raises ConfigError naming the key that is missing or not supported."""
+        raise NotImplementedError
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Stack(config)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
+        self._rotation: Rotation | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    def forward(self, batch: Batch, cache: Tensor) -> Tensor:
+        """Compute a step's rows and store their K and V.
+
+        Args:
+            batch: the rows.
+            cache: [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim].
+
+        Returns:
+            [rows, hidden], normed.
+        """
+        if self._rotation is None:
+            self._rotation = Rotation(self.config, self.dtype, self.device)
+        rotation = self._rotation(batch.positions)
+        x = self.model.embed_tokens(batch.tokens)
+        residual = torch.zeros_like(x)
+        for i, layer in enumerate(self.model.layers):
+            x, residual = layer(x, residual, rotation, cache[:, i], batch)
+        return self.model.norm.after(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] float32."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return ops.linear(hidden, head.weight).float()

@@ -1,0 +1,25 @@
+"""Causal attention of a step's rows over their sequences' cached K and V."""
+
+from torch import Tensor
+
+from penstock.nn.batch import Batch
+from penstock.nn.ops.attention import reference, sdpa
+from penstock.nn.ops.backends import Backend, Op
+
+OP = Op("attention", Backend("sdpa", sdpa.attention), Backend("reference", reference.attention))
+
+
+def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """softmax(q k^T * scale) v, where a row at position p sees positions (p - window, p] of its own sequence.
+
+    Args:
+        q: [rows, heads, dim]; query heads h * heads / kv_heads and following share K and V head h.
+        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]; the step's own rows are stored already.
+        batch: says which blocks hold each sequence.
+        scale: of the scores.
+        window: how many positions a row sees, itself included; None is all.
+
+    Returns:
+        [rows, heads, dim] in q's dtype.
+    """
+    return OP.on(q.device.type)(q, cache, batch, scale, window)

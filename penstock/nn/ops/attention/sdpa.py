@@ -1,0 +1,52 @@
+"""On torch's scaled_dot_product_attention: decoding sequences in padded groups, prompts one by one in pieces."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.nn.batch import Batch, DecodeGroup, Span
+
+PIECE = 512  # rows of a prompt at a time: bounds the mask, and skips most of the triangle above the diagonal
+
+
+def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    out = torch.empty_like(q)
+    for group in batch.decode_groups:
+        _decode(out, q, cache, group, scale, window)
+    for span in batch.prefills:
+        _prefill(out, q, cache, span, scale, window)
+    return out
+
+
+def _decode(out: Tensor, q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, window: int | None) -> None:
+    kv_heads, dim = cache.shape[2], cache.shape[4]
+    head = torch.arange(kv_heads, device=q.device)[:, None]
+    # one gather each: [group, kv_heads, blocks, BLOCK_TOKENS, dim]
+    k, v = (cache[:, i][group.blocks[:, None], head].flatten(2, 3) for i in (0, 1))
+    # query heads that share K and V are rows of one product: [group, kv_heads, heads / kv_heads, dim]
+    queries = q[group.rows].unflatten(1, (kv_heads, -1))
+    heads = scaled_dot_product_attention(queries, k, v, attn_mask=group.mask(window), scale=scale)
+    out[group.rows] = heads.reshape(-1, q.shape[1], dim)
+
+
+def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None) -> None:
+    context = cache[span.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, dim]
+    done = 0
+    while done < span.rows:
+        start = span.start + done
+        # pieces end at multiples of PIECE in the sequence, however it is chunked
+        count = min(span.rows - done, PIECE - start % PIECE)
+        end = start + count
+        first = 0 if window is None else max(0, start + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
+        k, v = context[:, None, :, first:end]
+        position = torch.arange(start, end, device=q.device)[:, None]
+        column = torch.arange(first, end, device=q.device)
+        mask = column <= position
+        if window is not None:
+            mask &= column > position - window
+        rows = slice(span.row + done, span.row + done + count)
+        queries = q[rows].transpose(0, 1)[None]
+        heads = scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out[rows] = heads[0].transpose(0, 1)
+        done += count

@@ -1,0 +1,65 @@
+"""How an op finds the implementation for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OPS: dict[str, Op[Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Backend(Generic[Function]):
+    """One implementation.
+
+    Attributes:
+        name: "reference", or what it is built on.
+        function: same arguments and result as the op.
+        devices: torch device types it runs on; empty means all.
+        missing: why it cannot be used on this machine, or None.
+    """
+
+    name: str
+    function: Function
+    devices: frozenset[str] = frozenset()
+    missing: Callable[[], str | None] = lambda: None
+
+    def serves(self, device: str) -> bool:
+        return (not self.devices or device in self.devices) and self.missing() is None
+
+
+class Op(Generic[Function]):
+    """A named op and its backends, best first; the last one is the reference and runs everywhere."""
+
+    def __init__(self, name: str, *backends: Backend[Function]) -> None:
+        assert backends[-1].name == "reference", name
+        assert name not in OPS, name
+        self.name = name
+        self.backends = backends
+        self._chosen: dict[str, Function] = {}
+        OPS[name] = self
+
+    def on(self, device: str) -> Function:
+        """The function to call for tensors on a device type ("cpu", "cuda")."""
+        function = self._chosen.get(device)
+        if function is None:
+            function = self._chosen[device] = self.backend_on(device).function
+        return function
+
+    def backend_on(self, device: str) -> Backend[Function]:
+        """The best backend that serves a device type."""
+        return next(b for b in self.backends if b.serves(device))
+
+    @contextmanager
+    def using(self, backend: str) -> Iterator[None]:
+        """Use one backend by name, for tests and comparisons."""
+        before = self._chosen
+        chosen = next(b for b in self.backends if b.name == backend)
+        self._chosen = dict.fromkeys(chosen.devices or ("cpu", "cuda"), chosen.function)
+        try:
+            yield
+        finally:
+            self._chosen = before

@@ -1,0 +1,121 @@
+"""Every backend of every op against its reference, over odd shapes, wherever it runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.nn import ops
+from penstock.nn.batch import Batch
+from penstock.nn.ops import OPS
+from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+BACKENDS = [
+    (name, backend.name, device)
+    for name, op in OPS.items()
+    for backend in op.backends
+    for device in DEVICES
+    if backend.serves(device)
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def batch_of(lengths: list[tuple[int, int]], device: str) -> tuple[Batch, int]:
+    """A batch of (start, rows) sequences on scattered blocks, and how many blocks it uses."""
+    steps, used = [], 0
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1)).tolist()
+    for i, (start, rows) in enumerate(lengths):
+        count = -(-(start + rows) // BLOCK_TOKENS)
+        blocks = tuple(order[used : used + count])
+        used += count
+        steps.append(SequenceStep(str(i), start, list(range(rows)), blocks, True, SamplingParams(), 0))
+    return Batch(steps, torch.device(device)), 500
+
+
+def case(name: str, data, device: str, dtype: torch.dtype):
+    """(arguments, tensors changed in place) for one op with random shapes."""
+
+    def rand(*shape):
+        return torch.randn(*shape).to(device, dtype)
+
+    rows, width = data.draw(st.integers(1, 9)), 2 * data.draw(st.integers(1, 33))
+    if name == "linear":
+        return (rand(rows, width), rand(7, width), data.draw(st.sampled_from([None, rand(7)]))), []
+    if name == "rms_norm":
+        return (rand(rows, width), rand(width), 1e-6), []
+    if name == "add_rms_norm":
+        return (rand(rows, width), rand(rows, width), rand(width), 1e-6), []
+    if name == "rotary":
+        return (rand(rows, 3, width), rand(rows, width // 2), rand(rows, width // 2)), []
+    if name == "silu_mul":
+        return (rand(rows, width),), []
+    if name == "gumbel_noise":
+        keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
+        return (keys.to(device), torch.arange(width, device=device)[None]), []
+    lengths = data.draw(
+        st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 2, 65, 600])), min_size=1, max_size=5)
+    )
+    batch, blocks = batch_of(lengths, device)
+    kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
+    cache = rand(blocks, 3, 2, kv_heads, BLOCK_TOKENS, dim)[:, 1]
+    total = sum(n for _, n in lengths)
+    if name == "store_kv":
+        return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
+    if name == "attention":
+        window = data.draw(st.sampled_from([None, 1, 100]))
+        return (rand(total, kv_heads * group, dim), cache, batch, dim**-0.5, window), []
+    raise AssertionError(f"say here how to call {name}")
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), BACKENDS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
+def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
+    op = OPS[name]
+    torch.manual_seed(0)
+    arguments, changed = case(name, data, device, dtype)
+    copies = tuple(a.clone() if i in changed else a for i, a in enumerate(arguments))
+    with op.using(backend):
+        ours = op.on(device)(*arguments)
+    with op.using("reference"):
+        theirs = op.on(device)(*copies)
+    pairs = [(arguments[i], copies[i]) for i in changed]
+    if not changed:
+        pairs += list(zip(ours, theirs, strict=True)) if isinstance(ours, tuple) else [(ours, theirs)]
+    for a, b in pairs:
+        assert a.dtype == b.dtype
+        assert torch.allclose(a.float(), b.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_rotation_keeps_lengths_and_relative_angles():
+    x = torch.randn(5, 2, 8)
+    angle = torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01])
+    turned = ops.rotary(x, angle.cos(), angle.sin())
+    assert torch.allclose(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
+    same = ops.rotary(x[:1].expand(5, 2, 8), angle.cos(), angle.sin())
+    products = (same[1:] * same[:-1]).sum(-1)
+    assert torch.allclose(products, products[:1].expand_as(products), atol=1e-4)
+
+
+def test_noise_is_gumbel_and_a_pure_function():
+    keys = torch.tensor([row_key(3, p) for p in range(200)])
+    noise = gumbel_noise(keys, torch.arange(500)[None])
+    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var() == pytest.approx(1.6449, abs=0.03)
+    assert torch.isfinite(noise).all()
+    # columns and rows are uncorrelated
+    assert torch.corrcoef(noise[:50]).fill_diagonal_(0).abs().max() < 0.25
+    picked = gumbel_noise(keys[7:8], torch.tensor([[400, 3]]))
+    assert torch.equal(picked[0], noise[7, [400, 3]])
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**20))
+def test_tensor_arithmetic_agrees_with_integers(seed, position, token):
+    key = row_key(seed, position)
+    bits = counter.mix((key & counter.MASK) + (token + 1) * counter.GOLDEN) >> 32
+    uniform = (torch.tensor(bits, dtype=torch.int64).float() + 0.5) * 2.0**-32
+    want = -torch.log(-torch.log1p(-uniform))
+    assert torch.equal(gumbel_noise(torch.tensor([key]), torch.tensor([[token]]))[0, 0], want)

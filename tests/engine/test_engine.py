@@ -1,0 +1,148 @@
+"""The engine on a real, tiny model: ends, limits, timing, start-up measurements."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.clock import ManualClock, SystemClock
+from penstock.core.errors import ConfigError
+from penstock.engine.budget import GRAIN, largest_within
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.memory import size_cache
+from penstock.nn.loader import load_model
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engines import Collector, make_engine, make_request
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, torch.device("cpu"))
+
+
+def test_a_stop_token_ends_the_text_and_is_reported(model):
+    free = Collector(make_engine(model)).run(make_request("a", [1, 2, 3]))["a"]
+    stop = free[5]
+    collector = Collector(make_engine(model))
+    tokens = collector.run(make_request("a", [1, 2, 3], stop_ids=[stop]))["a"]
+    assert tokens == free[: free.index(stop) + 1]
+    assert collector.finish["a"] == "stop"
+    assert collector.engine.scheduler.pool.used == 0
+
+
+def test_length_ends_the_text(model):
+    collector = Collector(make_engine(model, model_len=128))
+    tokens = collector.run(make_request("a", [1] * 120, max_tokens=3), make_request("b", [1] * 120, max_tokens=100))
+    assert (len(tokens["a"]), len(tokens["b"])) == (3, 8)
+    assert set(collector.finish.values()) == {"length"}
+
+
+def test_cancel_gives_everything_back(model):
+    collector = Collector(make_engine(model))
+    for name in "abc":
+        collector.engine.add(make_request(name, [1] * 100, max_tokens=500))
+    collector.step()
+    collector.engine.cancel(["a", "c", "unknown"])
+    collector.engine.check()
+    assert collector.engine.scheduler.num_running == 1
+    collector.engine.cancel(["b"])
+    assert not collector.engine.has_work
+    assert collector.engine.scheduler.pool.used == 0
+
+
+def test_logprobs_come_with_every_token(model):
+    collector = Collector(make_engine(model))
+    collector.run(make_request("a", [1, 2], logprobs=2, max_tokens=5), make_request("b", [1, 2], max_tokens=5))
+    assert [len(r.top) for r in collector.logprobs["a"]] == [2] * 5
+    assert all(r.rank == 1 and r.chosen == r.top[0][1] for r in collector.logprobs["a"])
+    assert collector.logprobs["b"] == []
+
+
+def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
+    engine = make_engine(model, blocks=16, prefix_cache=False)
+    engine._runner.cache.fill_(float("nan"))
+    a = Collector(engine).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
+    clean = Collector(make_engine(model)).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
+    assert a == clean
+
+
+class SlowRunner:
+    """Takes a second of a manual clock per step."""
+
+    def __init__(self, runner, clock):
+        self.runner, self.clock = runner, clock
+
+    def run(self, plan):
+        self.clock.advance(1.0)
+        return self.runner.run(plan)
+
+
+def test_timing_of_a_finished_request(model):
+    engine = make_engine(model, budget=64, sequences=1)
+    clock = ManualClock()
+    engine._clock, engine._runner = clock, SlowRunner(engine._runner, clock)
+    engine.add(make_request("first", [1] * 10, max_tokens=2))
+    engine.add(make_request("second", [1] * 100, max_tokens=3))
+    timing = {}
+    while engine.has_work:
+        timing |= {o.request_id: o.timing for o in engine.step()[0] if o.timing}
+    assert (timing["first"].queue, timing["first"].prefill, timing["first"].decode) == (0, 1, 1)
+    assert (timing["second"].queue, timing["second"].prefill, timing["second"].decode) == (2, 2, 2)
+
+
+@given(st.integers(1, 8192), st.integers(1, 300), st.integers(300, 8192))
+def test_budget_search_finds_the_edge(edge, low, high):
+    asked = []
+
+    def measure(tokens):
+        asked.append(tokens)
+        return 1.0 if tokens > edge else 0.5
+
+    found = largest_within(measure, 0.7, low, high)
+    assert max(asked, default=0) <= max(high, GRAIN)
+    assert len(asked) <= 14
+    best = max(low, min(edge, high) // GRAIN * GRAIN)
+    assert found <= best
+    assert found >= low
+    assert found >= best * 0.85 - GRAIN
+
+
+def test_build_measures_and_sizes(checkpoint):
+    engine, runner = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    limits = engine.scheduler.limits
+    assert limits.max_model_len == 1024
+    assert 8 <= limits.token_budget <= 1024
+    assert engine.scheduler.pool.num_blocks == runner.cache.shape[0] == 8 * 16
+    Collector(engine).run(make_request("a", [1] * 600))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_model_len": 5000}, "max-model-len: 5000, this checkpoint allows 2 to 1024"),
+        ({"dtype": "int3"}, "dtype: 'int3', allowed are auto, bfloat16, float16, float32"),
+        ({"device": "tpu"}, "device: 'tpu', allowed are cpu, cuda"),
+        ({"device": "cuda:9"}, "device: 'cuda:9', this machine has"),
+        ({"max_num_batched_tokens": 4}, "max-num-batched-tokens: 4, at least max-num-seqs"),
+        ({"kv_cache_memory": 1000}, "kv-cache-memory: 0 MiB holds 0 tokens"),
+        ({"kv_cache_memory": 1 << 20, "max_model_len": 1024}, "max-model-len: 1024 tokens need"),
+        ({"model": "/nowhere"}, r"/nowhere/config.json: not found"),
+    ],
+)
+def test_bad_options_name_the_flag(checkpoint, changes, says):
+    options = EngineOptions(**{"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64, **changes})
+    with pytest.raises(ConfigError, match=says):
+        build_engine(options, SystemClock())
+
+
+def test_a_length_nobody_asked_for_is_cut_to_what_fits():
+    size = {"block_bytes": 1000, "max_sequences": 4, "model_len": 10000}
+    assert size_cache(available=20_000, asked_model_len=None, exact=False, **size) == (20, 20 * 64)
+    assert size_cache(available=10**9, asked_model_len=None, exact=False, **size) == (4 * 157, 10000)
+    assert size_cache(available=10**6, asked_model_len=None, exact=True, **size) == (1000, 10000)

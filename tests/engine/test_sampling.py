@@ -1,0 +1,121 @@
+"""Draws: filters in the right order, the right distribution, and nothing but one's own row."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.plan import SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.engine.sampling import draw
+
+VOCAB = 50
+
+
+def step(seed=0, position=10, history=None, prompt_tokens=0, **params) -> SequenceStep:
+    p = SamplingParams(**params)
+    return SequenceStep("r", position - 1, [0], (0,), True, p, seed, history, prompt_tokens)
+
+
+def logits(rows=1, seed=0, vocab=VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def allowed_by_hand(row: torch.Tensor, p: SamplingParams) -> set[int]:
+    """Tokens that survive min_p, top_k and top_p, spelled out."""
+    probabilities = (row / p.temperature).double().softmax(-1)
+    keep = {t for t in range(len(row)) if probabilities[t] >= p.min_p * probabilities.max() * (1 - 1e-6)}
+    order = sorted(keep, key=lambda t: -float(probabilities[t]))
+    if p.top_k:
+        order = order[: p.top_k]
+    total, out = sum(float(probabilities[t]) for t in order), set()
+    mass = 0.0
+    for t in order:
+        if mass >= p.top_p * total * (1 + 1e-6):
+            break
+        out.add(t)
+        mass += float(probabilities[t])
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.floats(0.2, 3),
+    st.sampled_from([0, 1, 5, 49, 50, 2000]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_only_tokens_that_pass_the_filters_are_drawn(seed, temperature, top_k, top_p, min_p):
+    row = logits(seed=seed)
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    allowed = allowed_by_hand(row[0], SamplingParams(**params))
+    drawn = draw(row.repeat(200, 1), [step(seed=s, **params) for s in range(200)]).tokens
+    assert set(drawn) <= allowed
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 8}, {"top_p": 0.8}, {"temperature": 0.5, "min_p": 0.02}])
+def test_draws_follow_the_distribution(params):
+    row = logits(seed=3, vocab=12)
+    p = SamplingParams(**params)
+    allowed = sorted(allowed_by_hand(row[0], p))
+    want = (row[0][allowed] / p.temperature).softmax(-1)
+    count = 20000
+    drawn = draw(row.repeat(count, 1), [step(seed=5, position=1 + i, **params) for i in range(count)]).tokens
+    seen = torch.bincount(torch.tensor(drawn), minlength=12)[allowed] / count
+    chi_square = float(((seen - want) ** 2 / want).sum() * count)
+    degrees = len(allowed) - 1
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_a_row_is_drawn_alike_in_any_company():
+    rows = logits(40, seed=1)
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
+    steps = [step(seed=i, position=3 + i, **kinds[i % 5]) for i in range(40)]
+    together = draw(rows.clone(), steps).tokens
+    alone = [draw(rows[i : i + 1].clone(), [s]).tokens[0] for i, s in enumerate(steps)]
+    assert together == alone
+
+
+def test_seed_and_position_change_the_draw():
+    row = torch.zeros(1, VOCAB)
+    draws = {draw(row.clone(), [step(seed=s, position=p)]).tokens[0] for s in range(8) for p in range(8)}
+    assert len(draws) > 20
+    assert draw(row.clone(), [step(seed=-(2**63))]).tokens == draw(row.clone(), [step(seed=-(2**63))]).tokens
+
+
+def test_penalties():
+    row = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.5]])
+    history = [1, 1, 2, 2, 2, 3]  # the first two are the prompt
+
+    def greedy(**params):
+        return draw(row.clone(), [step(history=history, prompt_tokens=2, temperature=0.0, **params)]).tokens[0]
+
+    assert greedy() == 1
+    assert greedy(repetition_penalty=4.0) == 0  # 3 -> 0.75 and 2 -> 0.5: the prompt counts
+    assert greedy(presence_penalty=2.0) == 1  # the prompt does not
+    many = draw(
+        torch.tensor([[1.0, 0.0, 2.0, 0.0]]),
+        [step(history=[0, 2, 2, 2], prompt_tokens=1, temperature=0.0, frequency_penalty=0.4)],
+    )
+    assert many.tokens == [0]
+
+
+def test_bias_and_logprobs():
+    row = logits(seed=2)
+    favourite = int(row.argmin())
+    result = draw(row.clone(), [step(temperature=0.0, logit_bias={favourite: 100.0}, logprobs=3)])
+    assert result.tokens == [favourite]
+    report = result.logprobs[0]
+    want = row[0].log_softmax(-1)
+    assert report is not None
+    assert report.chosen == pytest.approx(float(want[favourite]))  # of the raw logits, before the bias
+    assert report.rank == VOCAB
+    assert [t for t, _ in report.top] == want.topk(3).indices.tolist()
+    assert draw(row.clone(), [step()]).logprobs == [None]
+
+
+def test_equal_logits_are_broken_by_the_lowest_id():
+    assert draw(torch.zeros(1, VOCAB), [step(temperature=0.0)]).tokens == [0]

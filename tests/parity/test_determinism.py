@@ -1,0 +1,68 @@
+"""A request's tokens do not depend on what it is batched with, how it is chunked, or how often it was interrupted."""
+
+import random
+
+import pytest
+import torch
+
+from penstock.nn.loader import load_model
+from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.helpers.engines import Collector, make_engine, make_request
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
+VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_k": 20, "min_p": 0.01}}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request, tmp_path_factory):
+    pytest.importorskip("transformers")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), request.param), torch.device(device))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 320) for _ in range(length)]
+
+
+PROMPT = prompt(200, 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_tokens_however_it_runs(model, variant):
+    def mine(**changes):
+        return make_request("mine", PROMPT, seed=7, **VARIANTS[variant], **changes)
+
+    alone = Collector(make_engine(model)).run(mine())["mine"]
+    assert len(set(alone)) > 3, "a constant text proves nothing"
+
+    others = [make_request(f"r{i}", prompt(7 + 23 * i, i), seed=i, **SAMPLED) for i in range(15)]
+    assert Collector(make_engine(model)).run(*others[:8], mine(), *others[8:])["mine"] == alone
+
+    for budget in (1, 7, 64, 129):
+        chunked = make_engine(model, budget=budget, sequences=1)
+        assert Collector(chunked).run(mine())["mine"] == alone
+
+    cached = Collector(make_engine(model))
+    cached.run(make_request("first", PROMPT))
+    assert cached.run(mine())["mine"] == alone
+    assert cached.cached["mine"] == 192
+
+    for prefix_cache in (True, False):
+        assert preempted(model, mine, prefix_cache) == alone
+
+
+def preempted(model, mine, prefix_cache):
+    """Tokens of a request that was thrown out while decoding and came back."""
+    crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache))
+    for i in range(2):
+        crowded.engine.add(make_request(f"urgent{i}", prompt(100, i), max_tokens=120, priority=-1))
+    crowded.engine.add(mine())
+    for _ in range(10):
+        crowded.step()
+    assert 0 < len(crowded.tokens["mine"]) < 24
+    before = crowded.engine.scheduler.counters.preemptions
+    crowded.engine.add(make_request("bully", prompt(150, 5), max_tokens=8, priority=-2))
+    crowded.step()
+    assert crowded.engine.scheduler.counters.preemptions > before
+    return crowded.run()["mine"]

@@ -1,0 +1,146 @@
+"""The same weights give the same logits as Hugging Face transformers, for every architecture and rope scaling."""
+
+import pytest
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.nn.batch import Batch
+from penstock.nn.loader import load_model
+from penstock.nn.ops import OPS
+from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
+
+transformers = pytest.importorskip("transformers")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+LENGTHS = (1, 17, 300)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(1, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def step(tokens, start, total, first_block=0) -> SequenceStep:
+    blocks = range(first_block, first_block + -(-total // BLOCK_TOKENS))
+    return SequenceStep("r", start, tokens, tuple(blocks), True, SamplingParams(), 0)
+
+
+def logits_of(model, sequences, cache):
+    return model.logits(model(Batch(sequences, cache.device), cache))
+
+
+def new_cache(model, blocks=16):
+    c = model.config
+    shape = (blocks, c.num_layers, 2, c.num_kv_heads, BLOCK_TOKENS, c.head_dim)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+
+def peer(checkpoint, device):
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device).eval()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", [b.name for b in OPS["attention"].backends])
+def test_logits(checkpoint, device, backend):
+    model, other = load_model(checkpoint, device), peer(checkpoint, device)
+    with OPS["attention"].using(backend):
+        for length in LENGTHS:
+            tokens = prompt(length)
+            theirs = other(torch.tensor([tokens], device=device)).logits[0]
+            cache = new_cache(model)
+            ours = logits_of(model, [step(tokens, 0, length)], cache)
+            assert (ours - theirs).abs().max() < 1e-4
+            # the same in chunks and one by one, beside an unrelated sequence
+            cache = new_cache(model)
+            done = 0
+            for chunk in (3, 64, 1, 1, 100, length):
+                part = tokens[done : done + chunk]
+                if part:
+                    noise = step([5, 6], 0, 2, first_block=12)
+                    rows = logits_of(model, [noise, step(part, done, done + len(part))], cache)[2:]
+                    assert (rows - theirs[done : done + len(part)]).abs().max() < 1e-4
+                done += len(part)
+
+
+@torch.inference_mode()
+def test_greedy_tokens(checkpoint, device):
+    model, other = load_model(checkpoint, device), peer(checkpoint, device)
+    for length in LENGTHS:
+        tokens = prompt(length)
+        theirs = other.generate(
+            torch.tensor([tokens], device=device), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0].tolist()
+        cache, known, done = new_cache(model), list(tokens), 0
+        while len(known) < len(theirs):
+            rows = logits_of(model, [step(known[done:], done, len(known))], cache)
+            done = len(known)
+            known.append(int(rows[-1].argmax()))
+        assert known == theirs
+
+
+def test_shards_and_dtypes_load_alike(tmp_path):
+    whole = load_model(write_checkpoint(tmp_path / "whole", "qwen3"), torch.device("cpu"))
+    parts = load_model(write_checkpoint(tmp_path / "parts", "qwen3", shard_size="100KB"), torch.device("cpu"))
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        directory = write_checkpoint(tmp_path / name, "qwen3", dtype=dtype)
+        assert load_model(directory, torch.device("cpu")).dtype == dtype
+        assert load_model(directory, torch.device("cpu"), torch.float32).dtype == torch.float32
+
+
+def rewrite(directory, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(NORM), "1 missing, the first is 'model.norm.weight'"),
+        (lambda t: t.update(surprise=torch.zeros(3)), "'surprise' is not part of Llama"),
+        (lambda t: t.update({NORM: torch.zeros(7)}), r"'model.norm.weight' is \[7\], config.json makes it \[64\]"),
+    ],
+)
+def test_wrong_weights_are_named(tmp_path, change, says):
+    directory = write_checkpoint(tmp_path, "llama")
+    rewrite(directory, change)
+    with pytest.raises(ConfigError, match=says):
+        load_model(directory, torch.device("cpu"))
+
+
+def test_broken_files_are_named(tmp_path):
+    directory = write_checkpoint(tmp_path, "llama")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: corrupt or truncated"):
+        load_model(directory, torch.device("cpu"))
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        load_model(directory, torch.device("cpu"))
+    (directory / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"]}')
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration; supported are LlamaForCausalLM, Mistral"):
+        load_model(directory, torch.device("cpu"))
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        load_model(directory, torch.device("cpu"))
