@@ -67,10 +67,10 @@ def write_checkpoint(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():  # far from near-zero, so that every part matters
         if parameter_name.endswith("bias"):
-            parameter.data.normal_(std=0.2)
+            parameter.data.normal_(std=0.1)
         elif parameter.ndim == 1:
             parameter.data.normal_(mean=1.0, std=0.2)
         else:
-            parameter.data.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
+            parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     return directory

@@ -1,0 +1,80 @@
+"""Stop strings in a text that arrives in chunks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+
+class StopStrings:
+    """Cuts a text at the first stop string, and never shows what may turn out to be part of one.
+
+    The first is the one that is complete first, so that it is known at its last character and generation need not run
+    on; of several complete at the same character it is the longest, which leaves out the most. How the text is cut into
+    chunks makes no difference.
+
+    Attributes:
+        matched: the stop string that was found, or None.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include_in_output: bool = False) -> None:
+        """
+        Args:
+            stops: none of them empty.
+            include_in_output: whether the text ends after the stop string, not before it. Nothing is held back then.
+        """
+        assert all(stops), "an empty stop string"
+        self.matched: str | None = None
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._progress = [0] * len(self._stops)  # characters of each stop string that the text ends with
+        self._first_chars = {stop[0] for stop in stops}
+        self._include = include_in_output
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What may be shown now; nothing once a stop string was found."""
+        if self.matched is not None:
+            return ""
+        if not any(self._progress) and self._first_chars.isdisjoint(text):
+            return text
+        shown = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._advance(char)
+            if self.matched is not None:
+                self._held = ""
+                return shown[: end if self._include else end - len(self.matched)]
+        cut = len(shown) if self._include else len(shown) - max(self._progress)
+        self._held = shown[cut:]
+        return shown[:cut]
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> None:
+        """One step of Knuth-Morris-Pratt for each stop string, the longest first."""
+        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            length = self._progress[i]
+            while length and stop[length] != char:
+                length = borders[length - 1]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                self.matched = stop
+                return
+            self._progress[i] = length
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each prefix, the length of the longest shorter prefix that it also ends with."""
+    borders = [0]
+    length = 0
+    for char in stop[1:]:
+        while length and stop[length] != char:
+            length = borders[length - 1]
+        if stop[length] == char:
+            length += 1
+        borders.append(length)
+    return tuple(borders)
