@@ -1,0 +1,23 @@
+"""penstock: an LLM serving system. `LLM` runs an engine in this process; `penstock serve` runs a server."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.core.sampling import SamplingParams
+    from penstock.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    # lazily, so that rooms without torch can be imported without it
+    if name == "LLM":
+        from penstock.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from penstock.core.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -25,8 +26,16 @@ def free_bytes(device: torch.device, utilisation: float) -> int:
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         working = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return int(free + spare - working - (1 - utilisation) * total)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(CPU_SHARE * available), CPU_MOST)
+    return min(int(CPU_SHARE * available_memory()), CPU_MOST)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be taken without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def size_cache(

@@ -1,0 +1,1 @@
+"""Many instances behind one endpoint. Decides and carries; never touches a tensor."""

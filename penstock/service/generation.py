@@ -1,10 +1,13 @@
-"""What a frontend hands to the HTTP routes: a request's outputs as they grow, and what it used."""
+"""A request's outputs as they grow: an engine's tokens in, text out, ended by stop strings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.request import TokenLogprobs
+from penstock.core.request import FinishReason, TokenLogprobs, TokenOutput
+from penstock.core.sampling import SamplingParams
+from penstock.text.assembler import TextAssembler
+from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -36,3 +39,39 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+class OutputStream:
+    """One output of a request on its way from tokens to text.
+
+    Attributes:
+        finished: no more deltas will come.
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.finished = False
+        self._index = index
+        self._params = params
+        self._assembler = TextAssembler(tokenizer, params)
+
+    def feed(self, output: TokenOutput) -> Delta:
+        """What an engine step brought this output. When a stop string ends it, the engine does not know yet:
+        `finished` is True where `output.finish` is None, and the engine's sequence is to be cancelled."""
+        before = self._assembler.consumed
+        last = output.finish is not None
+        text = self._assembler.push(output.tokens, last=last, stop_token=output.stop_token)
+        count = self._assembler.consumed - before
+        delta = Delta(
+            self._index,
+            text,
+            output.tokens[:count],
+            None if output.logprobs is None else output.logprobs[:count],
+        )
+        if self._assembler.stop_match is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, self._assembler.stop_match
+        elif output.finish is not None:
+            delta.finish_reason = output.finish.value
+            if output.stop_token in self._params.stop_token_ids:
+                delta.stop_reason = output.stop_token
+        self.finished = delta.finish_reason is not None
+        return delta

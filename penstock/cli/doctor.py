@@ -1,0 +1,109 @@
+"""`penstock doctor`: what of this machine will be used, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+EXTRAS = {"aiohttp": "bench", "huggingface-hub": "hub"}
+Row = tuple[str, str, str]  # what, "ok" | "missing" | "note", what was found
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what of this machine will be used", allow_abbrev=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; 1 when something that serving needs is missing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="penstock doctor", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+    rows = list(examine())
+    for what, state, found in rows:
+        table.add_row(what, marks[state], found)
+    Console().print(table)
+    return 1 if any(state == "missing" for _, state, _ in rows) else 0
+
+
+def examine() -> Iterator[Row]:
+    """Everything that is looked at, in the order of the table."""
+    yield "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield from _processor()
+    yield from _torch()
+    yield from _packages()
+    yield from _demo()
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    yield "C++ compiler", "ok" if compiler else "note", compiler or "none; kernels would run as plain torch ops"
+
+
+def _processor() -> Iterator[Row]:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = set((named.get("flags") or named.get("Features") or "").split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "processor", "ok", f"{named.get('model name', platform.processor() or 'unknown')}, {cores} cores to use"
+    yield "vector units", "ok", " ".join(unit for unit in VECTOR_UNITS if unit in flags) or "none that we know of"
+
+
+def _torch() -> Iterator[Row]:
+    try:
+        import torch
+    except ImportError as error:
+        yield "torch", "missing", str(error)
+        return
+    yield "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    from penstock.engine.memory import available_memory
+
+    free, total = available_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield "memory", "ok" if free > 1 << 30 else "note", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            name = torch.cuda.get_device_name(i)
+            yield f"cuda:{i}", "ok", f"{name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+    else:
+        yield "cuda", "note", "none; models run on the CPU"
+    from penstock.nn.ops import OPS
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    using: dict[str, list[str]] = {}
+    for name, op in OPS.items():
+        using.setdefault(op.backend_on(device).name, []).append(name)
+    for backend, names in using.items():
+        yield f"{backend} ops on {device}", "ok", ", ".join(names)
+
+
+def _packages() -> Iterator[Row]:
+    needed = [line for line in metadata.requires("penstock") or [] if "extra ==" not in line and "torch" not in line]
+    for name in needed:
+        package = name.split(";")[0].split("<")[0].split(">")[0].split("=")[0].strip()
+        try:
+            yield package, "ok", metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, "missing", f"pip install '{package}'"
+    for package, extra in EXTRAS.items():
+        try:
+            yield package, "ok", metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, "note", f"only for penstock[{extra}]"
+
+
+def _demo() -> Iterator[Row]:
+    from penstock.service.checkpoint import DEMO
+
+    weights = DEMO / "model.safetensors"
+    if weights.exists():
+        yield "demo model", "ok", f"{weights.stat().st_size / 1e6:.1f} MB in {DEMO}"
+    else:
+        yield "demo model", "missing", f"{weights} is not there; tools/train_demo.py makes it"

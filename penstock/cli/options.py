@@ -1,0 +1,177 @@
+"""Flags, and where their values come from: the flag itself, the environment, a file, the default, in that order.
+
+Every flag `--max-num-seqs` is also `PENSTOCK_MAX_NUM_SEQS`, and `max-num-seqs:` in the YAML file given by `--config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting.
+
+    Attributes:
+        name: of the flag, without dashes in front.
+        convert: text -> value; raises ValueError whose message says what is allowed.
+        default: as converted.
+        help: one line.
+        short: another flag, such as "-q".
+    """
+
+    name: str
+    convert: Callable[[str], Any]
+    default: Any
+    help: str
+    short: str | None = None
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"PENSTOCK_{self.key.upper()}"
+
+    def read(self, text: str, source: str) -> Any:
+        try:
+            return self.convert(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {text!r}, allowed is {error}", self.name) from None
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    allowed = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(allowed) from None
+        if value < low or (high is not None and value > high):
+            raise ValueError(allowed)
+        return value
+
+    return convert
+
+
+def number(low: float, high: float = float("inf")) -> Callable[[str], float]:
+    """A number in (low, high]."""
+    allowed = f"a number above {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(allowed) from None
+        if not low < value <= high or value == float("inf"):
+            raise ValueError(allowed)
+        return value
+
+    return convert
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in names:
+            raise ValueError(", ".join(names))
+        return text
+
+    return convert
+
+
+def switch(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("true or false")
+    return words[text.lower()]
+
+
+def size(text: str) -> int:
+    """Bytes, from "4G", "512M", "1000000"."""
+    number_part = text.upper().removesuffix("IB").removesuffix("B")
+    unit = number_part[-1:] if number_part[-1:] in UNITS else ""
+    try:
+        value = float(number_part.removesuffix(unit) if unit else number_part)
+    except ValueError:
+        raise ValueError("a size such as 4G or 512M") from None
+    if not 0 < value < 1e9:
+        raise ValueError("a size such as 4G or 512M")
+    return int(value * UNITS[unit])
+
+
+def text(value: str) -> str:
+    if not value:
+        raise ValueError("a text that is not empty")
+    return value
+
+
+def words(value: str) -> tuple[str, ...]:
+    """Comma-separated."""
+    parts = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not parts:
+        raise ValueError("one or more names, separated by commas")
+    return parts
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Flags whose absence can be told from their default."""
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
+    for option in options:
+        flags = [f"--{option.name}", *([option.short] if option.short else [])]
+        described = "" if option.default is None else f" (default: {_shown(option.default)})"
+        common: dict[str, Any] = {"dest": option.key, "default": None, "help": option.help + described}
+        if option.convert is switch:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+        else:
+            parser.add_argument(*flags, metavar=option.key.upper(), **common)
+
+
+def read_options(options: Sequence[Option], args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The value of every option by its key. Raises ConfigError naming the flag, variable or file key."""
+    file = _read_file(args.config, options) if args.config else {}
+    values = {}
+    for option in options:
+        given = getattr(args, option.key)
+        if given is not None:
+            values[option.key] = given if isinstance(given, bool) else option.read(given, f"--{option.name}")
+        elif option.variable in environment:
+            values[option.key] = option.read(environment[option.variable], option.variable)
+        elif option.key in file:
+            values[option.key] = option.read(file[option.key], f"{args.config}: {option.name}")
+        else:
+            values[option.key] = option.default
+    return values
+
+
+def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: {path} cannot be read ({str(error).splitlines()[0]})", "config") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {path} must hold settings, one 'name: value' a line", "config")
+    known = {option.key for option in options}
+    found = {}
+    for name, value in content.items():
+        key = str(name).replace("-", "_")
+        if key not in known:
+            names = ", ".join(sorted(option.name for option in options))
+            raise ConfigError(f"--config: {path}: {name!r} is no setting; allowed are {names}", "config")
+        found[key] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,208 @@
+"""The offline API: an engine in this process.
+
+from penstock import LLM, SamplingParams
+outputs = LLM("demo").generate(["import os"], SamplingParams(max_tokens=32))
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import TokenLogprobs
+from penstock.core.sampling import SamplingParams
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.loop import Engine
+from penstock.service.checkpoint import find_checkpoint, read_defaults
+from penstock.service.generation import OutputStream
+from penstock.service.intake import ModelLimits, make_sequences
+from penstock.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request.
+
+    Attributes:
+        text, token_ids: what was generated, without the prompt.
+        logprobs: one per token, when asked for.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or stop token id that ended it, or None.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What came of one prompt. `text` is its first output's."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: "demo", a Hugging Face checkpoint folder, or a hub name.
+        seed: of the generator that seeds requests which bring no seed; None draws from the system.
+        chat_template: Jinja text or a file with it, instead of the checkpoint's.
+        options: fields of `EngineOptions`: device, dtype, max_model_len, max_num_seqs, ...
+
+    Raises:
+        ConfigError: the checkpoint or an option cannot be served.
+    """
+
+    def __init__(
+        self, model: str = "demo", *, seed: int | None = None, chat_template: str | None = None, **options: Any
+    ) -> None:
+        directory = find_checkpoint(model)
+        self.tokenizer = Tokenizer(directory, chat_template)
+        self._defaults = read_defaults(directory)
+        self._rng = random.Random(seed)
+        self._engine, runner = build_engine(EngineOptions(model=str(directory), **options), SystemClock())
+        self.max_model_len = self._engine.scheduler.limits.max_model_len
+        self.vocab_size = runner.model.config.vocab_size
+        self._limits = ModelLimits(self.max_model_len, self.vocab_size, self._defaults.eos_ids)
+        self._count = 0
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the checkpoint's own."""
+        return SamplingParams(**self._defaults.sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; all run together.
+
+        Args:
+            prompts: texts or lists of token ids, or a single one.
+            params: for all, or one each; None takes the checkpoint's defaults.
+            progress: show a progress bar.
+
+        Raises:
+            InvalidRequest, PromptTooLong: then nothing was run.
+        """
+        listed = _as_list(prompts)
+        if isinstance(params, Sequence) and len(params) != len(listed):
+            raise InvalidRequest(f"params: {len(params)} for {len(listed)} prompts", "params")
+        each = (
+            list(params) if isinstance(params, Sequence) else [params or self.default_sampling_params()] * len(listed)
+        )
+        jobs = [self._job(prompt, p) for prompt, p in zip(listed, each, strict=True)]
+        self._run(jobs, progress)
+        return [job.output for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several. Without `params`, answers may be as long as the model allows."""
+        talks: Any = messages if messages and not isinstance(messages[0], dict) else [messages]
+        chosen = params or SamplingParams(**{"max_tokens": None, **self._defaults.sampling})
+        return self.generate([self.tokenizer.encode_chat(list(talk), **template) for talk in talks], chosen)
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._count += 1
+        name = f"offline-{self._count}"
+        streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
+        outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        sequences = make_sequences(name, tokens, params, self._limits, self._rng)
+        text = prompt if isinstance(prompt, str) else None
+        return _Job(
+            {s.id: i for i, s in enumerate(sequences)}, sequences, streams, RequestOutput(text, tokens, outputs)
+        )
+
+    def _run(self, jobs: list[_Job], progress: bool) -> None:
+        owner = {sequence.id: job for job in jobs for sequence in job.sequences}
+        try:
+            for job in jobs:
+                for sequence in job.sequences:
+                    self._engine.add(sequence)
+            for _ in _track(self._steps(owner), len(owner), progress):
+                pass
+        finally:  # an interrupt leaves nothing behind
+            self._engine.cancel(owner)
+
+    def _steps(self, owner: dict[str, _Job]) -> Iterator[int]:
+        """Run until nothing is left; yields how many sequences ended in each step."""
+        while self._engine.has_work:
+            ended = 0
+            for output in self._engine.step()[0]:
+                job = owner[output.request_id]
+                index = job.index[output.request_id]
+                delta = job.streams[index].feed(output)
+                job.output.cached_tokens = max(job.output.cached_tokens, output.cached_tokens)
+                result = job.output.outputs[index]
+                result.text += delta.text
+                result.token_ids += delta.tokens
+                if result.logprobs is not None:
+                    result.logprobs += delta.logprobs or []
+                result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
+                if delta.finish_reason is not None:
+                    ended += 1
+                    self._engine.cancel([output.request_id])
+            yield ended
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt on its way.
+
+    Attributes:
+        index: sequence id -> which output it is.
+    """
+
+    index: dict[str, int]
+    sequences: list[Any]
+    streams: list[OutputStream]
+    output: RequestOutput
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _track(steps: Iterator[int], total: int, progress: bool) -> Iterator[int]:
+    if not progress:
+        yield from steps
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        for ended in steps:
+            bar.advance(task, ended)
+            yield ended

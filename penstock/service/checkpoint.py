@@ -1,0 +1,92 @@
+"""Where a checkpoint is, and what of it is read besides weights and tokenizer: when an output ends, and how its
+authors would sample."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+DEMO = Path(__file__).parent.parent / "demo"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # never pickles, never code
+# generation_config.json's name -> ours
+SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder of a model's files: of the bundled one for "demo", of itself, or fetched for ORGANISATION/NAME.
+
+    Raises:
+        ConfigError: none of these, or the hub cannot be reached.
+    """
+    if name == "demo":
+        return DEMO
+    if Path(name).is_dir():
+        return Path(name)
+    if not HUB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"model: {name!r} is no folder; allowed are a checkpoint folder, a hub name, or demo", "model"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"model: {name!r} is no folder here, and fetching it needs: pip install 'penstock[hub]'", "model"
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the library's errors have no common root
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"model: {name!r} is no folder here and the hub did not give it: {reason}", "model") from None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """
+    Attributes:
+        eos_ids: tokens that end an output unless `ignore_eos`.
+        sampling: `SamplingParams` fields for requests that do not give them.
+    """
+
+    eos_ids: frozenset[int]
+    sampling: dict[str, Any]
+
+
+def read_defaults(directory: Path) -> GenerationDefaults:
+    """From generation_config.json, and the end-of-sequence ids also from config.json. Raises ConfigError."""
+    generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int for i in ids):
+        raise ConfigError(f"{directory}: eos_token_id is {eos!r}, a token id or a list of them is needed", "model")
+    sampling = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        sampling.pop("temperature", None)  # transformers ignores it then
+        sampling["temperature"] = 0.0
+    return GenerationDefaults(frozenset(ids), sampling)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})", "model") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object", "model")
+    return value
