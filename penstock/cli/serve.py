@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.obs.logs import Format, setup_logging
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from penstock.obs.logs import Format
     from penstock.service.frontend import Frontend
 
 log = logging.getLogger("penstock.server")
@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         names=list(values["served_model_name"] or (args.model,)),
         **{option.key: values[option.key] for option in SERVER_OPTIONS if option.key != "served_model_name"},
     )
+    from penstock.obs.logs import setup_logging
+
     setup_logging(server.log_level, server.log_format)
     listener = bind(server.host, server.port)
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
