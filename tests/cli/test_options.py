@@ -1,0 +1,133 @@
+"""Where settings come from, and one line for each mistake. The command line is frozen here."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import serve
+from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, words
+from penstock.core.errors import ConfigError
+
+OPTIONS = (
+    Option("port", integer(0, 65535), 8000, "a port"),
+    Option("enable-it", switch, True, "a switch"),
+    Option("memory", size, None, "a size"),
+    Option("share", number(0, 1), 0.5, "a share"),
+    Option("names", words, (), "names"),
+    Option("kind", one_of("a", "b"), "a", "a kind"),
+)
+
+
+def read(*argv, environment=None):
+    parser = argparse.ArgumentParser()
+    add_options(parser, OPTIONS)
+    return read_options(OPTIONS, parser.parse_args(argv), environment or {})
+
+
+def test_flag_environment_file_default(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1\nenable-it: false\nmemory: 1K\nnames: [x, y]\n")
+    environment = {"PENSTOCK_PORT": "2", "PENSTOCK_MEMORY": "2K"}
+    values = read("--config", str(file), "--port", "3", environment=environment)
+    assert values == {"port": 3, "enable_it": False, "memory": 2048, "share": 0.5, "names": ("x", "y"), "kind": "a"}
+    assert read("--enable-it", environment={"PENSTOCK_ENABLE_IT": "no"})["enable_it"] is True
+    assert read("--no-enable-it")["enable_it"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("4G", 4 << 30), ("512MiB", 512 << 20), ("1.5k", 1536), ("1000", 1000), ("2TB", 2 << 40)]
+)
+def test_sizes(text, bytes_):
+    assert size(text) == bytes_
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "says"),
+    [
+        (["--port", "x"], {}, "--port: 'x', allowed is a whole number from 0 to 65535"),
+        (["--port", "70000"], {}, "--port: '70000'"),
+        ([], {"PENSTOCK_PORT": "-1"}, "PENSTOCK_PORT: '-1'"),
+        (["--share", "0"], {}, "--share: '0', allowed is a number above 0 and at most 1"),
+        (["--share", "nan"], {}, "--share: 'nan'"),
+        (["--memory", "lots"], {}, "--memory: 'lots', allowed is a size such as 4G or 512M"),
+        (["--kind", "c"], {}, "--kind: 'c', allowed is a, b"),
+        ([], {"PENSTOCK_ENABLE_IT": "maybe"}, "PENSTOCK_ENABLE_IT: 'maybe', allowed is true or false"),
+        (["--names", ","], {}, "--names: ','"),
+    ],
+)
+def test_mistakes_name_source_value_and_what_is_allowed(argv, environment, says):
+    with pytest.raises(ConfigError) as caught:
+        read(*argv, environment=environment)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("nope: 1", "'nope' is no setting"), ("- 1", "must hold settings"), (": :", "cannot be read")]
+)
+def test_a_bad_file_is_named(tmp_path, content, says):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        read("--config", str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read("--config", str(tmp_path / "absent.yaml"))
+
+
+def test_the_flags_of_serve():
+    assert sorted(option.name for option in serve.OPTIONS) == [
+        "api-key",
+        "chat-template",
+        "device",
+        "drain-timeout",
+        "dtype",
+        "enable-prefix-caching",
+        "gpu-memory-utilization",
+        "host",
+        "kv-cache-memory",
+        "log-format",
+        "log-level",
+        "max-model-len",
+        "max-num-batched-tokens",
+        "max-num-seqs",
+        "port",
+        "seed",
+        "served-model-name",
+        "step-time-limit-ms",
+    ]
+
+
+def penstock(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *argv], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--port", "http"],
+        ["serve", "--no-such-flag"],
+        ["serve", "/no/such/folder"],
+        ["nonsense"],
+        [],
+        ["serve", "demo", "--max-model-len", "999999999"],
+        ["bench", "serve", "--num-prompts", "-3"],
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv):
+    done = penstock(*argv)
+    assert done.returncode == 2, done.stderr
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("penstock")]
+    assert len(complaints) == 1
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_version_help_and_doctor():
+    assert penstock("--version").stdout.startswith("penstock ")
+    assert "serve" in penstock("--help").stdout
+    done = penstock("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vector units" in done.stdout
+    assert "demo model" in done.stdout

@@ -1,0 +1,45 @@
+"""What is read of a checkpoint, and how it is found."""
+
+import json
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.service.checkpoint import DEMO, find_checkpoint, read_defaults
+
+
+def write(directory, generation=None, config=None):
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_defaults(directory)
+
+
+def test_generation_config_goes_before_config(tmp_path):
+    defaults = write(tmp_path, {"eos_token_id": [1, 2], "temperature": 0.6, "max_new_tokens": 9}, {"eos_token_id": 7})
+    assert defaults.eos_ids == {1, 2}
+    assert defaults.sampling == {"temperature": 0.6, "max_tokens": 9}
+
+
+def test_config_alone_and_nothing_at_all(tmp_path):
+    assert write(tmp_path).eos_ids == frozenset()
+    assert write(tmp_path, config={"eos_token_id": 7}).eos_ids == {7}
+
+
+def test_a_greedy_checkpoint_is_greedy(tmp_path):
+    assert write(tmp_path, {"do_sample": False, "temperature": 0.6}).sampling == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", {"eos_token_id": "end"}])
+def test_broken_files_are_named(tmp_path, broken):
+    with pytest.raises(ConfigError):
+        write(tmp_path, broken)
+
+
+def test_names(tmp_path):
+    assert find_checkpoint("demo") == DEMO
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match="no folder"):
+        find_checkpoint("/no/such/place/at/all")
+    with pytest.raises(ConfigError, match=r"the hub did not give it|penstock\[hub\]"):
+        find_checkpoint("nobody/nothing")
