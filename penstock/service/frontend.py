@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable, http_row
 from penstock.core.messages import Cancel, Command, Enqueue, Event, Failed, Hello, Ready, Refused, StepReport
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
@@ -141,7 +141,8 @@ class Frontend:
         return await self._in_thread(encode)
 
     async def decode(self, tokens: list[int]) -> str:
-        return await self._in_thread(self.tokenizer.decode, tokens)
+        """All of the text, special tokens too."""
+        return await self._in_thread(self.tokenizer.decode, tokens, False)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
@@ -268,10 +269,6 @@ class Generation:
             await self._wake
         return self._deltas.popleft()
 
-    def waiting(self) -> bool:
-        """Whether a delta is there to be taken without waiting."""
-        return bool(self._deltas)
-
     def cancel(self) -> None:
         """End it now. Harmless after the end."""
         self._frontend.release(
@@ -301,14 +298,15 @@ class Generation:
 
     def _count(self, index: int, delta: Delta, output: TokenOutput, now: float) -> None:
         metrics, tokens = self._frontend.metrics, len(delta.tokens)
-        before, self._newest[index] = self._newest[index], now
-        self.usage.completion_tokens += tokens
-        if before is None:
-            self.usage.cached_tokens = max(self.usage.cached_tokens, output.cached_tokens)
-            self._record.setdefault("ttft", now - self._arrival)
-            metrics.observe_first_token(now - self._arrival)
-            self._first = self._first or now
-        elif tokens:
+        if tokens:
+            before, self._newest[index] = self._newest[index], now
+            self.usage.completion_tokens += tokens
+            if before is None:
+                self.usage.cached_tokens = max(self.usage.cached_tokens, output.cached_tokens)
+                self._record.setdefault("ttft", now - self._arrival)
+                self._first = self._first or now
+                metrics.observe_first_token(now - self._arrival)
+                before, tokens = now, tokens - 1
             metrics.observe_inter_token(now - before, tokens)
         if output.timing is not None:
             self._record |= {
@@ -339,7 +337,7 @@ class Generation:
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
             seed=self._sequences[0].seed,
-            status=200 if self._error is None else 500,
+            status=200 if self._error is None else http_row(self._error)[0],
             **self._record,
         )
         frontend.metrics.observe_request(record)

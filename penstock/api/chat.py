@@ -1,0 +1,109 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from penstock.api.errors import check_ready, served_model
+from penstock.api.exchange import UntilDisconnect, body_schema, read_body
+from penstock.api.logprobs import chat_logprobs
+from penstock.api.outputs import Outputs
+from penstock.api.schema import ChatBody, sampling_params
+from penstock.api.sse import Envelope, send_events, send_whole, usage_body
+from penstock.service.generation import Delta, Usage
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+
+def add_routes(app: FastAPI, frontend: Frontend) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatBody)
+        return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+
+
+async def _answer(frontend: Frontend, body: ChatBody, request_id: str, send: Send) -> None:
+    arrival = frontend.clock.now()
+    model = served_model(frontend, body.model)
+    check_ready(frontend)
+    params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
+    prompt = await frontend.encode_chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
+    with Outputs(frontend, [prompt], params, request_id=request_id, priority=body.priority, arrival=arrival) as outputs:
+        if body.stream:
+            await send_events(send, outputs, shape, request_id)
+        else:
+            await send_whole(send, outputs, shape)
+
+
+class ChatShape:
+    """See `sse.Shape`."""
+
+    def __init__(
+        self, frontend: Frontend, body: ChatBody, model: str, request_id: str, prompt: list[int], n: int
+    ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+        self._tokenizer = frontend.tokenizer
+        self._token_ids = bool(body.return_token_ids)
+        self._prompt = prompt
+        self._n = n
+        self._envelope = Envelope(self._head, body.include_usage)
+        self.closing = self._envelope.closing
+        self.shows_tokens = self._token_ids or bool(body.logprobs)
+        self._first = Envelope(self._head | self._prompt_ids(), body.include_usage)
+
+    def opening(self) -> list[bytes]:
+        role = {"role": "assistant", "content": ""}
+        choices = [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(self._n)]
+        return [(self._envelope if choice["index"] else self._first).event(choice) for choice in choices]
+
+    def content(self, delta: Delta) -> bytes:
+        choice = {
+            "index": delta.index,
+            "delta": {"content": delta.text},
+            "logprobs": chat_logprobs(self._tokenizer, delta),
+            "finish_reason": None,
+        }
+        return self._envelope.event(choice | self._new_ids(delta))
+
+    def finish(self, delta: Delta) -> bytes:
+        choice = {
+            "index": delta.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        return self._envelope.event(choice)
+
+    def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": chat_logprobs(self._tokenizer, output),
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+                **self._new_ids(output),
+            }
+            for output in outputs
+        ]
+        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._prompt_ids()}
+
+    def _new_ids(self, delta: Delta) -> dict[str, list[int]]:
+        return {"token_ids": delta.tokens} if self._token_ids else {}
+
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self._prompt} if self._token_ids else {}

@@ -1,0 +1,119 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from penstock.api.errors import check_ready, served_model
+from penstock.api.exchange import UntilDisconnect, body_schema, read_body
+from penstock.api.logprobs import CompletionLogprobs
+from penstock.api.outputs import Outputs
+from penstock.api.schema import CompletionBody, prompts_of, sampling_params
+from penstock.api.sse import Envelope, send_events, send_whole, usage_body
+from penstock.core.errors import InvalidRequest
+from penstock.core.sampling import SamplingParams
+from penstock.service.generation import Delta, Usage
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+
+def add_routes(app: FastAPI, frontend: Frontend) -> None:
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionBody)
+        return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+
+
+async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, send: Send) -> None:
+    arrival = frontend.clock.now()
+    model = served_model(frontend, body.model)
+    check_ready(frontend)
+    params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
+    given = prompts_of(body.prompt, frontend.vocab_size)
+    prompts = await asyncio.gather(*(_tokens(frontend, prompt, body.add_special_tokens) for prompt in given))
+    echoes = await asyncio.gather(*(_text(frontend, prompt) for prompt in given)) if body.echo else [""] * len(given)
+    shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
+    with Outputs(frontend, prompts, params, request_id=request_id, priority=body.priority, arrival=arrival) as outputs:
+        if body.stream:
+            await send_events(send, outputs, shape, request_id)
+        else:
+            await send_whole(send, outputs, shape)
+
+
+async def _tokens(frontend: Frontend, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+    tokens = await frontend.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+    if not tokens:
+        raise InvalidRequest("prompt: it has no tokens, at least one is needed", "prompt")
+    return tokens
+
+
+async def _text(frontend: Frontend, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else await frontend.decode(prompt)
+
+
+class CompletionShape:
+    """See `sse.Shape`."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        body: CompletionBody,
+        params: SamplingParams,
+        model: str,
+        request_id: str,
+        prompts: list[list[int]],
+        echoes: list[str],
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._token_ids = bool(body.return_token_ids)
+        self._prompts = [prompt for prompt in prompts for _ in range(params.n)]  # by output
+        self._echoes = [echo for echo in echoes for _ in range(params.n)]
+        self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
+        self._envelope = Envelope(self._head, body.include_usage)
+        self.closing = self._envelope.closing
+        self.shows_tokens = self._token_ids or params.logprobs is not None
+
+    def opening(self) -> list[bytes]:
+        return [
+            self._envelope.event(self._choice(i, echo, prompt_ids=self._token_ids))
+            for i, echo in enumerate(self._echoes)
+            if echo or self._token_ids
+        ]
+
+    def content(self, delta: Delta) -> bytes:
+        return self._envelope.event(self._choice(delta.index, delta.text, delta))
+
+    def finish(self, delta: Delta) -> bytes:
+        ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return self._envelope.event(self._choice(delta.index, "") | ends)
+
+    def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
+        choices = [
+            self._choice(output.index, self._echoes[output.index] + output.text, output, prompt_ids=self._token_ids)
+            | {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            for output in outputs
+        ]
+        return {**self._head, "choices": choices, "usage": usage_body(usage)}
+
+    def _choice(self, index: int, text: str, delta: Delta | None = None, *, prompt_ids: bool = False) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if delta is not None:
+            choice["logprobs"] = self._logprobs[index].piece(delta)
+            if self._token_ids:
+                choice["token_ids"] = delta.tokens
+        if prompt_ids:
+            choice["prompt_token_ids"] = self._prompts[index]
+        return choice

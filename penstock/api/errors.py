@@ -1,0 +1,70 @@
+"""Errors as HTTP answers, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.core.errors import ModelNotFound, PenstockError, Unavailable, http_row
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+logger = logging.getLogger("penstock.api")
+
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def error_row(error: Exception, request_id: str) -> tuple[int, dict[str, object]]:
+    """(HTTP status, body). What is our own fault goes to the log with its traceback, and shows only the request id."""
+    if isinstance(error, HTTPException):
+        code = HTTP_CODES.get(error.status_code, "invalid_request")
+        return error.status_code, _body(error.detail, "invalid_request_error", None, code)
+    status, kind, code = http_row(error)
+    message = str(error) if isinstance(error, PenstockError) else "internal error"
+    if status == 500:
+        logger.error("request %s failed: %s", request_id, error, exc_info=error)
+        message = f"{message} (request {request_id})"
+    return status, _body(message, kind, getattr(error, "field", None), code)
+
+
+def error_response(error: Exception, request_id: str) -> Response:
+    status, body = error_row(error, request_id)
+    headers = dict(getattr(error, "headers", None) or {})
+    if status in {429, 503}:
+        headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after", 1.0))))
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """For what the router itself refuses: it says only "Not Found"."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        error.detail = f"{request.url.path}: there is no such route"
+    elif error.status_code == 405:
+        error.detail = f"{request.url.path}: {request.method}, allowed is {(error.headers or {}).get('Allow')}"
+    return error_response(error, request.state.request_id)
+
+
+def served_model(frontend: Frontend, name: str | None) -> str:
+    """The name to answer under. Raises `ModelNotFound`."""
+    served = frontend.served_names
+    if name is not None and name not in served:
+        raise ModelNotFound(f"model: {name!r} is not served here, allowed is {', '.join(served)}", "model")
+    return name or served[0]
+
+
+def check_ready(frontend: Frontend) -> None:
+    """Raises `Unavailable` when a request would not be served now; the model's sizes may not be known then."""
+    if not frontend.ready:
+        raise Unavailable(f"not ready: {frontend.unhealthy_reason or 'starting or draining'}")
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

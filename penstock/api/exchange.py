@@ -1,0 +1,88 @@
+"""One HTTP exchange: its body in, and its work stopped when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.schema import Body, BodyType, parse
+from penstock.core.errors import InvalidRequest
+
+MAX_LISTED_FIELDS = 32
+MAX_LISTED_CHARS = 64  # of one field's name
+
+
+async def read_body(request: Request, model: type[BodyType]) -> BodyType:
+    """The request's body. Fields that are ignored will be listed in a response header.
+
+    Raises:
+        InvalidRequest, UnsupportedField: not JSON, or not such a body.
+        HTTPException: 413, longer than the application allows.
+        ClientDisconnect: the client left.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequest(f"content-type: {kind!r}, allowed is application/json", "content-type")
+    limit: int = request.app.state.max_body_bytes
+    length = request.headers.get("content-length", "")
+    too_long = length.isdigit() and int(length) > limit
+    data = bytearray()
+    if not too_long:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                too_long = True
+                break
+    if too_long:
+        raise HTTPException(413, f"the body is too long, at most {limit} bytes are allowed")
+    body, ignored = parse(bytes(data), model)
+    if ignored:
+        names = (quote(name[:MAX_LISTED_CHARS], safe="") for name in ignored[:MAX_LISTED_FIELDS])
+        request.state.headers.append((b"x-penstock-ignored-fields", ", ".join(names).encode()))
+    return body
+
+
+def body_schema(model: type[Body]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads such a body."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def json_response(payload: object) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")
+
+
+class UntilDisconnect(Response):
+    """Does the work that sends the response, and cancels it as soon as the client leaves, in whatever phase it is.
+
+    Args:
+        work: sends the response; errors that it raises before it has sent anything are answered as usual.
+    """
+
+    def __init__(self, work: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled():
+            work.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

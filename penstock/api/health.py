@@ -1,0 +1,40 @@
+"""GET /health, /ready, /metrics, /version: for those who operate the server. No key is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from penstock.api.errors import check_ready
+from penstock.api.exchange import json_response
+from penstock.core.errors import Unavailable
+from penstock.obs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+
+def add_routes(app: FastAPI, frontend: Frontend, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether this process and its engine make progress."""
+        if not frontend.healthy:
+            raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")
+        return json_response({"status": "healthy"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether a request would be served now."""
+        check_ready(frontend)
+        return json_response({"status": "ready"})
+
+    @app.get("/metrics")
+    async def render_metrics() -> Response:
+        data, content_type = metrics.render()
+        return Response(data, media_type=content_type)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": app.version})

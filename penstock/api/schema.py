@@ -1,0 +1,320 @@
+"""The bodies of requests: which fields there are, which of them are served, and what they mean to the engine.
+
+Types are checked here; the ranges of sampling fields by `SamplingParams`; messages by the chat template. Fields that a
+model below declares are served. `NOT_YET` and `REMOVED_PREFIXES` name those that clients know and this server refuses.
+Everything else is ignored, and said to be ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_BIAS_DIGITS = 10
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+# Known fields that are not served yet -> the values that would change nothing (null never does).
+NOT_YET: dict[str, tuple[object, ...]] = {
+    # structured output, tools
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    # which tokens, how many
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "thinking_token_budget": (),
+    # the prompt
+    "suffix": ("",),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "reasoning_effort": (),
+    "prompt_embeds": (),
+    "mm_processor_kwargs": ({},),
+    "cache_salt": (),
+    # the answer
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    # how it is served
+    "service_tier": ("auto", "default"),
+    "slo": (),
+    "stream_options.continuous_usage_stats": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+# Fields that other servers had once; whoever still sends one would get another answer than they think.
+REMOVED_PREFIXES = ("guided_", "beam_", "logits_processor_")
+
+# pydantic's error types -> what would be allowed
+ALLOWED = {
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length}",
+}
+
+
+class Body(BaseModel):
+    """What every body has in common. Without `model` it is for the one that is served."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """What types cannot say. Raises `InvalidRequest` naming the field."""
+
+    def undeclared(self) -> dict[str, Any]:
+        """Fields that came although no model declares them."""
+        return self.model_extra or {}
+
+
+class GenerationBody(Body):
+    """Fields of both ways to generate. None means that the model's own default holds, and penstock's after it."""
+
+    default_max_tokens: ClassVar[int | None] = None  # as many as fit
+
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    n: Int32 | None = None
+    seed: int | None = None
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: Strings | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Int32 | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+    def wishes(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the body speaks of; None where it does not."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+
+    def check(self) -> None:
+        include_usage = (self.stream_options or {}).get("include_usage")
+        if include_usage not in (None, False, True):
+            field = "stream_options.include_usage"
+            raise InvalidRequest(f"{field}: {SHORT.repr(include_usage)}, allowed is true or false", field)
+
+    def undeclared(self) -> dict[str, Any]:
+        options = {f"stream_options.{name}": value for name, value in (self.stream_options or {}).items()}
+        options.pop("stream_options.include_usage", None)
+        return super().undeclared() | options
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: Int32 | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def wishes(self) -> dict[str, Any]:
+        return super().wishes() | {
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "max_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+        }
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
+        for i, message in enumerate(self.messages):
+            if message.get("content") is None and message.get("role") != "assistant":
+                raise InvalidRequest(f"messages[{i}].content: missing, it is required", f"messages[{i}].content")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    default_max_tokens = 16
+
+    prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
+    echo: bool | None = None
+    logprobs: Int32 | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0:
+            raise UnsupportedField(
+                "max_tokens: 0, scoring a prompt without generating is not supported yet", "max_tokens"
+            )
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedField(
+                "logprobs together with echo (of the prompt's tokens) is not supported yet", "logprobs"
+            )
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: TokenIds
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse(data: bytes, model: type[BodyType]) -> tuple[BodyType, list[str]]:
+    """Read a body; returns it with the names of the fields that were ignored.
+
+    Raises:
+        InvalidRequest: naming the first wrong field.
+        UnsupportedField: naming the first field that is known but not served.
+    """
+    try:
+        body = model.model_validate_json(data)
+    except ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0]) from None
+    ignored = [name for name, value in body.undeclared().items() if not _harmless(name, value)]
+    body.check()
+    return body, ignored
+
+
+def field_table(model: type[Body]) -> dict[str, str]:
+    """Every field with a meaning in this body -> "served" or "not yet"."""
+    return dict.fromkeys(NOT_YET, "not yet") | dict.fromkeys(model.model_fields, "served")
+
+
+def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_size: int) -> SamplingParams:
+    """The body's wishes over the model's `defaults`. Raises `InvalidRequest` naming the field."""
+    given: dict[str, Any] = {name: value for name, value in body.wishes().items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = {_biased_token(key, vocab_size): bias for key, bias in given["logit_bias"].items()}
+    check_token_ids(given.get("stop_token_ids", []), vocab_size, "stop_token_ids")
+    return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
+
+
+def prompts_of(prompt: Any, vocab_size: int) -> list[str] | list[list[int]]:
+    """One entry per prompt, all of them texts or all of them token ids. Raises `InvalidRequest`."""
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    if not (_all(prompts, str) or _all(prompts, list)):
+        raise InvalidRequest(
+            f"prompt: {SHORT.repr(prompt)}, allowed is a string, a list of token ids, or a list of either", "prompt"
+        )
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+    if not all(prompts):
+        raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
+    for tokens in prompts:
+        if isinstance(tokens, list):
+            check_token_ids(tokens, vocab_size, "prompt")
+    return prompts
+
+
+def check_token_ids(tokens: list[Any], vocab_size: int, field: str) -> None:
+    """Raises `InvalidRequest` unless every one of `tokens` is in the vocabulary."""
+    if tokens and not (_all(tokens, int) and min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
+        raise InvalidRequest(f"{field}: {SHORT.repr(wrong)}, allowed are token ids from 0 to {vocab_size - 1}", field)
+
+
+def _all(values: list[Any], kind: type) -> bool:
+    """Whether each is exactly a `kind` (true is no integer), in one pass of C: prompts are long."""
+    return set(map(type, values)) <= {kind}
+
+
+def _harmless(name: str, value: object) -> bool:
+    """Whether an undeclared field changes nothing. Raises `UnsupportedField` when it is one that clients rely on."""
+    if value is None:
+        return True
+    if name in NOT_YET:
+        if value in NOT_YET[name]:
+            return True
+        raise UnsupportedField(f"{name} is not supported yet", name)
+    if name.startswith(REMOVED_PREFIXES):
+        raise UnsupportedField(f"{SHORT.repr(name)} is not supported", name)
+    return False
+
+
+def _biased_token(key: str, vocab_size: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= MAX_BIAS_DIGITS and int(key) < vocab_size):
+        raise InvalidRequest(
+            f"logit_bias: {SHORT.repr(key)}, allowed are token ids from 0 to {vocab_size - 1}", "logit_bias"
+        )
+    return int(key)
+
+
+def _explained(error: ErrorDetails) -> InvalidRequest:
+    """pydantic's error in one sentence: field, value, what is allowed."""
+    if error["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {error['ctx']['error']}")
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    if error["type"] == "missing":
+        return InvalidRequest(f"{field}: missing, it is required", field)
+    allowed = ALLOWED[error["type"]].format(**error.get("ctx", {}))
+    return InvalidRequest(f"{field or 'the body'}: {SHORT.repr(error['input'])}, allowed is {allowed}", field or None)

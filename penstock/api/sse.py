@@ -1,0 +1,104 @@
+"""Answers of the routes that generate: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Send
+
+from penstock.api.errors import error_row
+from penstock.api.outputs import Outputs
+from penstock.service.generation import Delta, Usage
+
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not hold tokens back
+]
+
+encode = msgspec.json.Encoder().encode
+
+
+class Shape(Protocol):
+    """How a route dresses outputs."""
+
+    shows_tokens: bool  # whether tokens are worth an event before there is text
+
+    def opening(self) -> list[bytes]:
+        """Events that come before anything else."""
+
+    def content(self, delta: Delta) -> bytes:
+        """The event of new text or tokens."""
+
+    def finish(self, delta: Delta) -> bytes:
+        """The event of an output's end."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Events that come after everything else, `[DONE]` aside."""
+
+    def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+
+class Envelope:
+    """What all events of one stream have in common, encoded once.
+
+    Args:
+        head: id, object, created and model.
+        include_usage: whether usage comes at the end; OpenAI's other events then have a null there.
+    """
+
+    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._include_usage = include_usage
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        return self._head + encode(choice) + self._tail
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._head + b'],"usage":' + encode(usage_body(usage)) + b"}\n\n" if self._include_usage else b""
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+async def send_whole(send: Send, outputs: Outputs, shape: Shape) -> None:
+    body = encode(shape.whole(await outputs.whole(), outputs.usage))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_events(send: Send, outputs: Outputs, shape: Shape, request_id: str) -> None:
+    """Stream. Nothing is sent before the first tokens are here, so that earlier errors get a status of their own;
+    a later one is the stream's last event."""
+    started = False
+    try:
+        while deltas := await outputs.next():
+            events = []
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                started = True
+                events = shape.opening()
+            for delta in deltas:
+                if delta.text or (delta.tokens and shape.shows_tokens):
+                    events.append(shape.content(delta))
+                if delta.finish_reason is not None:
+                    events.append(shape.finish(delta))
+            if events:
+                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        end = shape.closing(outputs.usage) + DONE
+    except Exception as error:
+        if not started:
+            raise
+        end = b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"
+    await send({"type": "http.response.body", "body": end})

@@ -1,0 +1,44 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from penstock.api.errors import check_ready, served_model
+from penstock.api.exchange import body_schema, json_response, read_body
+from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+
+def add_routes(app: FastAPI, frontend: Frontend) -> None:
+    @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeBody)
+        served_model(frontend, body.model)
+        check_ready(frontend)
+        if body.messages is not None:
+            tokens = await frontend.encode_chat(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                template_kwargs=body.chat_template_kwargs,
+            )
+        else:
+            assert body.prompt is not None  # the schema has seen to it
+            tokens = await frontend.encode(body.prompt, body.add_special_tokens)
+        texts = [frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return json_response(
+            {"count": len(tokens), "max_model_len": frontend.max_model_len, "tokens": tokens, "token_strs": texts}
+        )
+
+    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody)
+        served_model(frontend, body.model)
+        check_ready(frontend)
+        check_token_ids(body.tokens, frontend.vocab_size, "tokens")
+        return json_response({"prompt": await frontend.decode(body.tokens)})

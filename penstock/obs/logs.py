@@ -1,0 +1,107 @@
+"""Log lines: how they look, and the one line that every request leaves behind. Never a prompt, never a token."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import msgspec
+
+Format = Literal["text", "json"]
+
+logger = logging.getLogger("penstock.request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What a request was and how it went, once it is over.
+
+    Attributes:
+        request_id: the client's `X-Request-Id`, or ours.
+        model: the name it is served under.
+        instance: which engine ran it; "" when none did.
+        prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.
+        finish_reason: "stop", "length" or "abort"; None when it failed.
+        ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).
+        seed: the one its noise was drawn from; None when no token was asked of an engine.
+        status: the HTTP status that the client saw; 499 when it left before one was sent.
+    """
+
+    request_id: str
+    model: str
+    instance: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    queue: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    seed: int | None = None
+    status: int = 200
+
+
+def log_request(record: RequestRecord, format: Format) -> None:
+    """Write the request's line, at level INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    if format == "json":
+        fields = asdict(record)
+        logger.info("%s", msgspec.json.encode(fields).decode(), extra={"fields": fields})
+    else:
+        logger.info("%s", _line(record))
+
+
+def _line(record: RequestRecord) -> str:
+    return (
+        f"{record.status} {record.finish_reason or 'failed':<6} prompt={record.prompt_tokens:<6} "
+        f"cached={record.cached_tokens:<6} completion={record.completion_tokens:<6} "
+        f"ttft={_seconds(record.ttft)} tpot={_seconds(record.tpot)} e2e={_seconds(record.e2e)} "
+        f"queue={_seconds(record.queue)} prefill={_seconds(record.prefill)} decode={_seconds(record.decode)} "
+        f"seed={'-' if record.seed is None else record.seed} instance={record.instance or '-'} "
+        f"model={record.model} id={record.request_id}"
+    )
+
+
+def _seconds(value: float | None) -> str:
+    """Nine characters: milliseconds below a second, seconds from there."""
+    if value is None:
+        return f"{'-':<9}"
+    return f"{f'{value * 1000:.2f}ms' if value < 1 else f'{value:.2f}s':<9}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; a request's fields stand at the top level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {"time": _timestamp(record), "level": record.levelname, "logger": record.name}
+        line |= getattr(record, "fields", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _timestamp(record)
+
+
+def setup_logging(level: str, format: Format) -> None:
+    """Send every logger of the process to standard error, once, in one format. `level` is a name such as "INFO"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    """ISO 8601, UTC, with milliseconds."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

@@ -1,0 +1,197 @@
+"""A frontend that says what a test tells it to say; the routes over it, in process and behind a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.api.app import create_app
+from penstock.core.clock import ManualClock
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import TokenLogprobs
+from penstock.core.sampling import SamplingParams
+from penstock.obs.metrics import Metrics
+from penstock.service.generation import Delta, Usage
+from penstock.text.chat import normalise
+
+EOS = 256
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8; one more ends the text."""
+
+    special_ids = frozenset({EOS})
+    has_chat_template = True
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<eos>" if token == EOS else bytes([token])
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token != EOS).decode("utf-8", "replace")
+
+
+class ScriptedGeneration:
+    def __init__(self, prompt: list[int], params: SamplingParams, request_id: str, priority: int) -> None:
+        self.prompt, self.params, self.request_id, self.priority = prompt, params, request_id, priority
+        self.usage = Usage(prompt_tokens=len(prompt), cached_tokens=min(2, len(prompt)))
+        self.cancelled = asyncio.Event()
+        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+        self._unfinished = params.n
+
+    def say(self, text: str, index: int = 0, finish: str | None = None, stop: int | str | None = None) -> None:
+        """A delta of this text; the generation ends with the last output's finish."""
+        tokens = list(text.encode())
+        self.put(Delta(index, text, tokens, self.logprobs(tokens), finish, stop))
+
+    def put(self, delta: Delta) -> None:
+        self.usage.completion_tokens += len(delta.tokens)
+        self._queue.put_nowait(delta)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._queue.put_nowait(None)
+
+    def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
+        if self.params.logprobs is None:
+            return None
+        return [
+            TokenLogprobs(-0.5, 1, [(token, -0.5), (EOS, float("-inf"))][: self.params.logprobs]) for token in tokens
+        ]
+
+    def fail(self, error: Exception) -> None:
+        self._queue.put_nowait(error)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def __aiter__(self) -> ScriptedGeneration:
+        return self
+
+    async def __anext__(self) -> Delta:
+        item = await self._queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def hello(generation: ScriptedGeneration) -> None:
+    """The default script: every output says "Hello" and stops."""
+    for index in range(generation.params.n):
+        generation.say("Hel", index)
+        generation.say("lo", index)
+        generation.put(Delta(index, "", [EOS], generation.logprobs([EOS]), "stop"))
+
+
+class ScriptedFrontend:
+    served_names = ["org/tiny", "tiny"]  # noqa: RUF012
+    max_model_len = 128
+    vocab_size = 257
+    created = 1_700_000_000
+    unhealthy_reason = ""
+
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.default_sampling: dict[str, object] = {}
+        self.ready = self.healthy = True
+        self.script: Callable[[ScriptedGeneration], object] = hello
+        self.clock = ManualClock()
+        self.arrivals: list[float] = []
+        self.submitted: list[ScriptedGeneration] = []
+        self.on_encode: Callable[[], object] = lambda: None
+        self.encoding_blocked = False
+        self.on_block: Callable[[], object] = lambda: None
+        self.encoding_cancelled = asyncio.Event()
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.encoding_blocked:
+            self.on_block()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.encoding_cancelled.set()
+        self.on_encode()
+        return list(text.encode()) + ([EOS] if add_special_tokens and text.startswith("special") else [])
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, template_kwargs: dict[str, Any] | None
+    ) -> list[int]:
+        text = "".join(f"{m['role']}:{m.get('content', '')}\n" for m in normalise(messages))
+        if template_kwargs:
+            text += repr(template_kwargs)
+        return await self.encode(text + ("assistant:" if add_generation_prompt else ""), False)
+
+    async def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, priority: int = 0, arrival: float
+    ) -> ScriptedGeneration:
+        self.arrivals.append(arrival)
+        if not prompt:
+            raise InvalidRequest("prompt: empty", "prompt")
+        generation = ScriptedGeneration(prompt, params, request_id, priority)
+        self.submitted.append(generation)
+        self.script(generation)
+        return generation
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def frontend() -> ScriptedFrontend:
+    return ScriptedFrontend()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("org/tiny")
+
+
+@pytest.fixture
+def make_app(frontend: ScriptedFrontend, metrics: Metrics) -> Callable[..., FastAPI]:
+    return lambda **options: create_app(cast(Any, frontend), metrics, **options)
+
+
+@pytest.fixture
+def make_client(make_app: Callable[..., FastAPI]) -> Callable[..., httpx.AsyncClient]:
+    """A client of the application in this process; an error that nothing answers raises in the test."""
+
+    def make(**options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(**options)), base_url="http://test")
+
+    return make
+
+
+@pytest.fixture
+async def client(make_client: Callable[..., httpx.AsyncClient]) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_client() as client:
+        yield client
+
+
+@pytest.fixture
+async def url(make_app: Callable[..., FastAPI]) -> AsyncIterator[str]:
+    """The address of a real server on loopback."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    config = uvicorn.Config(make_app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"  # connections wait in the listener's queue until it serves
+    server.should_exit = True
+    await serving

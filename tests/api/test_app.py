@@ -1,0 +1,231 @@
+"""What all routes have in common, and the small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.obs.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    assert [card["id"] for card in body["data"]] == ["org/tiny", "tiny"]
+    assert body["data"][0]["max_model_len"] == 128
+    assert (await client.get("/v1/models/org/tiny")).json() == body["data"][0]
+    missing = await client.get("/v1/models/big")
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_an_unknown_model_is_answered_with_the_served_ones(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    assert (await client.post(path, json=body)).status_code == 200
+    response = await client.post(path, json=body | {"model": "gpt"})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert error["param"] == "model"
+    assert "org/tiny, tiny" in error["message"]
+
+
+async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
+    body = (await client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
+    assert body == {
+        "count": 3,
+        "max_model_len": 128,
+        "tokens": [104, 195, 169],
+        "token_strs": ["h", "�", "�"],
+    }
+    assert (await client.post("/detokenize", json={"tokens": body["tokens"]})).json() == {"prompt": "hé"}
+    assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+    bad = await client.post("/detokenize", json={"tokens": [257]})
+    assert (bad.status_code, error_of(bad)["param"]) == (400, "tokens")
+
+
+async def test_tokenize_messages(client: httpx.AsyncClient) -> None:
+    body = (await client.post("/tokenize", json=CHAT)).json()
+    assert bytes(body["tokens"]) == b"user:hi\nassistant:"
+    assert body["token_strs"] is None
+
+
+@pytest.mark.parametrize(("path", "flag"), [("/health", "healthy"), ("/ready", "ready")])
+async def test_health_is_honest(client: httpx.AsyncClient, frontend: Any, path: str, flag: str) -> None:
+    assert (await client.get(path)).status_code == 200
+    setattr(frontend, flag, False)
+    frontend.unhealthy_reason = "the engine is stuck"
+    response = await client.get(path)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert "the engine is stuck" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": [1]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_before_it_is_ready_nobody_is_told_that_their_request_is_wrong(
+    client: httpx.AsyncClient, frontend: Any, path: str, body: dict[str, Any]
+) -> None:
+    frontend.ready = False
+    frontend.vocab_size = 0
+    response = await client.post(path, json=body)
+    assert response.status_code == 503
+    assert "starting" in error_of(response)["message"]
+    assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_version_and_openapi(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json().keys() == {"version"}
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "temperature", "echo"} <= schema["properties"].keys()
+
+
+async def test_unknown_routes_and_methods(client: httpx.AsyncClient) -> None:
+    missing = await client.post("/v1/nothing")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+    assert "/v1/nothing" in error_of(missing)["message"]
+    wrong = await client.get("/v1/completions")
+    assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "word"),
+    [
+        (b"{", "application/json", "JSON"),
+        (b'{"messages": "\xff"}', "application/json; charset=utf-8", "JSON"),
+        (b"{}", "application/x-www-form-urlencoded", "content-type"),
+        (b"{}", "", "content-type"),
+    ],
+)
+async def test_bodies_that_are_no_json(client: httpx.AsyncClient, content: bytes, kind: str, word: str) -> None:
+    response = await client.post("/v1/completions", content=content, headers={"content-type": kind} if kind else {})
+    assert response.status_code == 400
+    assert word in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_bodies_that_are_too_long(make_client: Callable[..., httpx.AsyncClient], announced: bool) -> None:
+    data = b'{"prompt": "%s"}' % (b"a" * 1000)
+
+    async def pieces() -> Any:
+        yield data[:600]
+        yield data[600:]
+
+    headers = {"content-type": "application/json"}
+    async with make_client(max_body_bytes=len(data)) as client:
+        assert (await client.post("/v1/completions", content=data, headers=headers)).status_code == 200
+    async with make_client(max_body_bytes=len(data) - 1) as client:
+        response = await client.post("/v1/completions", content=data if announced else pieces(), headers=headers)
+        assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
+
+
+async def test_ignored_fields_are_named_in_a_header(client: httpx.AsyncClient) -> None:
+    body = CHAT | {"zebra": 1, "a\r\nset-cookie: b": 2, "x" * 100: 3}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    expected = ["zebra", "a%0D%0Aset-cookie%3A%20b", "x" * 64]
+    assert response.headers["x-penstock-ignored-fields"].split(", ") == expected
+    assert "x-penstock-ignored-fields" not in (await client.post("/v1/chat/completions", json=CHAT)).headers
+
+
+async def test_request_id_and_traceparent_come_back(client: httpx.AsyncClient) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    given = {"x-request-id": "my id", "traceparent": trace}
+    for path in ("/version", "/nowhere"):
+        response = await client.get(path, headers=given)
+        assert response.headers["x-request-id"] == "my id"
+        assert response.headers["traceparent"] == trace
+    first, second = [(await client.get("/version")).headers for _ in range(2)]
+    assert first["x-request-id"] != second["x-request-id"]
+    assert "traceparent" not in first
+
+
+@pytest.mark.parametrize("bad", [b"", b"a" * 129, "ä".encode(), b"a\tb"])
+async def test_a_request_id_that_cannot_be_one(client: httpx.AsyncClient, bad: bytes) -> None:
+    response = await client.get("/version", headers={b"x-request-id": bad})
+    assert (response.status_code, error_of(response)["param"]) == (400, "x-request-id")
+    assert response.headers["x-request-id"].encode("latin-1") != bad
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic key-1", "key-1", "Bearer", "Bearer k\xe9y"])
+async def test_without_a_good_key_only_the_operators_routes_are_open(
+    make_client: Callable[..., httpx.AsyncClient], header: str | None
+) -> None:
+    headers = {} if header is None else {b"authorization": header.encode("latin-1")}
+    async with make_client(api_keys=("key-1", "key-2")) as client:
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await client.get(path, headers=headers)).status_code == 200
+        for path in ("/v1/models", "/v1/nothing", "/docs"):
+            response = await client.get(path, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+        response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert response.status_code == 401
+
+
+@pytest.mark.parametrize("key", ["key-1", "ключ"])
+async def test_every_key_opens(make_client: Callable[..., httpx.AsyncClient], key: str) -> None:
+    async with make_client(api_keys=("key-1", "ключ")) as client:
+        response = await client.get("/v1/models", headers={b"authorization": f"Bearer {key}".encode()})
+        assert response.status_code == 200
+
+
+async def test_our_own_fault_is_logged_with_the_id_and_shows_nothing(
+    client: httpx.AsyncClient, frontend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise KeyError("secret")
+
+    frontend.on_encode = broken
+    response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "r9"})
+    assert response.status_code == 500
+    assert "r9" in error_of(response)["message"]
+    assert "secret" not in response.text
+    assert "KeyError: 'secret'" in caplog.text
+    assert "r9" in caplog.text
+
+
+async def test_http_is_counted_by_route_and_status(client: httpx.AsyncClient, metrics: Metrics) -> None:
+    await client.get("/v1/models/org/tiny")
+    await client.get("/v1/models/big")
+    await client.get("/anything/else")
+    await client.get("/v1/completions")
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    lines = [line for line in response.text.splitlines() if line.startswith("penstock:http_requests_total")]
+    assert sorted(line.removeprefix("penstock:http_requests_total") for line in lines) == [
+        '{route="/v1/completions",status="405"} 1.0',
+        '{route="/v1/models/{model:path}",status="200"} 1.0',
+        '{route="/v1/models/{model:path}",status="404"} 1.0',
+        '{route="unknown",status="404"} 1.0',
+    ]
+    assert metrics.render()[0].decode().count('route="/metrics"') >= 1

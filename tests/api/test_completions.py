@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.core.errors import Overloaded
+from penstock.core.request import TokenLogprobs
+from penstock.service.generation import Delta
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/completions"
+
+
+def chunks_of(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_whole_answer(client: httpx.AsyncClient, frontend: Any) -> None:
+    response = await client.post(URL, json={"prompt": "Once"}, headers={"x-request-id": "abc"})
+    body = response.json()
+    assert isinstance(body.pop("created"), int)
+    assert body == {
+        "id": "cmpl-abc",
+        "object": "text_completion",
+        "model": "org/tiny",
+        "choices": [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 6,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+    assert frontend.submitted[0].params.max_tokens == 16
+
+
+async def test_stream(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = chunks_of(await client.post(URL, json=body))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [b"ab"]),
+        (["ab", "c"], [b"ab", b"c"]),
+        ([97, 98], [b"ab"]),
+        ([[97, 98], [99]], [b"ab", b"c"]),
+    ],
+)
+async def test_four_kinds_of_prompts(
+    client: httpx.AsyncClient, frontend: Any, prompt: object, expected: list[bytes]
+) -> None:
+    assert (await client.post(URL, json={"prompt": prompt})).status_code == 200
+    assert [bytes(generation.prompt) for generation in frontend.submitted] == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_choices_are_numbered_prompt_by_prompt(client: httpx.AsyncClient, frontend: Any, stream: bool) -> None:
+    def script(generation: Any) -> None:
+        for index in range(2):
+            generation.say(f"{bytes(generation.prompt).decode()}{index}", index, finish="length")
+
+    frontend.script = script
+    response = await client.post(
+        URL, json={"prompt": ["a", "b"], "n": 2, "stream": stream}, headers={"x-request-id": "r"}
+    )
+    texts = dict.fromkeys(range(4), "")
+    for answer in chunks_of(response) if stream else [response.json()]:
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == ["a0", "a1", "b0", "b1"]
+    assert [generation.request_id for generation in frontend.submitted] == ["r-0", "r-1"]
+    if not stream:
+        assert response.json()["usage"]["prompt_tokens"] == 2
+        assert response.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_when_one_prompt_is_refused_the_others_are_cancelled(client: httpx.AsyncClient, frontend: Any) -> None:
+    def script(generation: Any) -> None:
+        if len(frontend.submitted) == 3:
+            raise Overloaded("full", 1)
+
+    frontend.script = script
+    response = await client.post(URL, json={"prompt": ["a", "b", "c"]})
+    assert response.status_code == 429
+    assert [generation.cancelled.is_set() for generation in frontend.submitted] == [True, True, False]
+
+
+@pytest.mark.parametrize("prompt", ["Once ", [79, 110]])
+async def test_echo(client: httpx.AsyncClient, prompt: object) -> None:
+    said = {"Once ": "Once Hello"}.get(str(prompt), "OnHello")
+    body = {"prompt": prompt, "echo": True}
+    assert (await client.post(URL, json=body)).json()["choices"][0]["text"] == said
+    chunks = chunks_of(await client.post(URL, json=body | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said
+
+
+async def test_special_tokens_are_added_unless_unwanted(client: httpx.AsyncClient, frontend: Any) -> None:
+    await client.post(URL, json={"prompt": "special"})
+    await client.post(URL, json={"prompt": "special", "add_special_tokens": False})
+    assert [generation.prompt[-1] for generation in frontend.submitted] == [256, ord("l")]
+
+
+async def test_token_ids_on_request(client: httpx.AsyncClient) -> None:
+    body = {"prompt": ["a", "b"], "return_token_ids": True}
+    choices = (await client.post(URL, json=body)).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[97], [98]]
+    assert choices[1]["token_ids"] == [*b"Hello", 256]
+    chunks = [chunk["choices"][0] for chunk in chunks_of(await client.post(URL, json=body | {"stream": True}))]
+    assert [(c["index"], c["prompt_token_ids"]) for c in chunks if "prompt_token_ids" in c] == [(0, [97]), (1, [98])]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_logprobs_know_where_each_token_begins(client: httpx.AsyncClient, frontend: Any, stream: bool) -> None:
+    """A character of three tokens is one character; the special token at the end is no text."""
+
+    def script(generation: Any) -> None:
+        for text, tokens in (("a", [*b"a", 0xE2]), ("", [0x82]), ("€", [0xAC]), ("b", [*b"b", 256])):
+            generation.put(Delta(0, text, tokens, [TokenLogprobs(-1.0, 2, [(120, -0.25)]) for _ in tokens]))
+        generation.put(Delta(0, "", [], None, "stop"))
+
+    frontend.script = script
+    response = await client.post(URL, json={"prompt": "x", "logprobs": 1, "stream": stream})
+    answers = chunks_of(response) if stream else [response.json()]
+    found = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+    assert [offset for piece in found for offset in piece["text_offset"]] == [0, 1, 1, 1, 2, 3]
+    assert [token for piece in found for token in piece["tokens"]] == ["a", "�", "�", "�", "b", "<eos>"]
+    assert found[0]["token_logprobs"][0] == -1.0
+    assert found[0]["top_logprobs"][0] == {"x": -0.25, "a": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [257]}, "prompt"),
+        ({"prompt": [[1], [-1]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "echo": True, "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+    ],
+)
+async def test_bad_bodies(client: httpx.AsyncClient, frontend: Any, body: dict[str, Any], param: str) -> None:
+    response = await client.post(URL, json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert response.json()["error"]["message"].startswith(param)
+    assert not frontend.submitted

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.api.schema import (
+    NOT_YET,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    field_table,
+    parse,
+    prompts_of,
+    sampling_params,
+)
+from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.core.sampling import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+VOCAB = 100
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def chat(**fields: Any) -> tuple[ChatBody, list[str]]:
+    return parse(json.dumps({"messages": MESSAGES} | fields).encode(), ChatBody)
+
+
+def params(defaults: Any = None, **fields: Any) -> SamplingParams:
+    return sampling_params(chat(**fields)[0], defaults or {}, VOCAB)
+
+
+def completion_params(defaults: Any, **fields: Any) -> SamplingParams:
+    body, _ = parse(json.dumps({"prompt": "a"} | fields).encode(), CompletionBody)
+    return sampling_params(body, defaults, VOCAB)
+
+
+def test_an_empty_body_means_the_defaults() -> None:
+    assert params() == SamplingParams(max_tokens=None)
+    assert completion_params({}) == SamplingParams(max_tokens=16)
+
+
+def test_every_sampling_field_arrives() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
+        "repetition_penalty": 1.5, "stop": ["a", "b"], "stop_token_ids": [5], "ignore_eos": True, "max_tokens": 7,
+        "seed": -4, "n": 2, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    expected = SamplingParams(**given, logit_bias={7: -100, 8: 2.5}, logprobs=2)
+    assert params(**given, logit_bias={"7": -100, "8": 2.5}, logprobs=True, top_logprobs=2) == expected
+    assert completion_params({}, **given, logit_bias={"7": -100, "8": 2.5}, logprobs=2) == expected
+
+
+def test_the_body_goes_before_the_models_defaults_and_these_before_ours() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    found = params(defaults, temperature=0, top_k=None)
+    assert (found.temperature, found.top_k, found.max_tokens, found.top_p) == (0, 20, 99, 1.0)
+    assert completion_params(defaults).max_tokens == 99
+
+
+def test_max_completion_tokens_goes_before_max_tokens() -> None:
+    assert params(max_tokens=5, max_completion_tokens=3).max_tokens == 3
+    assert params(max_completion_tokens=3).max_tokens == 3
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert params(stop="x").stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
+        ("temperature", True), ("top_p", 0), ("top_p", 1.1), ("min_p", 2), ("top_k", -2), ("top_k", 1.5),
+        ("top_k", 2**31), ("n", 0), ("n", 10**30), ("n", "2"), ("seed", 2**63), ("seed", 1.0), ("max_tokens", 0),
+        ("max_tokens", 2**31), ("max_completion_tokens", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
+        ("repetition_penalty", 0), ("stop", [1]), ("stop", {}), ("stop", ["a"] * 17), ("stop", ""),
+        ("stop_token_ids", [VOCAB]), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["1"]),
+        ("logit_bias", {"x": 1}), ("logit_bias", {"100": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": "a"}), ("logit_bias", {"1": None}), ("logit_bias", {"1_0": 1}), ("logit_bias", [1]),
+        ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1), ("stream", "yes"), ("stream_options", True),
+        ("stream_options", {"include_usage": 2}), ("stream_options", {"continuous_usage_stats": True}),
+        ("priority", 2**31), ("priority", "high"), ("metadata", "a"), ("user", 1), ("messages", []), ("messages", "hi"),
+        ("messages", [1]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", [1]), ("model", 3),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params(**{field: value})
+    assert caught.value.field is not None
+    assert caught.value.field.replace(".", "[").split("[")[0] == field
+    assert str(caught.value).startswith(field)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_sentence_says_value_and_allowed() -> None:
+    with pytest.raises(InvalidRequest, match=r"^temperature: 'hot', allowed is a number$"):
+        chat(temperature="hot")
+    with pytest.raises(InvalidRequest, match=r"^stop\[1\]: 7, allowed is a string$"):
+        chat(stop=["a", 7])
+    with pytest.raises(InvalidRequest, match=r"^priority: 3000000000, allowed is at most 2147483647$"):
+        chat(priority=3_000_000_000)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"3", b'{"messages": "\xff"}', b"[" * 10_000, b'{"user": "\\ud800"}']
+)
+def test_what_is_no_json_object(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="the body"):
+        parse(data, ChatBody)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+def test_unserved_fields_pass_when_they_change_nothing_and_are_named_when_they_would(name: str) -> None:
+    outer, _, inner = name.partition(".")
+
+    def fields(value: object) -> dict[str, Any]:
+        return {outer: {inner: value} if inner else value}
+
+    for value in (None, *NOT_YET[name]):
+        assert chat(**fields(value))[1] == []
+    with pytest.raises(UnsupportedField, match=f"^{name} is not supported yet$") as caught:
+        chat(**fields({"something": "else"}))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "beam_width"])
+def test_removed_fields_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedField, match=name):
+        chat(**{name: "x"})
+
+
+def test_unknown_fields_are_ignored_and_reported() -> None:
+    body, ignored = chat(zebra=1, prompt_cache_key="a", user="u", stream_options={"include_obfuscation": False})
+    assert ignored == ["zebra", "prompt_cache_key", "stream_options.include_obfuscation"]
+    assert body.user == "u"
+
+
+def test_a_field_is_served_or_not_but_listed() -> None:
+    table = field_table(CompletionBody)
+    assert table["suffix"] == "not yet"
+    assert table["echo"] == "served"
+    assert field_table(ChatBody)["echo"] == "not yet"
+    assert "zebra" not in table
+
+
+def test_tokenize_takes_one_of_prompt_and_messages() -> None:
+    parse(b'{"prompt": ""}', TokenizeBody)
+    for data in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}'):
+        with pytest.raises(InvalidRequest, match="exactly one"):
+            parse(data, TokenizeBody)
+
+
+@given(field=st.sampled_from(sorted(set(ChatBody.model_fields) | set(NOT_YET))), value=JSON)
+def test_no_value_of_any_field_is_our_own_fault(field: str, value: Any) -> None:
+    with suppress(InvalidRequest):
+        assert isinstance(params(**{field: value}), SamplingParams)
+
+
+@given(JSON)
+def test_any_prompt_is_prompts_or_the_users_mistake(prompt: object) -> None:
+    try:
+        found = prompts_of(prompt, VOCAB)
+    except InvalidRequest:
+        found = []
+    for entry in found:
+        assert entry
+        assert isinstance(entry, str) or all(type(t) is int and 0 <= t < VOCAB for t in entry)
+
+
+@given(
+    st.lists(st.text(min_size=1), min_size=1) | st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1), min_size=1)
+)
+def test_good_prompts_stay_as_they_are(prompts: list[Any]) -> None:
+    assert prompts_of(prompts, VOCAB) == prompts
+    assert prompts_of(prompts[0], VOCAB) == prompts[:1]
+
+
+@given(JSON)
+def test_any_tokens_are_token_ids_or_the_users_mistake(tokens: object) -> None:
+    data = json.dumps({"tokens": tokens}).encode()
+    try:
+        body, _ = parse(data, DetokenizeBody)
+    except InvalidRequest:
+        assert not (isinstance(tokens, list) and all(type(t) is int and abs(t) < 2**31 for t in tokens))
+    else:
+        assert body.tokens == tokens

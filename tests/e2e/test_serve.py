@@ -1,0 +1,176 @@
+"""The demo model behind a real server, through the official client."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from penstock import LLM, SamplingParams
+from tests.helpers.servers import QUICK, serving
+
+QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
+
+
+def until(condition, timeout=30):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_streamed_chat_equals_the_whole_answer(client):
+    options = {"model": "demo", "messages": QUESTION, "max_tokens": 40, "seed": 3, "temperature": 0.8}
+    whole = client.chat.completions.create(**options)
+    stream = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(text) > 20
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert stream[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert stream[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_the_server_and_the_offline_engine_give_the_same_tokens(client):
+    prompts = ["import os", "Return the", "class Thread:\n    "]
+    llm = LLM("demo", dtype="float32", max_model_len=4096, max_num_batched_tokens=512, kv_cache_memory=64 << 20)
+    for params in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 11, "top_p": 0.9}):
+        offline = llm.generate(prompts, SamplingParams(max_tokens=30, **params))
+        online = client.completions.create(model="demo", prompt=prompts, max_tokens=30, **params)
+        assert [c.text for c in online.choices] == [o.text for o in offline]
+
+
+def test_sampling_fields_reach_the_engine(client):
+    ask = {"model": "demo", "prompt": "import os", "max_tokens": 24, "temperature": 0}
+    plain = client.completions.create(**ask)
+    text = plain.choices[0].text
+    stop = text[5:8]
+    stopped = client.completions.create(**ask, stop=[stop])
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    two = client.completions.create(**{**ask, "temperature": 1.2}, n=2, seed=1)
+    assert two.choices[0].text != two.choices[1].text
+    detailed = client.completions.create(**ask, logprobs=2)
+    assert detailed.choices[0].text == text
+    assert len(detailed.choices[0].logprobs.tokens) == detailed.usage.completion_tokens
+    top = client.completions.create(**ask, extra_body={"ignore_eos": True, "top_k": 1})
+    assert top.usage.completion_tokens == 24
+    words = client.post("/../tokenize", body={"model": "demo", "prompt": "zebra"}, cast_to=object)["tokens"]
+    biased = client.completions.create(**ask, logit_bias={str(words[0]): 100}, presence_penalty=0)
+    assert biased.choices[0].text != text
+
+
+def test_prefix_cache_is_reported(client):
+    ask = {"model": "demo", "prompt": "cached " * 150, "max_tokens": 2, "temperature": 0}
+    client.completions.create(**ask)
+    again = client.completions.create(**ask)
+    details = again.usage.prompt_tokens_details
+    assert details.cached_tokens >= 64
+    assert details.cached_tokens % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": "x" * 40000}, 413, "prompt"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [5000000]}, 400, "prompt"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "x", "model": "gpt-17"}, 404, "model"),
+        ({"prompt": "x", "min_tokens": 5}, 400, "min_tokens"),
+    ],
+)
+def test_errors_have_the_status_and_name_the_field(server, body, status, param):
+    answer = httpx.post(server.url + "/v1/completions", json={"model": "demo", **body}, timeout=30)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"]
+    assert "Traceback" not in answer.text
+
+
+def test_leaving_cancels_the_work(server):
+    ask = {"model": "demo", "prompt": "for", "max_tokens": 4000, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json={**ask, "stream": True}, timeout=30) as answer:
+        next(answer.iter_lines())
+        until(lambda: server.metric("num_requests_running") == 1)
+    until(lambda: server.metric("num_requests_running") == 0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/v1/completions", json=ask, timeout=httpx.Timeout(30, read=0.5))
+    until(lambda: server.metric("num_requests_running") == 0)
+    until(lambda: server.metric("kv_cache_usage_perc") == 0)
+
+
+def test_many_at_once(client, server):
+    answers = {}
+
+    def ask(i):
+        answers[i] = (
+            client.completions.create(
+                model="demo", prompt=f"Return the {i % 5}", max_tokens=20, temperature=0.9, seed=i % 5
+            )
+            .choices[0]
+            .text
+        )
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(25)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(25):
+        assert answers[i] == answers[i % 5]
+
+
+def test_the_log_has_one_line_a_request_and_no_prompts(client, server):
+    client.completions.create(
+        model="demo", prompt="secret-word", max_tokens=2, extra_headers={"X-Request-Id": "my-id-1"}
+    )
+    until(lambda: any("my-id-1" in line for line in server.lines))
+    assert sum("my-id-1" in line for line in server.lines) == 1
+    assert not any("secret-word" in line for line in server.lines)
+
+
+def test_sigterm_lets_running_requests_finish_and_exits_with_0():
+    with serving("demo", *QUICK) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="demo", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(stream)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(60) == 0
+
+
+def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_1():
+    with serving("demo", *QUICK, "--log-format", "json") as server:
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert "error" in json.loads(rest[-1].removeprefix("data: "))
+        assert server.process.wait(60) == 1
+
+
+def test_the_engine_does_not_outlive_its_server():
+    with serving("demo", *QUICK) as server:
+        engine = server.engine_pid()
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        until(lambda: not alive(engine))
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,75 @@
+"""A real `penstock serve` in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
+QUICK = ("--max-num-batched-tokens", "512", "--kv-cache-memory", "64M", "--max-model-len", "4096")
+
+
+class Server:
+    """
+    Attributes:
+        url: such as http://127.0.0.1:41234.
+        lines: what it wrote to standard error so far.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", *arguments, "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._new: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self.wait_for(READY).group(1)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line)
+            self._new.put(line)
+        self._new.put(None)
+
+    def wait_for(self, pattern: re.Pattern[str], timeout: float = 90) -> re.Match[str]:
+        """The first match in a line that was not looked at before."""
+        while True:
+            line = self._new.get(timeout=timeout)
+            assert line is not None, "the server ended:\n" + "".join(self.lines)
+            if found := pattern.search(line):
+                return found
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return response.read().decode()
+
+    def metric(self, name: str) -> float:
+        """Sum over the labels of a `penstock:` metric."""
+        found = re.findall(rf"^penstock:{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(map(float, found))
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if b"penstock.cli.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(how)
+        return self.process.wait(timeout)
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    server = Server(*arguments)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()

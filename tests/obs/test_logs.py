@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.obs.logs import Format, RequestRecord, log_request, setup_logging
+
+RECORD = RequestRecord(
+    request_id="abc", model="m", instance="e0", prompt_tokens=12, cached_tokens=3, completion_tokens=40,
+    finish_reason="stop", ttft=0.0123, tpot=0.004, e2e=1.5, seed=7,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []  # so that setup_logging closes none of pytest's
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def written(capsys: pytest.CaptureFixture[str], format: Format, record: RequestRecord = RECORD) -> str:
+    setup_logging("info", format)
+    log_request(record, format)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_text_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = written(capsys, "text").split()
+    assert words[1:5] == ["INFO", "penstock.request:", "200", "stop"]
+    pairs = dict(word.split("=") for word in words[5:])
+    assert pairs["ttft"] == "12.30ms"
+    assert pairs["e2e"] == "1.50s"
+    assert pairs["queue"] == "-"
+    assert (pairs["id"], pairs["prompt"], pairs["seed"]) == ("abc", "12", "7")
+
+
+def test_text_columns_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    other = RequestRecord(request_id="x", model="m", prompt_tokens=99999, e2e=123.4, status=500)
+    assert written(capsys, "text").index("e2e=") == written(capsys, "text", other).index("e2e=")
+
+
+def test_json_line_has_the_fields_at_the_top(capsys: pytest.CaptureFixture[str]) -> None:
+    line = json.loads(written(capsys, "json"))
+    assert line["logger"] == "penstock.request"
+    assert line["completion_tokens"] == 40
+    assert line["queue"] is None
+    assert "message" not in line
+
+
+def test_other_lines_in_json_keep_message_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("warning", "json")
+    logging.getLogger("penstock.x").info("not shown")
+    try:
+        raise KeyError("gone")
+    except KeyError:
+        logging.getLogger("penstock.x").exception("two\nlines %d", 1)
+    (text,) = capsys.readouterr().err.splitlines()
+    line = json.loads(text)
+    assert line["message"] == "two\nlines 1"
+    assert "KeyError: 'gone'" in line["exception"]
+
+
+def test_below_the_level_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("warning", "text")
+    log_request(RECORD, "text")
+    assert capsys.readouterr().err == ""

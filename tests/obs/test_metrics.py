@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.core.messages import EngineStats
+from penstock.obs.logs import RequestRecord
+from penstock.obs.metrics import Metrics
+
+NAMES = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "iteration_tokens_total_bucket"),
+    *("request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket", "request_success_total"),
+    *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
+    *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
+}
+
+
+def stats(steps: int = 1, **changes: int) -> EngineStats:
+    values = {"running": 0, "waiting": 0, "used_blocks": 0, "num_blocks": 10, "preemptions": 0} | changes
+    return EngineStats(**({"prefix_queries": 0, "prefix_hits": 0} | values), steps=steps)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = metrics.render()[0].decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    if "route" not in labels:
+        labels["model_name"] = "m"
+    return samples(metrics)["penstock:" + name, frozenset(labels.items())]
+
+
+def test_every_name_is_there_from_the_start_with_the_model_as_label() -> None:
+    found = {name for name, labels in samples(Metrics("m")) if ("model_name", "m") in labels}
+    assert {"penstock:" + name for name in NAMES} <= found
+
+
+def test_content_type_is_prometheus_text() -> None:
+    assert Metrics("m").render()[1].startswith("text/plain; version=")
+
+
+def test_two_registries_do_not_meet() -> None:
+    first, second = Metrics("m"), Metrics("m")
+    first.observe_first_token(0.1)
+    assert value(second, "generation_tokens_total") == 0
+
+
+def test_load_is_shown_as_it_is() -> None:
+    metrics = Metrics("m")
+    metrics.observe_stats(stats(running=3, waiting=5, used_blocks=4), 0)
+    assert value(metrics, "num_requests_running") == 3
+    assert value(metrics, "num_requests_waiting") == 5
+    assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.4)
+    metrics.observe_stats(stats(steps=2), 0)
+    assert value(metrics, "num_requests_running") == 0
+
+
+@settings(max_examples=30)
+@given(lives=st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1), min_size=1, max_size=4))
+def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) -> None:
+    metrics = Metrics("m")
+    for life in lives:
+        queries = hits = 0
+        metrics.observe_stats(stats(steps=0), 0)  # what a fresh engine says first
+        for step, (more_queries, more_hits) in enumerate(life, 1):
+            queries, hits = queries + more_queries, hits + more_hits
+            metrics.observe_stats(stats(step, prefix_queries=queries, prefix_hits=hits, preemptions=step), 1)
+    assert value(metrics, "prefix_cache_queries_total") == sum(q for life in lives for q, _ in life)
+    assert value(metrics, "prefix_cache_hits_total") == sum(h for life in lives for _, h in life)
+    assert value(metrics, "num_preemptions_total") == sum(len(life) for life in lives)
+
+
+def test_a_restart_is_seen_although_the_new_engine_has_made_more_steps() -> None:
+    metrics = Metrics("m")
+    metrics.observe_stats(stats(5, prefix_queries=100), 1)
+    metrics.observe_stats(stats(9, prefix_queries=30), 1)
+    assert value(metrics, "prefix_cache_queries_total") == 130
+
+
+def test_heartbeats_are_no_steps() -> None:
+    metrics = Metrics("m")
+    metrics.observe_stats(stats(1), 100)
+    metrics.observe_stats(stats(1), 0)
+    assert value(metrics, "iteration_tokens_total_count") == 1
+    assert value(metrics, "iteration_tokens_total_sum") == 100
+
+
+def test_tokens_that_come_together_share_the_time() -> None:
+    metrics = Metrics("m")
+    metrics.observe_first_token(0.2)
+    metrics.observe_inter_token(0.06, 3)
+    assert value(metrics, "generation_tokens_total") == 4
+    assert value(metrics, "inter_token_latency_seconds_count") == 3
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.06)
+    assert value(metrics, "inter_token_latency_seconds_bucket", le="0.025") == 3
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+
+
+def test_request_times_and_how_it_ended() -> None:
+    metrics = Metrics("m")
+    record = RequestRecord(
+        request_id="a", model="m", prompt_tokens=7, finish_reason="length", e2e=3, queue=1, prefill=0.5, decode=1.5
+    )
+    metrics.observe_request(record)
+    metrics.observe_request(RequestRecord(request_id="b", model="m", prompt_tokens=2, status=500))
+    assert value(metrics, "prompt_tokens_total") == 9
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 0
+    assert value(metrics, "request_inference_time_seconds_sum") == 2
+    assert value(metrics, "e2e_request_latency_seconds_count") == 1
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_http_by_route_and_status() -> None:
+    metrics = Metrics("m")
+    metrics.observe_http("/v1/completions", 200)
+    metrics.observe_http("/v1/completions", 400)
+    assert value(metrics, "http_requests_total", route="/v1/completions", status="400") == 1

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Checks and measures the engine on a CUDA machine, within 9 minutes: parity tests on the device, then a benchmark.
+# Needs no network and no installation: python3 with torch, transformers, safetensors, tokenizers, jinja2, numpy,
+# pytest and hypothesis. usage: tools/gpu_check.sh [DEVICE] [GEOMETRY]      default: cuda qwen3-0.6b
+set -uo pipefail
+cd "$(dirname "$0")/.."
+device=${1:-cuda}
+geometry=${2:-qwen3-0.6b}
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+
+"$python" - "$device" <<'PY' || exit 1
+import sys, torch, transformers
+name = sys.argv[1]
+if name.startswith("cuda") and not torch.cuda.is_available():
+    sys.exit("gpu_check: torch sees no CUDA device")
+shown = torch.cuda.get_device_name() if name.startswith("cuda") else "CPU"
+print(f"{shown}, torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}")
+PY
+
+status=0
+echo "== parity, kernels, engine (at most 270 s)"
+timeout 270 "$python" -m pytest tests/parity tests/contract tests/engine/test_engine.py tests/engine/test_sampling.py \
+    -p no:cacheprovider || status=$?
+echo "== benchmark (at most 240 s)"
+timeout 240 "$python" tools/device_bench.py --device "$device" --geometry "$geometry" --seconds 150 || status=$?
+exit $status

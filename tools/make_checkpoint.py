@@ -1,0 +1,102 @@
+"""Write a random checkpoint with the geometry of a real model: speed does not depend on what the weights say.
+
+usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda]      (needs transformers)
+
+The tokenizer is the demo model's: its ids are valid in the larger vocabularies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+QWEN3: dict[str, Any] = {"max_position_embeddings": 40960, "vocab_size": 151936, "rms_norm_eps": 1e-6, "head_dim": 128}
+QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def size(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+    }
+
+
+# name -> (model_type, config); the published sizes
+GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-tiny": (
+        "qwen3",
+        {**QWEN3, **size(256, 4, 8, 4, 768), "head_dim": 32, "vocab_size": 8192, "rope_parameters": QWEN3_ROPE},
+    ),
+    "qwen3-0.6b": (
+        "qwen3",
+        {**QWEN3, **size(1024, 28, 16, 8, 3072), "tie_word_embeddings": True, "rope_parameters": QWEN3_ROPE},
+    ),
+    "qwen3-1.7b": (
+        "qwen3",
+        {**QWEN3, **size(2048, 28, 16, 8, 6144), "tie_word_embeddings": True, "rope_parameters": QWEN3_ROPE},
+    ),
+    "qwen3-8b": ("qwen3", {**QWEN3, **size(4096, 36, 32, 8, 12288), "rope_parameters": QWEN3_ROPE}),
+    "llama-3.1-8b": (
+        "llama",
+        {
+            **size(4096, 32, 32, 8, 14336),
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": LLAMA31_ROPE,
+        },
+    ),
+}
+
+
+def write(name: str, folder: Path, device: str = "cpu") -> None:
+    """Weights are bf16, normal, scaled so that activations stay in range. `device` is where they are drawn."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    model_type, geometry = GEOMETRIES[name]
+    config = AutoConfig.for_model(model_type, **geometry)
+    torch.manual_seed(0)
+    with no_init_weights(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    for file in TOKENIZER:
+        shutil.copy(ROOT / "penstock" / "demo" / file, folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("geometry", choices=GEOMETRIES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    write(options.geometry, options.folder, options.device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
