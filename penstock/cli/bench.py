@@ -1,0 +1,468 @@
+"""`penstock bench serve | slo | latency | throughput`: measure a running server, or an engine in this process."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.bench.client import Client
+    from penstock.bench.dataset import Dataset
+    from penstock.bench.serve import Bench, LoadShape, Measurement
+    from penstock.workload.requests import WorkRequest
+
+# flag -> (least, greatest, whether the least itself is allowed)
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "port": (1, 65535, True),
+    "timeout": (0, 1e6, False),
+    "temperature": (0, 2, True),
+    "vocab_size": (1, 1 << 24, True),
+    "num_prompts": (1, math.inf, True),
+    "num_warmups": (0, math.inf, True),
+    "random_input_len": (1, math.inf, True),
+    "random_output_len": (1, math.inf, True),
+    "random_range_ratio": (0, 1, True),
+    "prefix_len": (1, math.inf, True),
+    "num_prefixes": (1, math.inf, True),
+    "prefix_zipf": (0, 10, True),
+    "trace_scale": (0, 1e6, False),
+    "trace_start": (0, math.inf, True),
+    "trace_duration": (0, math.inf, False),
+    "trace_spread": (0, 3600, True),
+    "request_rate": (0, math.inf, False),
+    "burstiness": (0, math.inf, False),
+    "max_concurrency": (1, math.inf, True),
+    "seed": (0, 2**63 - 1, True),
+    "attainment": (0, 1, False),
+    "percentile": (0, 100, False),
+    "start": (0, math.inf, False),
+    "min_load": (0, math.inf, False),
+    "max_load": (0, 1e6, False),
+    "tolerance": (0.001, 1, True),
+    "probe_seconds": (0, math.inf, True),
+    "batch_size": (1, math.inf, True),
+    "input_len": (1, math.inf, True),
+    "output_len": (1, math.inf, True),
+    "num_iters": (1, math.inf, True),
+    "num_iters_warmup": (0, math.inf, True),
+    "max_num_seqs": (1, math.inf, True),
+    "max_model_len": (2, math.inf, True),
+    "max_num_batched_tokens": (1, math.inf, True),
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `bench` to the command line."""
+    parser = subparsers.add_parser(
+        "bench", allow_abbrev=False, help="measure a server or an engine", description=__doc__
+    )
+    kinds = parser.add_subparsers(dest="bench_command", required=True, metavar="KIND")
+
+    serve = kinds.add_parser(
+        "serve", allow_abbrev=False, help="load a running server and report what its users would see"
+    )
+    _server_flags(serve)
+    _dataset_flags(serve, num_prompts=1000)
+    arrivals = serve.add_argument_group("arrivals")
+    arrivals.add_argument(
+        "--request-rate", type=float, help="requests/s, inf for all at once (default: inf, or a trace's)"
+    )
+    arrivals.add_argument("--trace-scale", type=float, default=1.0, help="factor on the trace's own rate")
+    arrivals.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier, inf constant")
+    arrivals.add_argument(
+        "--max-concurrency", type=int, help="most in flight; without a rate: that many closed-loop users"
+    )
+    serve.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits on ttft, tpot, e2e in ms")
+    serve.add_argument("--plot", metavar="FILE", help="draw the latency distributions (needs matplotlib)")
+    serve.add_argument("--save-detailed", action="store_true", help="keep every request in the --json file")
+    _result_flags(serve)
+    serve.set_defaults(run=run, benchmark=_serve)
+
+    slo = kinds.add_parser("slo", allow_abbrev=False, help="find the greatest load at which a server keeps limits")
+    _server_flags(slo)
+    _dataset_flags(slo, num_prompts=100)
+    _search_flags(slo)
+    _result_flags(slo)
+    slo.set_defaults(run=run, benchmark=_slo)
+
+    latency = kinds.add_parser("latency", allow_abbrev=False, help="time one batch of a fixed shape in this process")
+    _engine_flags(latency)
+    latency.add_argument("--batch-size", type=int, default=8)
+    latency.add_argument("--input-len", type=int, default=32, help="prompt tokens")
+    latency.add_argument("--output-len", type=int, default=128, help="generated tokens")
+    latency.add_argument("--num-iters", type=int, default=30)
+    latency.add_argument("--num-iters-warmup", type=int, default=3)
+    latency.add_argument("--seed", type=int, default=0)
+    _result_flags(latency)
+    latency.set_defaults(run=run, benchmark=_latency)
+
+    throughput = kinds.add_parser(
+        "throughput", allow_abbrev=False, help="hand many prompts to an engine in this process at once"
+    )
+    _engine_flags(throughput)
+    _dataset_flags(throughput, num_prompts=1000)
+    throughput.add_argument("--num-warmups", type=int, default=3, help="prompts before the run, which are not counted")
+    _result_flags(throughput)
+    throughput.set_defaults(run=run, benchmark=_throughput)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `ConfigError` for a bad value, `Unavailable` when no server answers; returns the exit code."""
+    from penstock.bench import document
+
+    check_ranges(args)
+    document.check_writable(args.json, "--json")
+    earlier = document.read(args.compare, args.bench_command) if args.compare else None
+    return args.benchmark(args, earlier)
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` naming the first flag whose value is out of range."""
+    for name, (least, greatest, closed) in RANGES.items():
+        value = getattr(args, name, None)
+        if value is None or (least < value <= greatest) or (closed and value == least):
+            continue
+        bounds = f"{'at least' if closed else 'above'} {least:g}"
+        bounds += "" if math.isinf(greatest) else f" and at most {greatest:g}"
+        raise ConfigError(f"--{name.replace('_', '-')}: {value}, allowed is a number {bounds}", name)
+
+
+def _server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", help="such as http://127.0.0.1:8000; instead of --host and --port")
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    group.add_argument("--model", help="a name that the server lists (default: its first)")
+    group.add_argument("--api-key")
+    group.add_argument("--timeout", type=float, default=600.0, help="seconds that one request may take")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument("--extra-body", metavar="JSON", help="an object of fields added to every request")
+    group.add_argument("--num-warmups", type=int, default=3, help="requests before the run, which are not counted")
+
+
+def _dataset_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", choices=("random", "prefix", "trace", "lengths"), default="random")
+    group.add_argument("--dataset-path", metavar="FILE", help="for trace and lengths; plain or .gz")
+    group.add_argument("--num-prompts", type=int, default=num_prompts, help="requests (of a trace: the first ones)")
+    group.add_argument("--random-input-len", type=int, default=1024, help="prompt tokens, for random and prefix")
+    group.add_argument("--random-output-len", type=int, default=128)
+    group.add_argument("--random-range-ratio", type=float, default=0.0, help="draw lengths within this share of them")
+    group.add_argument("--prefix-len", type=int, default=512, help="tokens of a shared prefix, before the random input")
+    group.add_argument("--num-prefixes", type=int, default=10)
+    group.add_argument(
+        "--prefix-zipf", type=float, default=0.0, help="popularity of prefixes: Zipf exponent, 0 uniform"
+    )
+    group.add_argument("--trace-start", type=float, default=0.0, help="seconds into the trace")
+    group.add_argument("--trace-duration", type=float, default=math.inf, help="seconds of the trace")
+    group.add_argument(
+        "--trace-spread", type=float, default=0.0, help="spread arrivals over so many seconds (Mooncake: 3)"
+    )
+    group.add_argument(
+        "--vocab-size", type=int, help="draw prompt tokens from all ids below it (default: common words)"
+    )
+    group.add_argument("--seed", type=int, default=0)
+
+
+def _search_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("search")
+    group.add_argument("--goodput", nargs="+", required=True, metavar="NAME:MS", help="limits on ttft, tpot, e2e in ms")
+    group.add_argument("--search", choices=("rate", "concurrency"), default="rate")
+    target = group.add_mutually_exclusive_group()
+    target.add_argument("--attainment", type=float, help="least share of requests that keep all limits (default: 0.9)")
+    target.add_argument("--percentile", type=float, help="instead: this percentile of each metric keeps its limit")
+    group.add_argument("--start", type=float, default=1.0, help="the first load: requests/s or concurrent requests")
+    group.add_argument("--min-load", type=float, help="default: 0.01 requests/s, or 1 concurrent request")
+    group.add_argument("--max-load", type=float, default=4096.0)
+    group.add_argument("--tolerance", type=float, default=0.05, help="how exactly to find the edge, as a share of it")
+    group.add_argument("--probe-seconds", type=float, default=20.0, help="a rate is held at least so long")
+    group.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier, inf constant")
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
+    group.add_argument("--dtype")
+    group.add_argument("--max-num-seqs", type=int)
+    group.add_argument("--max-model-len", type=int)
+    group.add_argument("--max-num-batched-tokens", type=int)
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+
+
+def _result_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--compare", metavar="FILE", help="an earlier --json file to compare with")
+
+
+def _serve(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    import uvloop
+    from rich.console import Console
+
+    from penstock.bench import document, plot, report
+    from penstock.bench.summary import parse_limits
+
+    limits = parse_limits(args.goodput)
+    if args.plot:
+        plot.import_pyplot()
+        document.check_writable(args.plot, "--plot")
+    dataset = _dataset(args)
+    requests = dataset.build()
+    console = Console()
+
+    async def measure() -> tuple[Bench, Measurement]:
+        async with _client(args) as client:
+            bench = await _connect(client, args)
+            with report.live_counts(console, len(requests)) as counts:
+                return bench, await bench.measure(requests, _shape(args, dataset), limits, counts.request)
+
+    bench, measurement = uvloop.run(measure())
+    content = document.build("serve", _config(args), document.serve_result(bench, measurement), sys.argv)
+    if args.save_detailed:
+        content["requests"] = document.request_rows(measurement.records)
+    report.show_serve(console, content)
+    _finish(args, console, content, earlier)
+    if args.plot:
+        plot.plot_latencies(measurement.records, args.plot)
+    return 0 if measurement.summary.completed else 1
+
+
+def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    import uvloop
+    from rich.console import Console
+
+    from penstock.bench import document, report
+    from penstock.bench.probes import LoadProbes
+    from penstock.bench.slo import find_greatest_load
+    from penstock.bench.summary import parse_limits
+
+    limits = parse_limits(args.goodput)
+    whole = args.search == "concurrency"
+    low = args.min_load if args.min_load is not None else (1.0 if whole else 0.01)
+    _check_search(args, low, whole)
+    target = args.percentile / 100 if args.percentile is not None else (args.attainment or 0.9)
+    console = Console()
+
+    async def search() -> dict[str, Any]:
+        async with _client(args) as client:
+            probes = LoadProbes(
+                await _connect(client, args),
+                _dataset(args),
+                limits,
+                closed_loop=whole,
+                each_limit=args.percentile is not None,
+                seconds=args.probe_seconds,
+                warmups=args.num_warmups,
+                live_counts=lambda total: report.live_counts(console, total),
+            )
+            found = await find_greatest_load(
+                probes.measure,
+                start=args.start,
+                low=low,
+                high=args.max_load,
+                target=target,
+                tolerance=args.tolerance,
+                whole=whole,
+            )
+            return document.slo_result(found, probes.summaries, target, limits)
+
+    content = document.build("slo", _config(args), uvloop.run(search()), sys.argv)
+    report.show_slo(console, content)
+    _finish(args, console, content, earlier)
+    return 0 if content["best"] is not None else 1
+
+
+def _latency(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    import msgspec
+    from rich.console import Console
+
+    from penstock.bench import report
+    from penstock.bench.offline import measure_latency
+    from penstock.core.clock import SystemClock
+    from penstock.workload.requests import WorkRequest
+
+    llm, ids, params = _engine(args)
+    batches, console = args.num_iters + args.num_iters_warmup, Console()
+    shapes = [
+        WorkRequest(number=number, at=0.0, prompt_tokens=args.input_len, output_tokens=args.output_len)
+        for number in range(batches * args.batch_size)
+    ]
+    prompts = _prompts(shapes, args.seed, ids)
+    size = args.batch_size
+    with report.live_counts(console, args.num_iters) as counts:
+        result = measure_latency(
+            llm,
+            [prompts[i : i + size] for i in range(0, len(prompts), size)],
+            params(args.output_len),
+            SystemClock(),
+            warmups=args.num_iters_warmup,
+            progress=counts.batch,
+        )
+    content = {"latency": msgspec.to_builtins(result)}
+    return _finish_offline(args, console, "latency", content, report.show_latency, earlier)
+
+
+def _throughput(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    import msgspec
+    from rich.console import Console
+
+    from penstock.bench import report
+    from penstock.bench.offline import measure_throughput
+    from penstock.core.clock import SystemClock
+    from penstock.workload.requests import limit_context, unrelated
+
+    requests = _dataset(args).build()
+    llm, ids, params = _engine(args)
+    requests, cut = limit_context(requests, llm.max_model_len)
+    console, prompts = Console(), _prompts(requests, args.seed, ids)
+    if warm_up := unrelated(requests, args.num_warmups):
+        llm.generate(_prompts(warm_up, args.seed, ids), [params(r.output_tokens) for r in warm_up])
+    result = measure_throughput(llm, prompts, [params(r.output_tokens) for r in requests], SystemClock())
+    content = {"throughput": msgspec.to_builtins(result), "workload": {"cut": cut}}
+    return _finish_offline(args, console, "throughput", content, report.show_throughput, earlier)
+
+
+def _client(args: argparse.Namespace) -> Client:
+    from penstock.bench.client import Client
+
+    url = args.base_url or f"http://{args.host}:{args.port}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "base_url")
+    url = url.rstrip("/").removesuffix("/v1")
+    return Client(url, args.endpoint, timeout=args.timeout, api_key=args.api_key)
+
+
+async def _connect(client: Client, args: argparse.Namespace) -> Bench:
+    from penstock.bench.serve import Asking, Bench
+
+    asking = Asking(
+        model=args.model,
+        vocab_size=args.vocab_size,
+        temperature=args.temperature,
+        ignore_eos=args.ignore_eos,
+        extra_body=_extra_body(args.extra_body),
+    )
+    return await Bench.connect(client, asking)
+
+
+def _extra_body(text: str | None) -> dict[str, Any]:
+    import msgspec
+
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body: {text!r}, allowed is a JSON object ({error})", "extra_body") from error
+
+
+def _dataset(args: argparse.Namespace) -> Dataset:
+    from penstock.bench.dataset import Dataset
+
+    return Dataset(
+        name=args.dataset_name,
+        path=args.dataset_path,
+        count=args.num_prompts,
+        input_len=args.random_input_len,
+        output_len=args.random_output_len,
+        range_ratio=args.random_range_ratio,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        prefix_zipf=args.prefix_zipf,
+        request_rate=getattr(args, "request_rate", None),
+        burstiness=getattr(args, "burstiness", 1.0),
+        trace_scale=getattr(args, "trace_scale", 1.0),
+        trace_start=args.trace_start,
+        trace_duration=args.trace_duration,
+        trace_spread=args.trace_spread,
+        seed=args.seed,
+    )
+
+
+def _shape(args: argparse.Namespace, dataset: Dataset) -> LoadShape:
+    """Without a schedule of its own and with a number of users, the loop is closed."""
+    from penstock.bench.serve import LoadShape
+
+    return LoadShape(
+        scheduled=dataset.has_schedule or args.max_concurrency is None,
+        concurrency=args.max_concurrency,
+        warmups=args.num_warmups,
+        seed=args.seed,
+    )
+
+
+def _check_search(args: argparse.Namespace, low: float, whole: bool) -> None:
+    if not low <= args.start <= args.max_load:
+        raise ConfigError(f"--start: {args.start:g}, allowed is {low:g} (--min-load) to {args.max_load:g} (--max-load)")
+    for flag, load in (("--start", args.start), ("--min-load", low), ("--max-load", args.max_load)):
+        if whole and load != int(load):
+            raise ConfigError(f"{flag}: {load:g}, allowed is a whole number with --search concurrency")
+
+
+def _engine(args: argparse.Namespace) -> tuple[Any, Any, Callable[[int], Any]]:
+    """(the engine, token ids for prompts, number of tokens -> sampling parameters)"""
+    import numpy as np
+
+    from penstock.bench.words import WORDS
+    from penstock.core.sampling import SamplingParams
+    from penstock.llm import LLM
+    from penstock.workload.requests import safe_ids
+
+    names = ("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
+    llm = LLM(args.model, **{name: value for name in names if (value := getattr(args, name)) is not None})
+    if getattr(args, "vocab_size", None) is not None:
+        ids = safe_ids(args.vocab_size)
+    else:
+        ids = np.unique(llm.tokenizer.encode(" ".join(WORDS), add_special_tokens=False))
+
+    def params(tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=args.temperature, ignore_eos=args.ignore_eos, max_tokens=tokens)
+
+    return llm, ids, params
+
+
+def _prompts(requests: Sequence[WorkRequest], seed: int, ids: Any) -> list[list[int]]:
+    from penstock.workload.requests import materialise
+
+    return [materialise(request, seed, ids).tolist() for request in requests]
+
+
+def _finish_offline(
+    args: argparse.Namespace,
+    console: Console,
+    kind: str,
+    result: Mapping[str, Any],
+    show: Callable[[Console, Mapping[str, Any]], None],
+    earlier: Mapping[str, Any] | None,
+) -> int:
+    from penstock.bench import document
+
+    content = document.build(kind, _config(args), result, sys.argv)
+    show(console, content)
+    _finish(args, console, content, earlier)
+    return 0
+
+
+def _finish(
+    args: argparse.Namespace, console: Console, content: Mapping[str, Any], earlier: Mapping[str, Any] | None
+) -> None:
+    from penstock.bench import document, report
+
+    if args.json:
+        document.write(args.json, content)
+    if earlier is not None:
+        report.compare(console, content, earlier)
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if not callable(value)}

@@ -1,0 +1,306 @@
+"""`penstock chat`: talk to a running server in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from penstock.core.errors import ConfigError, PenstockError, Unavailable, UserError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_SECONDS = 10.0  # to connect, and for anything but an answer
+
+HELP = """/reset         forget the conversation
+/system TEXT   start over with this system message; without TEXT, with none
+/help          this
+/quit          leave; so does Ctrl-D. Ctrl-C stops an answer"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `chat` to the command line."""
+    parser = subparsers.add_parser("chat", allow_abbrev=False, help="talk to a running server", description=__doc__)
+    parser.add_argument("--base-url", default=DEFAULT_URL)
+    parser.add_argument("--model", help="a name that the server lists (default: its first)")
+    parser.add_argument("--api-key")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--temperature", type=float, help="default: the model's own")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of one answer")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `ConfigError` for a bad flag. Returns 1 when the server is not there or an answer failed for a pipe."""
+    if args.temperature is not None and not 0 <= args.temperature <= 2:
+        raise ConfigError(f"--temperature: {args.temperature:g}, allowed is a number from 0 to 2", "temperature")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens: {args.max_tokens}, allowed is a whole number of at least 1", "max_tokens")
+    server = Server(parse_url(args.base_url), args.api_key)
+    try:
+        model = server.find_model(args.model)
+    except Unavailable as error:
+        print(f"{error}; start one with: penstock serve MODEL --port {server.port}", file=sys.stderr)
+        return 1
+    except UserError:
+        raise
+    except PenstockError as error:
+        print(error, file=sys.stderr)
+        return 1
+    options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    chat = Chat(server, model, args.system, {name: value for name, value in options.items() if value is not None})
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return _talk(chat)
+    return _answer_lines(chat)
+
+
+def parse_url(url: str) -> SplitResult:
+    """Raises `ConfigError` when it is no HTTP URL."""
+    try:
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        good = False
+    if not good:
+        raise ConfigError(f"--base-url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "base_url")
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer: text that was said or thought, whether it is the last text, and the count of tokens."""
+
+    said: str = ""
+    thought: str = ""
+    ends: bool = False
+    tokens: int | None = None
+
+
+class Server:
+    """An OpenAI-shaped server. One connection per request, so that closing it cancels that request."""
+
+    def __init__(self, url: SplitResult, api_key: str | None) -> None:
+        self._url = url
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+
+    @property
+    def port(self) -> int:
+        return self._url.port or (443 if self._url.scheme == "https" else 80)
+
+    def find_model(self, name: str | None) -> str:
+        """`name` if it is served, or the first model. Raises `Unavailable`, or `ConfigError` when it is not."""
+        with closing(self._connect()) as connection:
+            response = self._ask(connection, "GET", "/v1/models", None)
+            try:
+                served = [item["id"] for item in json.loads(response.read())["data"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"--base-url: {self._url.geturl()} is no OpenAI-shaped server", "base_url") from error
+        if not served or (name is not None and name not in served):
+            raise ConfigError(f"--model: {name}, this server has {', '.join(served) or 'none'}", "model")
+        return name if name is not None else served[0]
+
+    def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
+        """The answer to a chat request as it comes. Closing the iterator early cancels the request.
+
+        Raises `Unavailable` when the server goes away, `PenstockError` when it refuses or fails.
+        """
+        with closing(self._connect()) as connection:
+            connection.sock.settimeout(None)  # an answer may take its time
+            response = self._ask(connection, "POST", "/v1/chat/completions", json.dumps(body).encode())
+            whole = False  # http.client ends quietly when a chunked answer breaks off
+            try:
+                for line in response:
+                    if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                        piece = _piece(payload)
+                        whole = whole or piece.ends
+                        yield piece
+            except (OSError, http.client.HTTPException) as error:
+                raise Unavailable(f"{self._url.geturl()} went away ({error})") from error
+            if not whole:
+                raise Unavailable(f"{self._url.geturl()} broke off its answer")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        assert self._url.hostname is not None, "parse_url has checked it"
+        connection = kind(self._url.hostname, self.port, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise Unavailable(f"no server at {self._url.geturl()} ({error})") from error
+        return connection
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
+    ) -> http.client.HTTPResponse:
+        try:
+            connection.request(method, self._url.path + path, body, self._headers)
+            response = connection.getresponse()
+            text = b"" if response.status == 200 else response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"no answer from {self._url.geturl()} ({type(error).__name__}: {error})") from error
+        if response.status == 200:
+            return response
+        raise PenstockError(f"the server answered {response.status}: {_message(text)}")
+
+
+def _piece(payload: bytes) -> Piece:
+    try:
+        event = json.loads(payload)
+        if event.get("error"):
+            raise PenstockError(f"the server failed: {_message(payload)}")
+        choice = event["choices"][0] if event.get("choices") else {}
+        delta = choice.get("delta") or {}
+        return Piece(
+            said=delta.get("content") or "",
+            thought=delta.get("reasoning_content") or delta.get("reasoning") or "",
+            ends=bool(choice.get("finish_reason")),
+            tokens=(event.get("usage") or {}).get("completion_tokens"),
+        )
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise PenstockError(f"the server sent {payload[:100]!r}, which is no chat event") from error
+
+
+def _message(body: bytes) -> str:
+    """The message of an OpenAI-shaped error, else the start of the body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+@dataclass
+class Chat:
+    """A conversation: what was said, and what the next request says."""
+
+    server: Server
+    model: str
+    system: str | None
+    options: dict[str, Any]
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, prompt: str) -> Generator[Piece, None, None]:
+        """The answer as it comes. What was said of it is remembered, even when the caller stops it half way; a prompt
+        that got no word of an answer is forgotten."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        turn = {"role": "user", "content": prompt}
+        body = {
+            "model": self.model,
+            "messages": [*head, *self.turns, turn],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        said: list[str] = []
+        try:
+            with closing(self.server.stream(body)) as pieces:
+                for piece in pieces:
+                    said.append(piece.said)
+                    yield piece
+        finally:
+            if any(said):
+                self.turns += [turn, {"role": "assistant", "content": "".join(said)}]
+
+    def reset(self, system: str | None) -> None:
+        self.turns.clear()
+        self.system = system
+
+
+def _command(chat: Chat, line: str) -> str | None:
+    """What to say after a line that begins with a slash; None to leave."""
+    name, _, text = line.partition(" ")
+    if name == "/quit":
+        return None
+    if name == "/reset":
+        chat.reset(chat.system)
+        return "forgotten"
+    if name == "/system":
+        chat.reset(text.strip() or None)
+        return f"system message: {chat.system or 'none'}"
+    return HELP if name == "/help" else f"{name} is no command\n{HELP}"
+
+
+def _answer_lines(chat: Chat) -> int:
+    """One prompt per line of standard input, one plain answer each; ends at the first failure."""
+    for line in sys.stdin:
+        prompt = line.strip()
+        if not prompt:
+            continue
+        if prompt.startswith("/"):
+            said = _command(chat, prompt)
+            if said is None:
+                break
+            print(said, file=sys.stderr)
+            continue
+        try:
+            for piece in chat.ask(prompt):
+                print(piece.said, end="", flush=True)
+            print(flush=True)
+        except PenstockError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _talk(chat: Chat) -> int:
+    from rich.console import Console
+
+    _enable_line_editing()
+    console = Console(highlight=False)
+    console.print(f"{chat.model}  [dim]/help for commands, Ctrl-D to leave[/dim]")
+    while True:
+        try:
+            prompt = input("> ").strip()
+        except EOFError:
+            console.print()
+            return 0
+        except KeyboardInterrupt:
+            console.print("  [dim]Ctrl-D or /quit to leave[/dim]")
+            continue
+        if prompt.startswith("/"):
+            said = _command(chat, prompt)
+            if said is None:
+                return 0
+            console.print(said, style="dim", markup=False)
+        elif prompt:
+            _show_answer(chat, prompt, console)
+
+
+def _show_answer(chat: Chat, prompt: str, console: Any) -> None:
+    begin, first, tokens, thinking = time.monotonic(), None, 0, False
+    pieces = chat.ask(prompt)
+    try:
+        with closing(pieces):
+            for piece in pieces:
+                if first is None and (piece.said or piece.thought):
+                    first = time.monotonic()
+                if thinking and piece.said:
+                    console.print("\n")
+                thinking = bool(piece.thought) or (thinking and not piece.said)
+                console.print(piece.thought, end="", style="dim italic", markup=False, soft_wrap=True)
+                console.print(piece.said, end="", markup=False, soft_wrap=True)
+                tokens = piece.tokens or tokens
+    except KeyboardInterrupt:
+        console.print("\n[dim]stopped[/dim]")
+        return
+    except PenstockError as error:
+        console.print(f"\n{error}", style="red", markup=False)
+        return
+    console.print()
+    if first is not None and tokens > 1 and (decode := time.monotonic() - first) > 0:
+        speed = (tokens - 1) / decode
+        console.print(f"{tokens} tokens, first after {1e3 * (first - begin):.0f} ms, then {speed:.1f}/s", style="dim")
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401  importing it gives `input` history and editing
+    except ImportError:
+        return
