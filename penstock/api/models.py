@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from penstock.api.errors import served_model
+from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import json_response
 
 if TYPE_CHECKING:
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
+        check_ready(frontend)
         cards = [_card(frontend, name) for name in frontend.served_names]
         return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model:path}")
     async def get_model(model: str) -> Response:
+        check_ready(frontend)
         return json_response(_card(frontend, served_model(frontend, model)))
 
 
