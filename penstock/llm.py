@@ -7,12 +7,13 @@ outputs = LLM("demo").generate(["import os"], SamplingParams(max_tokens=32))
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from penstock.core.clock import SystemClock
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
@@ -22,7 +23,7 @@ from penstock.service.generation import OutputStream
 from penstock.service.intake import ModelLimits, make_sequences
 from penstock.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -76,9 +77,9 @@ class LLM:
     ) -> None:
         directory = find_checkpoint(model)
         self.tokenizer = Tokenizer(directory, chat_template)
-        self._defaults = read_defaults(directory)
+        self._defaults = read_defaults(directory, self.tokenizer.eos_id)
         self._rng = random.Random(seed)
-        self._engine, runner = build_engine(EngineOptions(model=str(directory), **options), SystemClock())
+        self._engine, runner = build_engine(_engine_options(str(directory), options), SystemClock())
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self._limits = ModelLimits(self.max_model_len, self.vocab_size, self._defaults.eos_ids)
@@ -102,7 +103,7 @@ class LLM:
         """Continue every prompt; all run together.
 
         Args:
-            prompts: texts or lists of token ids, or a single one.
+            prompts: texts, lists of token ids, or {"prompt": text} or {"prompt_token_ids": ids}; or a single one.
             params: for all, or one each; None takes the checkpoint's defaults.
             progress: show a progress bar.
 
@@ -131,7 +132,8 @@ class LLM:
         return self.generate([self.tokenizer.encode_chat(list(talk), **template) for talk in talks], chosen)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt = _plain(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         self._count += 1
         name = f"offline-{self._count}"
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
@@ -188,11 +190,32 @@ class _Job:
     output: RequestOutput
 
 
+def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:
+    allowed = [field.name for field in fields(EngineOptions) if field.name != "model"]
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(f"{name}: no such option; allowed are {', '.join(allowed)}", name)
+    return EngineOptions(model=model, **options)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+def _plain(prompt: Any) -> str | list[int]:
+    """Text or token ids. Raises InvalidRequest on anything else."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if isinstance(prompt, str):
+        return prompt
+    tokens = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+    for token in tokens:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise InvalidRequest(f"prompt: {token!r}, allowed is a text or a list of token ids", "prompt")
+    return [int(token) for token in tokens]
 
 
 def _track(steps: Iterator[int], total: int, progress: bool) -> Iterator[int]:

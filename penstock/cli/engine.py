@@ -1,12 +1,14 @@
 """The engine's process: python -m penstock.cli.engine JSON. Started by `penstock serve`, not by people.
 
-JSON: {"address": ZMQ endpoint, "options": fields of EngineOptions, "log_level": ..., "log_format": ...}
+JSON: {"address": ZMQ endpoint, "parent": process id, "options": fields of EngineOptions, "log_level", "log_format"}.
+It ends when it is told to over the wire, or when its parent has gone.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 from typing import Any
@@ -20,14 +22,14 @@ log = logging.getLogger("penstock.engine")
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"])
-    # the terminal's Ctrl-C reaches every process of the group; the server decides when this one ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group, and the server drains first
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     from penstock.core.clock import SystemClock
     from penstock.core.messages import PROTOCOL, Ready
     from penstock.engine.build import EngineOptions, build_engine
-    from penstock.engine.server import EngineServer, left_by_parent
+    from penstock.engine.server import EngineServer
 
-    orphaned = left_by_parent()
     clock = SystemClock()
     try:
         engine, runner = build_engine(EngineOptions(**settings["options"]), clock)
@@ -46,7 +48,7 @@ def main(settings: dict[str, Any]) -> int:
     )
     server = EngineServer(settings["address"], clock)
     try:
-        server.run(engine, ready, orphaned)
+        server.run(engine, ready, orphaned=lambda: os.getppid() != settings["parent"])
     except Exception as error:
         log.exception("the engine failed")
         server.fail(f"{type(error).__name__}: {error}")

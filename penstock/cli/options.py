@@ -145,7 +145,9 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
         if given is not None:
             values[option.key] = given if isinstance(given, bool) else option.read(given, f"--{option.name}")
         elif option.variable in environment:
-            values[option.key] = option.read(environment[option.variable], option.variable)
+            values[option.key] = option.read(
+                environment[option.variable], option.variable + _origin(environment, option)
+            )
         elif option.key in file:
             values[option.key] = option.read(file[option.key], f"{args.config}: {option.name}")
         else:
@@ -169,8 +171,14 @@ def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
         if key not in known:
             names = ", ".join(sorted(option.name for option in options))
             raise ConfigError(f"--config: {path}: {name!r} is no setting; allowed are {names}", "config")
-        found[key] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if value is not None:  # a key left blank
+            found[key] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return found
+
+
+def _origin(environment: Mapping[str, str], option: Option) -> str:
+    """Kubernetes sets such variables for every Service, and one may be called penstock."""
+    return " (set by Kubernetes for a Service?)" if environment[option.variable].startswith("tcp://") else ""
 
 
 def _shown(value: Any) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 log = logging.getLogger("penstock.server")
+STOP_TIMEOUT = 5.0  # seconds that an engine gets to leave once it was told to
 
 ENGINE_OPTIONS = (
     Option("device", text, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
@@ -51,7 +52,7 @@ SERVER_OPTIONS = (
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
     Option("seed", integer(0), None, "of the seeds given to requests that bring none; by default unpredictable"),
-    Option("drain-timeout", number(0), 30.0, "seconds that running requests get to finish after SIGTERM"),
+    Option("drain-timeout", integer(0), 30, "seconds that running requests get to finish after SIGTERM"),
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
     Option("log-format", one_of("text", "json"), "text", "of the log"),
 )
@@ -77,13 +78,19 @@ def run(args: argparse.Namespace) -> int:
     from penstock.obs.logs import setup_logging
 
     setup_logging(server.log_level, server.log_format)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: leave, tidily
     listener = bind(server.host, server.port)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
         address = f"ipc://{scratch}/engine"
         with engine_process(address, engine_options(directory, values), server) as engine:
             import uvloop
 
             return uvloop.run(serve(server, engine, address, listener))
+
+
+def short_folder() -> str | None:
+    """Where a socket's path stays under the 107 bytes that Unix allows."""
+    return "/tmp" if len(tempfile.gettempdir()) > 60 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +104,7 @@ class ServerOptions:
     api_key: tuple[str, ...]
     chat_template: str | None
     seed: int | None
-    drain_timeout: float
+    drain_timeout: int
     log_level: str
     log_format: Format
 
@@ -118,15 +125,17 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"--port: cannot listen on {host}:{port} ({error.strerror or error})", "port") from None
+        flag = "host" if isinstance(error, socket.gaierror) else "port"
+        raise ConfigError(f"--{flag}: cannot listen on {host}:{port} ({error.strerror or error})", flag) from None
     return listener
 
 
 @contextlib.contextmanager
 def engine_process(address: str, options: dict[str, Any], server: ServerOptions) -> Iterator[subprocess.Popen[bytes]]:
-    """The engine, started; stopped at the end."""
+    """The engine, started. At the end it has been told to stop, or it is killed."""
     settings = {
         "address": address,
+        "parent": os.getpid(),
         "options": options,
         "log_level": server.log_level,
         "log_format": server.log_format,
@@ -135,9 +144,8 @@ def engine_process(address: str, options: dict[str, Any], server: ServerOptions)
     try:
         yield process
     finally:
-        process.terminate()
         try:
-            process.wait(5)
+            process.wait(STOP_TIMEOUT if sys.exc_info()[0] is None else 0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -155,12 +163,14 @@ async def serve(options: ServerOptions, engine: subprocess.Popen[bytes], address
     try:
         await http.serve(sockets=[listener])
     finally:
-        stopped = engine.poll() is None  # it was us who ended this
+        lost = frontend.lost
         for task in (watch, announce):
             task.cancel()
         await asyncio.gather(watch, announce, return_exceptions=True)
         await frontend.close()
-    return 0 if stopped else 2 if engine.returncode == 2 else 1
+        if not frontend.max_model_len:  # still loading, it hears nobody
+            engine.kill()
+    return 0 if not lost else 2 if engine.poll() == 2 else 1
 
 
 def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn.Server]:
@@ -180,10 +190,11 @@ def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn
             yield  # uvicorn would raise the signal again at the end; a drained server exits with 0
 
     metrics = Metrics(options.names[0])
+    tokenizer = Tokenizer(options.directory, options.chat_template)
     frontend = Frontend(
-        Tokenizer(options.directory, options.chat_template),
+        tokenizer,
         options.names,
-        read_defaults(options.directory),
+        read_defaults(options.directory, tokenizer.eos_id),
         EngineLink(address),
         metrics,
         SystemClock(),
@@ -200,18 +211,18 @@ def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(options.drain_timeout) or 1,
+        timeout_graceful_shutdown=options.drain_timeout,
     )
     return frontend, Server(config)
 
 
 async def watch_engine(engine: subprocess.Popen[bytes], frontend: Frontend, http: uvicorn.Server) -> None:
-    """When the engine ends, end every request with an error, and then the server."""
-    while engine.poll() is None:
+    """When the engine ends or cannot be understood, end every request with an error, and then the server."""
+    while engine.poll() is None and not frontend.lost:
         await asyncio.sleep(0.1)
-    if engine.returncode != 2:  # then it has said why itself
-        log.error("the engine ended with exit code %s", engine.returncode)
     frontend.engine_lost(f"the engine ended with exit code {engine.returncode}")
+    if engine.returncode != 2:  # then it has said why itself
+        log.error("%s", frontend.unhealthy_reason)
     http.should_exit = True
 
 

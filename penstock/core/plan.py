@@ -62,7 +62,9 @@ class StepResult:
     Attributes:
         tokens: one each.
         logprobs: one each; None where the request did not ask for them.
+        broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+    broken: frozenset[str] = frozenset()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from penstock.core.errors import InvalidRequest
 
@@ -13,16 +15,17 @@ MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 SEED_BITS = 63
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are drawn. Raises `InvalidRequest` naming the first wrong field.
 
-    The order is vLLM's: penalties and `logit_bias`, temperature, `min_p`, `top_k`, `top_p`, then one draw.
+    The order is vLLM's: `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, then one draw.
 
     Attributes:
-        temperature: 0 is greedy; otherwise logits are divided by it. At least 0.
+        temperature: 0 (and anything under 1e-5) is greedy; otherwise logits are divided by it. At least 0.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches it; in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one; in [0, 1].
@@ -61,9 +64,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (
+            (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop", "a string or a list of strings")
+        )
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids", "a list of token ids"))
+        object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _number(self, "temperature", 0.0, math.inf)
         _number(self, "top_p", 0.0, 1.0, open_low=True)
@@ -93,6 +99,10 @@ class SamplingParams:
                 raise InvalidRequest(f"stop_token_ids: {_short(token)} is not a token id", "stop_token_ids")
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias: {_short(self.logit_bias)}, allowed is a mapping of token ids to numbers", "logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             if type(token) is not int or token < 0:
                 raise InvalidRequest(f"logit_bias: {_short(token)} is not a token id", "logit_bias")
@@ -103,7 +113,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Also where dividing by the temperature would leave float32's range, and with it the order of the logits."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:
@@ -116,28 +127,37 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _tuple(value: Any, name: str, allowed: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name}: {_short(value)}, allowed is {allowed}", name)
+    return tuple(value)
+
+
 def _number(params: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
-    value = getattr(params, name)
-    good = (
-        type(value) in (int, float)
-        and math.isfinite(value)
-        and low <= value <= high
-        and not (open_low and value == low)
-    )
-    if not good:
+    given = getattr(params, name)
+    try:
+        value = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    except OverflowError:
+        value = math.nan
+    if not (math.isfinite(value) and low <= value <= high) or (open_low and value == low):
         start = f"above {low:g}" if open_low else f"at least {low:g}"
         end = "" if math.isinf(high) else f" and at most {high:g}"
-        raise InvalidRequest(f"{name}: {_short(value)}, allowed is a number {start}{end}", name)
+        raise InvalidRequest(f"{name}: {_short(given)}, allowed is a number {start}{end}", name)
+    object.__setattr__(params, name, value)
 
 
 def _integer(
     params: SamplingParams, name: str, low: int, high: int | None, optional: bool = False, note: str = ""
 ) -> None:
-    value = getattr(params, name)
-    if value is None and optional:
+    given = getattr(params, name)
+    if given is None and optional:
         return
-    if type(value) is not int or value < low or (high is not None and value > high):
+    whole = isinstance(given, Integral) and not isinstance(given, bool)
+    if not whole or given < low or (high is not None and given > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
         raise InvalidRequest(
-            f"{name}: {_short(value)}, allowed is a whole number {allowed}{f' ({note})' if note else ''}", name
+            f"{name}: {_short(given)}, allowed is a whole number {allowed}{f' ({note})' if note else ''}", name
         )
+    object.__setattr__(params, name, int(given))

@@ -33,7 +33,7 @@ class EngineOptions:
     Attributes:
         model: a Hugging Face checkpoint folder.
         device: "cpu", "cuda", "cuda:1"; None takes CUDA where there is one.
-        dtype: "bfloat16", "float16" or "float32"; None takes the checkpoint's.
+        dtype: "bfloat16", "float16" or "float32"; None or "auto" takes the checkpoint's.
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step; None measures how many stay within `step_time_limit_ms`.
@@ -56,12 +56,13 @@ class EngineOptions:
 
 def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
     """Raises ConfigError on a checkpoint or an option that cannot be served."""
+    _check(options)
     model = load_model(Path(options.model), _device(options.device), _dtype(options.dtype))
     model_len = _model_len(model, options.max_model_len)
     budget = _token_budget(model, options, clock, model_len)
     asked = options.kv_cache_memory
     num_blocks, model_len = size_cache(
-        available=free_bytes(model.device, options.gpu_memory_utilization) if asked is None else asked,
+        available=asked or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
         block_bytes=block_bytes(model),
         max_sequences=options.max_num_seqs,
         model_len=model_len,
@@ -85,6 +86,18 @@ def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
     return Engine(scheduler, runner, clock), runner
 
 
+def _check(options: EngineOptions) -> None:
+    """Ranges, in the flags' names."""
+    ranges = {
+        "max-num-seqs": (options.max_num_seqs, 1, 65536),
+        "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
+        "gpu-memory-utilization": (options.gpu_memory_utilization, 0.01, 1.0),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+
+
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,7 +113,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
+    if name in (None, "auto"):
         return None
     if name not in DTYPES:
         raise ConfigError(f"dtype: {name!r}, allowed are auto, {', '.join(DTYPES)}", "dtype")

@@ -15,17 +15,19 @@ CPU_SHARE = 0.4  # of the memory that is free when the engine starts
 CPU_MOST = 4 << 30  # bytes: a larger cache on a CPU is asked for by name
 
 
-def free_bytes(device: torch.device, utilisation: float) -> int:
+def free_bytes(device: torch.device, utilisation: float, num_layers: int) -> int:
     """Bytes that the KV cache may take by default.
 
     Args:
-        utilisation: on CUDA, the share of the device's memory that everything together may take.
+        utilisation: on CUDA, the share of the device's memory that everything together may take. A decode step copies
+            one layer's KV at a time, padded to at most twice its size; room is left for that.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         working = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        return int(free + spare - working - (1 - utilisation) * total)
+        room = free + spare - working - (1 - utilisation) * total
+        return int(room * num_layers / (num_layers + 2))
     return min(int(CPU_SHARE * available_memory()), CPU_MOST)
 
 
@@ -60,10 +62,10 @@ def size_cache(
     if not exact:
         num_blocks = min(num_blocks, max_sequences * blocks_for(model_len))
     longest = num_blocks * BLOCK_TOKENS
-    if longest < 2 * BLOCK_TOKENS:
+    if num_blocks < 1:
         raise ConfigError(
-            f"kv-cache-memory: {available / 2**20:.0f} MiB holds {longest} tokens, "
-            f"at least {2 * BLOCK_TOKENS} are needed ({block_bytes / 2**20:.1f} MiB a block of {BLOCK_TOKENS})",
+            f"kv-cache-memory: {available / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
+            f"{block_bytes / 2**20:.1f} MiB",
             "kv-cache-memory",
         )
     if asked_model_len is not None and longest < asked_model_len:

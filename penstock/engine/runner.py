@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,24 @@ class Runner:
             self.cache[torch.tensor(plan.fresh_blocks, device=self.device)] = 0
         batch = Batch(plan.sequences, self.device)
         hidden = self.model(batch, self.cache)
+        wrong = set(_not_finite(hidden))
         sampled = [(s, span) for s, span in zip(plan.sequences, batch.spans, strict=True) if s.sample]
-        if not sampled:
-            return StepResult([], [])
-        last = torch.tensor([span.row + span.rows - 1 for _, span in sampled], device=self.device)
-        return draw(self.model.logits(hidden[last]), [s for s, _ in sampled])
+        result = StepResult([], [])
+        if sampled:
+            last = [span.row + span.rows - 1 for _, span in sampled]
+            logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
+            wrong |= {last[i] for i in _not_finite(logits)}
+            result = draw(logits, [s for s, _ in sampled])
+        if not wrong:
+            return result
+        spans = zip(plan.sequences, batch.spans, strict=True)
+        broken = {s.request_id for s, span in spans if wrong & set(range(span.row, span.row + span.rows))}
+        return replace(result, broken=frozenset(broken))
+
+
+def _not_finite(rows: Tensor) -> list[int]:
+    """Which rows of [rows, width] hold an infinity or a NaN: then their sum is one."""
+    return torch.nonzero(~rows.sum(-1, dtype=torch.float32).isfinite())[:, 0].tolist()
 
 
 def cache_shape(model: Decoder, num_blocks: int) -> tuple[int, ...]:

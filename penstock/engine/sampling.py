@@ -53,8 +53,11 @@ def _kind(step: SequenceStep) -> tuple[int, bool] | None:
 
 
 def _adjust(row: Tensor, step: SequenceStep) -> None:
-    """Penalties and biases, in place on one row [vocab]."""
+    """Bias, then penalties, in place on one row [vocab]."""
     p = step.params
+    if p.logit_bias:
+        index = torch.tensor(list(p.logit_bias), device=row.device)
+        row[index] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
     if p.penalised:
         assert step.history is not None
         history = torch.tensor(step.history, device=row.device)
@@ -64,9 +67,6 @@ def _adjust(row: Tensor, step: SequenceStep) -> None:
             row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         generated, counts = history[step.prompt_tokens :].unique(return_counts=True)
         row[generated] -= p.presence_penalty + p.frequency_penalty * counts
-    if p.logit_bias:
-        index = torch.tensor(list(p.logit_bias), device=row.device)
-        row[index] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import msgspec
@@ -57,20 +56,22 @@ class EngineServer:
     def run(self, engine: Engine, ready: Ready, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to shut down, or until `orphaned` says that nobody is left to serve."""
         self._engine, self._ready = engine, ready
-        beat = self._clock.now()
+        beat = looked = self._clock.now() - HEARTBEAT
         while not self._stopping:
             self._receive(wait=not engine.has_work)
-            now = self._clock.now()
             if engine.has_work:
                 outputs, tokens = engine.step()
                 self._report(outputs, tokens)
                 beat = self._clock.now()
-            elif now - beat >= HEARTBEAT:
+            now = self._clock.now()
+            if now - beat >= HEARTBEAT:
                 self._report([], 0)
                 beat = now
+            if now - looked >= HEARTBEAT:
                 if orphaned():
                     log.info("nobody is left to serve")
                     return
+                looked = now
 
     def fail(self, message: str) -> None:
         """Tell every frontend that this engine is about to end."""
@@ -150,9 +151,3 @@ class EngineServer:
 
     def _send(self, frontend: bytes, event: Event) -> None:
         self._socket.send_multipart([frontend, self._codec.encode(event)])
-
-
-def left_by_parent() -> Callable[[], bool]:
-    """A function that says whether the process that started this one has gone."""
-    parent = os.getppid()
-    return lambda: os.getppid() != parent

@@ -106,13 +106,6 @@ class BlockPool:
         self._parent[block] = parent
         return block
 
-    def forget(self) -> int:
-        """Drop every idle block from the cache; returns how many."""
-        count = len(self._idle)
-        while self._idle:
-            self._free.append(self._evict())
-        return count
-
     def _evict(self) -> int:
         block = next(iter(self._idle))
         del self._idle[block]

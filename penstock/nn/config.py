@@ -36,7 +36,7 @@ class DecoderConfig:
         windows: per layer, how many positions a token sees with itself; None is all.
         qk_norm: whether queries and keys are normed per head before the rotation.
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
-        dtype: of the checkpoint, as its config says.
+        dtype: of the weights as config.json says, or None when it does not.
     """
 
     vocab_size: int
@@ -50,27 +50,26 @@ class DecoderConfig:
     rope: RopeConfig
     max_positions: int
     tie_embeddings: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
 
 def read_decoder(
     hf: Mapping[str, Any], *, windows: tuple[int | None, ...] | None = None, **flags: bool
 ) -> DecoderConfig:
-    """The part of config.json that all dense decoders share; `flags` are the architecture's own. Raises ConfigError."""
+    """The part of config.json that all dense decoders share; `flags` are the architecture's own. Raises ConfigError.
+
+    Keys that are missing have the architecture's defaults in transformers: `hf` must hold those already.
+    """
     heads = _count(hf, "num_attention_heads")
     hidden = _count(hf, "hidden_size")
     layers = _count(hf, "num_hidden_layers")
     activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):
         raise ConfigError(f"config.json: hidden_act is {activation!r}, supported is 'silu'", "hidden_act")
     config = DecoderConfig(
         vocab_size=_count(hf, "vocab_size"),
@@ -101,7 +100,7 @@ def read_decoder(
 def late_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Per-layer windows as Qwen configures them: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
     layers = _count(hf, "num_hidden_layers")
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     kinds = hf.get("layer_types")
     if kinds is None:
         first = hf.get("max_window_layers", 28)
@@ -119,19 +118,23 @@ def _count(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
-    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+def _dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "auto").removeprefix("torch.")
+    if name == "auto":
+        return None
     if name not in DTYPES:
         raise ConfigError(f"config.json: dtype is {name!r}, supported are {', '.join(DTYPES)}", "dtype")
     return DTYPES[name]
 
 
 def _rope(hf: Mapping[str, Any]) -> RopeConfig:
-    """Reads both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
-    options = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    """Reads both spellings: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which goes before the other."""
+    options = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
     options.pop("type", None)
     theta = options.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
-    if options.get("partial_rotary_factor", 1.0) != 1.0 or hf.get("partial_rotary_factor", 1.0) != 1.0:
+    if any((source.get("partial_rotary_factor") or 1.0) != 1.0 for source in (options, hf)):
         raise ConfigError("config.json: partial_rotary_factor is not supported", "partial_rotary_factor")
+    original = hf.get("original_max_position_embeddings") or options.get("original_max_position_embeddings")
+    options["original_max_position_embeddings"] = original or _count(hf, "max_position_embeddings")
     return RopeConfig(kind=kind, theta=float(theta), options=options)

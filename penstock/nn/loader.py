@@ -15,6 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.nn.layers import Linear
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.rope import frequencies
 
 # a checkpoint's projection -> the fused one it is part of, and its place there
 FUSED = {
@@ -55,11 +56,17 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
         raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
     cls = architecture(hf)
     config = cls.read_config(hf)
+    frequencies(config)  # refuses a rotation that is not known, before anything is read
     with torch.device("meta"):
-        model = cls(config).to(dtype or config.dtype)
+        model = cls(config).to(dtype or config.dtype or _stored_dtype(directory))
     model.to_empty(device=device)
     fill(model, weights(directory))
     return model.eval()
+
+
+def _stored_dtype(directory: Path) -> torch.dtype:
+    """Of the first weight in the files, for checkpoints whose config.json does not say."""
+    return next(weights(directory))[1].dtype
 
 
 def weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -91,15 +98,19 @@ def _weight_files(directory: Path) -> list[Path]:
 def fill(model: Decoder, source: Iterator[tuple[str, Tensor]]) -> None:
     """Copy every weight to its place. Raises ConfigError unless each place is filled exactly once."""
     parameters = dict(model.named_parameters())
+    head = None
     missing = {(name, part) for name in parameters for part in range(_parts(model, name))}
     for name, tensor in source:
-        if name.endswith(IGNORED) or (name == "lm_head.weight" and model.lm_head is None):
+        if name.endswith(IGNORED):
+            continue
+        if name == "lm_head.weight" and model.lm_head is None:
+            head = tensor
             continue
         target, part = _place(name)
+        if target not in parameters:
+            raise ConfigError(f"weights: {name!r} is not part of {type(model).__name__}", "model")
         if (target, part) not in missing:
-            raise ConfigError(
-                f"weights: {name!r} is not part of {type(model).__name__}, or stands there twice", "model"
-            )
+            raise ConfigError(f"weights: {name!r} stands there twice", "model")
         slot = _slice(model, target, part, parameters[target])
         if slot.shape != tensor.shape:
             raise ConfigError(
@@ -110,6 +121,19 @@ def fill(model: Decoder, source: Iterator[tuple[str, Tensor]]) -> None:
     if missing:
         names = sorted(name for name, _ in missing)
         raise ConfigError(f"weights: {len(names)} missing, the first is {names[0]!r}", "model")
+    if head is not None:
+        _untie(model, head)
+
+
+def _untie(model: Decoder, head: Tensor) -> None:
+    """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
+    embedding = model.model.embed_tokens.weight
+    if head.shape != embedding.shape:
+        raise ConfigError(f"weights: 'lm_head.weight' is {list(head.shape)}, not {list(embedding.shape)}", "model")
+    head = head.to(embedding)
+    if not torch.equal(head, embedding):
+        model.lm_head = Linear(head.shape[1], (head.shape[0],), bias=False)
+        model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
 
 
 def _place(name: str) -> tuple[str, int]:

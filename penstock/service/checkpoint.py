@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, InvalidRequest
+from penstock.core.sampling import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_DOUBLES = ["consolidated*"]  # the same weights in another layout
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # never pickles, never code
 # generation_config.json's name -> ours
 SAMPLING = {
@@ -46,7 +48,7 @@ def find_checkpoint(name: str) -> Path:
             f"model: {name!r} is no folder here, and fetching it needs: pip install 'penstock[hub]'", "model"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DOUBLES))
     except Exception as error:  # the library's errors have no common root
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"model: {name!r} is no folder here and the hub did not give it: {reason}", "model") from None
@@ -64,20 +66,28 @@ class GenerationDefaults:
     sampling: dict[str, Any]
 
 
-def read_defaults(directory: Path) -> GenerationDefaults:
-    """From generation_config.json, and the end-of-sequence ids also from config.json. Raises ConfigError."""
+def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> GenerationDefaults:
+    """From generation_config.json, and the end-of-sequence ids also from config.json. Raises ConfigError.
+
+    Args:
+        tokenizer_eos: the tokenizer's own end-of-sequence token, which always counts: many chat models name theirs
+            nowhere else.
+    """
     generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    ids = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int for i in ids):
         raise ConfigError(f"{directory}: eos_token_id is {eos!r}, a token id or a list of them is needed", "model")
     sampling = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
     if generation.get("do_sample") is False:
-        sampling.pop("temperature", None)  # transformers ignores it then
-        sampling["temperature"] = 0.0
-    return GenerationDefaults(frozenset(ids), sampling)
+        sampling["temperature"] = 0.0  # transformers ignores the one that is given then
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequest as error:
+        raise ConfigError(f"{directory / 'generation_config.json'}: {error}", "model") from None
+    return GenerationDefaults(frozenset(ids) | ({tokenizer_eos} if tokenizer_eos is not None else set()), sampling)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable, http_row
-from penstock.core.messages import Cancel, Command, Enqueue, Event, Failed, Hello, Ready, Refused, StepReport
-from penstock.core.request import Request, TokenOutput
+from penstock.core.messages import Cancel, Command, Enqueue, Event, Failed, Hello, Ready, Refused, Shutdown, StepReport
+from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
@@ -26,6 +26,7 @@ from penstock.service.intake import ModelLimits, make_sequences
 from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.frontend")
+CLIENT_LEFT = 499  # in the log, where others write it too
 STUCK_AFTER = 60.0  # seconds without a sign of life from the engine
 
 
@@ -92,11 +93,12 @@ class Frontend:
             raise Unavailable(self._lost)
 
     async def close(self) -> None:
-        """Stop listening; whatever still runs is ended with an error."""
+        """Stop listening and have the engine stop; whatever still runs is ended with an error."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         self.engine_lost("the server is shutting down")
+        self._link.send(Shutdown())
         self._link.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
@@ -107,6 +109,11 @@ class Frontend:
         for generation in {id(g): g for g, _ in self._generations.values()}.values():
             generation.fail(EngineFailure(f"the engine failed during this request: {reason}"))
         self._generations.clear()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine is gone for good."""
+        return bool(self._lost)
 
     @property
     def ready(self) -> bool:
@@ -192,26 +199,30 @@ class Frontend:
     # --- the engine's events
 
     async def _listen(self) -> None:
-        while True:
-            try:
-                event = await self._link.receive()
-            except msgspec.DecodeError as error:
-                self.engine_lost(f"a message from the engine could not be read: {error}")
-                return
-            self._heard = self.clock.now()
-            match event:
-                case StepReport():
-                    self.metrics.observe_stats(event.stats, event.step_tokens)
-                    for output in event.outputs:
-                        self._deliver(output)
-                case Ready():
-                    self._greet(event)
-                case Refused(request_id=request_id, message=message):
-                    held = self._generations.pop(request_id, None)
-                    if held is not None:
-                        held[0].fail(InvalidRequest(message))
-                case Failed(message=message):
-                    self.engine_lost(message)
+        try:
+            while True:
+                self._handle(await self._link.receive())
+        except msgspec.DecodeError as error:
+            self.engine_lost(f"a message from the engine could not be read: {error}")
+        except Exception as error:  # nobody else would notice
+            log.exception("the frontend failed")
+            self.engine_lost(f"the frontend failed: {type(error).__name__}")
+
+    def _handle(self, event: Event) -> None:
+        self._heard = self.clock.now()
+        match event:
+            case StepReport():
+                self.metrics.observe_stats(event.stats, event.step_tokens)
+                for output in event.outputs:
+                    self._deliver(output)
+            case Ready():
+                self._greet(event)
+            case Refused(request_id=request_id, message=message):
+                held = self._generations.pop(request_id, None)
+                if held is not None:
+                    held[0].fail(InvalidRequest(message))
+            case Failed(message=message):
+                self.engine_lost(message)
 
     def _greet(self, ready: Ready) -> None:
         self.max_model_len, self.vocab_size = ready.max_model_len, ready.vocab_size
@@ -225,7 +236,15 @@ class Frontend:
         generation, index = held
         if output.finish is not None:
             del self._generations[output.request_id]
-        generation.receive(index, output, self._heard)
+        try:
+            if output.finish is FinishReason.ERROR:
+                raise EngineFailure("the model computed something that is no number for this request")
+            generation.receive(index, output, self._heard)
+        except EngineFailure as error:
+            generation.fail(error)
+        except Exception:  # of this one request: the others go on
+            log.exception("request %s failed", output.request_id)
+            generation.fail(EngineFailure("the answer could not be put together"))
 
 
 class Generation:
@@ -337,7 +356,7 @@ class Generation:
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
             seed=self._sequences[0].seed,
-            status=200 if self._error is None else http_row(self._error)[0],
+            status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
             **self._record,
         )
         frontend.metrics.observe_request(record)

@@ -21,7 +21,7 @@ class EngineLink:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, 200)  # ms, for the last word
         self._socket.connect(address)
 
     def send(self, command: Command) -> None:

@@ -34,6 +34,8 @@ def test_flag_environment_file_default(tmp_path):
     assert values == {"port": 3, "enable_it": False, "memory": 2048, "share": 0.5, "names": ("x", "y"), "kind": "a"}
     assert read("--enable-it", environment={"PENSTOCK_ENABLE_IT": "no"})["enable_it"] is True
     assert read("--no-enable-it")["enable_it"] is False
+    file.write_text("port:\nnames:\n")
+    assert read("--config", str(file)) == read()  # left blank is not given
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,7 @@ def test_sizes(text, bytes_):
         (["--port", "x"], {}, "--port: 'x', allowed is a whole number from 0 to 65535"),
         (["--port", "70000"], {}, "--port: '70000'"),
         ([], {"PENSTOCK_PORT": "-1"}, "PENSTOCK_PORT: '-1'"),
+        ([], {"PENSTOCK_PORT": "tcp://10.0.0.1:80"}, "PENSTOCK_PORT (set by Kubernetes for a Service?)"),
         (["--share", "0"], {}, "--share: '0', allowed is a number above 0 and at most 1"),
         (["--share", "nan"], {}, "--share: 'nan'"),
         (["--memory", "lots"], {}, "--memory: 'lots', allowed is a size such as 4G or 512M"),

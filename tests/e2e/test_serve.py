@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -166,6 +169,39 @@ def test_the_engine_does_not_outlive_its_server():
         engine = server.engine_pid()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
         until(lambda: not alive(engine))
+
+
+def test_a_signal_to_the_whole_group_still_drains():
+    with serving("demo", *QUICK, new_group=True) as server:
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.killpg(server.process.pid, signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert server.process.wait(60) == 0
+
+
+def test_the_engine_stops_computing_for_a_server_that_is_gone():
+    with serving("demo", *QUICK) as server:
+        engine = server.engine_pid()
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "n": 8, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            next(answer.iter_lines())
+            server.stop(signal.SIGKILL)
+        until(lambda: not alive(engine))
+
+
+def test_a_server_stopped_while_it_starts_leaves_nothing_behind():
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", *QUICK, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(children.read_text)
+    engine = int(children.read_text().split()[0])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    until(lambda: not alive(engine))
 
 
 def alive(pid: int) -> bool:

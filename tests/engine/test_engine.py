@@ -72,6 +72,20 @@ def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
     assert a == clean
 
 
+@pytest.mark.parametrize("budget", [512, 64])
+def test_rows_that_are_no_numbers_end_their_request_and_reach_nobody(checkpoint, budget):
+    model = load_model(checkpoint, torch.device("cpu"))
+    model.model.embed_tokens.weight[300] = float("inf")
+    shared = [i % 290 + 1 for i in range(130)]
+    clean = Collector(make_engine(model, budget=budget)).run(make_request("b", [*shared, 7, 8]))["b"]
+    collector = Collector(make_engine(model, budget=budget))
+    collector.run(make_request("bad", [*shared, 300, 5]), make_request("beside", [1, 2, 3]))
+    assert collector.finish == {"bad": "error", "beside": "length"}
+    assert collector.tokens["bad"] == []
+    assert collector.run(make_request("b", [*shared, 7, 8]))["b"] == clean
+    assert collector.engine.scheduler.pool.used == 0
+
+
 class SlowRunner:
     """Takes a second of a manual clock per step."""
 
@@ -127,10 +141,12 @@ def test_build_measures_and_sizes(checkpoint):
     [
         ({"max_model_len": 5000}, "max-model-len: 5000, this checkpoint allows 2 to 1024"),
         ({"dtype": "int3"}, "dtype: 'int3', allowed are auto, bfloat16, float16, float32"),
+        ({"max_num_seqs": 0}, "max-num-seqs: 0, allowed is 1 to 65536"),
+        ({"step_time_limit_ms": -1.0}, "step-time-limit-ms: -1.0, allowed is"),
         ({"device": "tpu"}, "device: 'tpu', allowed are cpu, cuda"),
         ({"device": "cuda:9"}, "device: 'cuda:9', this machine has"),
         ({"max_num_batched_tokens": 4}, "max-num-batched-tokens: 4, at least max-num-seqs"),
-        ({"kv_cache_memory": 1000}, "kv-cache-memory: 0 MiB holds 0 tokens"),
+        ({"kv_cache_memory": 1000}, "kv-cache-memory: 0.0 MiB, at least one block"),
         ({"kv_cache_memory": 1 << 20, "max_model_len": 1024}, "max-model-len: 1024 tokens need"),
         ({"model": "/nowhere"}, r"/nowhere/config.json: not found"),
     ],
@@ -139,6 +155,11 @@ def test_bad_options_name_the_flag(checkpoint, changes, says):
     options = EngineOptions(**{"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64, **changes})
     with pytest.raises(ConfigError, match=says):
         build_engine(options, SystemClock())
+
+
+def test_the_smallest_cache_is_one_block(checkpoint):
+    engine, _ = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=1, max_model_len=64), SystemClock())
+    assert len(Collector(engine).run(make_request("a", [1] * 60, max_tokens=9))["a"]) == 4
 
 
 def test_a_length_nobody_asked_for_is_cut_to_what_fits():

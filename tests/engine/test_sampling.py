@@ -117,5 +117,18 @@ def test_bias_and_logprobs():
     assert draw(row.clone(), [step()]).logprobs == [None]
 
 
+def test_the_noise_never_rules_a_token_out():
+    # at this seed, position and token the uniform is within rounding of 1
+    row = torch.zeros(1, 122730)
+    row[0, 122729] = 50.0
+    assert draw(row, [step(seed=0, position=390, min_p=0.5)]).tokens == [122729]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
+def test_a_tiny_temperature_is_greedy(temperature):
+    row = logits(seed=4)
+    assert draw(row.clone(), [step(temperature=temperature)]).tokens == [int(row.argmax())]
+
+
 def test_equal_logits_are_broken_by_the_lowest_id():
     assert draw(torch.zeros(1, VOCAB), [step(temperature=0.0)]).tokens == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import signal
@@ -24,9 +25,13 @@ class Server:
         lines: what it wrote to standard error so far.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, new_group: bool = False) -> None:
         command = [sys.executable, "-m", "penstock.cli.main", "serve", *arguments, "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        # one thread: several servers and tests share the cores
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
+        )
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -66,8 +71,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    server = Server(*arguments)
+def serving(*arguments: str, new_group: bool = False) -> Iterator[Server]:
+    server = Server(*arguments, new_group=new_group)
     try:
         yield server
     finally:

@@ -89,6 +89,6 @@ def test_every_block_is_accounted_for(num_blocks, moves):
     for blocks in held:
         pool.release(blocks)
     assert pool.used == 0
-    pool.forget()
+    pool.allocate(num_blocks)
     assert pool.cached == 0
     pool.check()

@@ -30,7 +30,12 @@ def test_a_greedy_checkpoint_is_greedy(tmp_path):
     assert write(tmp_path, {"do_sample": False, "temperature": 0.6}).sampling == {"temperature": 0.0}
 
 
-@pytest.mark.parametrize("broken", ["{", "[1]", {"eos_token_id": "end"}])
+def test_the_tokenizers_own_end_counts_too(tmp_path):
+    write(tmp_path, {"eos_token_id": 1})
+    assert read_defaults(tmp_path, tokenizer_eos=9).eos_ids == {1, 9}
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", {"eos_token_id": "end"}, {"top_p": 0.0}, {"temperature": "0.6"}])
 def test_broken_files_are_named(tmp_path, broken):
     with pytest.raises(ConfigError):
         write(tmp_path, broken)

@@ -189,6 +189,34 @@ def test_a_lost_engine_ends_every_request_with_an_error(tokenizer, event):
     run(tokenizer, scenario)
 
 
+def test_numbers_that_are_none_fail_one_request_only(tokenizer):
+    async def scenario(frontend, link, clock):
+        broken, fine = (frontend.submit([1], SamplingParams(), request_id=r) for r in "ab")
+        names = [r.id for r in link.enqueued()]
+        link.report(
+            TokenOutput(names[0], [], finish=FinishReason.ERROR), TokenOutput(names[1], [5], finish=FinishReason.LENGTH)
+        )
+        with pytest.raises(EngineFailure, match="no number"):
+            await collect(broken)
+        assert (await collect(fine))[-1].finish_reason == "length"
+
+    run(tokenizer, scenario)
+
+
+def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
+    async def scenario(frontend, link, clock):
+        odd, fine = (frontend.submit([1], SamplingParams(), request_id=r) for r in "ab")
+        names = [r.id for r in link.enqueued()]
+        link.report(TokenOutput(names[0], ["no token"]), TokenOutput(names[1], [5], finish=FinishReason.LENGTH))
+        with pytest.raises(EngineFailure):
+            await collect(odd)
+        assert link.cancelled() == [names[0]]
+        assert (await collect(fine))[-1].finish_reason == "length"
+        assert frontend.healthy
+
+    run(tokenizer, scenario)
+
+
 def test_a_refusal_is_the_users_error(tokenizer):
     async def scenario(frontend, link, clock):
         generation = frontend.submit([1], SamplingParams(), request_id="r")

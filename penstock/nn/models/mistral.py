@@ -3,12 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.core.errors import ConfigError
 from penstock.nn.config import DecoderConfig, read_decoder
 from penstock.nn.models.decoder import Decoder
+
+# what transformers takes where config.json has no such key
+DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 
 
 class Mistral(Decoder):
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
-        window = hf.get("sliding_window", 4096)  # the architecture's own default where the key is missing
-        return read_decoder(hf, windows=(window,) * hf.get("num_hidden_layers", 0))
+        hf = DEFAULTS | dict(hf)
+        if len(set(hf.get("layer_types") or [])) > 1:
+            raise ConfigError("config.json: layer_types: mixed layers are not Mistral's", "layer_types")
+        return read_decoder(hf, windows=(hf["sliding_window"],) * hf.get("num_hidden_layers", 0))

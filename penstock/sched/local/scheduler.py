@@ -8,7 +8,7 @@ place and its tokens, and later computes again what is no longer in the cache.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 
@@ -109,11 +109,11 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence in self._running:
+        if sequence.blocks:  # whoever runs holds one, and nobody else does
             self._running.remove(sequence)
             self.pool.release(sequence.blocks)
         else:
-            self._waiting.remove(sequence)
+            del self._waiting[bisect_left(self._waiting, _turn(sequence), key=_turn)]
         return True
 
     def schedule(self) -> StepPlan:
@@ -137,6 +137,10 @@ class Scheduler:
             token, logprobs = next(drawn) if step.sample else (None, None)
             sequence = self._sequences.get(step.request_id)
             if sequence is None:
+                continue
+            if sequence.id in result.broken:
+                self.cancel(sequence.id)  # its blocks of this step were not published
+                outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR))
                 continue
             sequence.computed = step.start + len(step.tokens)
             self._publish(sequence)
@@ -269,7 +273,7 @@ class Scheduler:
         return sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len
 
     def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=lambda s: (-s.rank[0], -s.rank[1]))
+        insort(self._waiting, sequence, key=_turn)
 
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
@@ -286,6 +290,7 @@ class Scheduler:
             assert not s.blocks
             assert s.computed == 0
         for s in self._running:
+            assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
             assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens))
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
@@ -303,6 +308,12 @@ class _Step:
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    """Ascending in the order of the queue, whose last is the next to run."""
+    priority, arrival = sequence.rank
+    return -priority, -arrival
 
 
 def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:

@@ -11,7 +11,11 @@ PIECE = 512  # rows of a prompt at a time: bounds the mask, and skips most of th
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    # torch's CPU kernels round the weights to bfloat16 differently for one row and for many; in float32 they differ in
+    # the last bits only, and cost the same
+    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     out = torch.empty_like(q)
+    q = q.to(dtype)
     for group in batch.decode_groups:
         _decode(out, q, cache, group, scale, window)
     for span in batch.prefills:
@@ -21,11 +25,11 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
 
 def _decode(out: Tensor, q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, window: int | None) -> None:
     kv_heads, dim = cache.shape[2], cache.shape[4]
-    k, v = _gather(cache, group.blocks)
+    k, v = _gather(cache, group.blocks).to(q.dtype)
     # query heads that share K and V are rows of one product: [group, kv_heads, heads / kv_heads, dim]
     queries = q[group.rows].unflatten(1, (kv_heads, -1))
     heads = scaled_dot_product_attention(queries, k, v, attn_mask=group.mask(window), scale=scale)
-    out[group.rows] = heads.reshape(-1, q.shape[1], dim)
+    out[group.rows] = heads.reshape(-1, q.shape[1], dim).to(out.dtype)
 
 
 def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None) -> None:
-    context = cache[span.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, dim]
+    context = _gather(cache, span.blocks[None]).to(q.dtype)  # [2, 1, kv_heads, tokens, dim]
     done = 0
     while done < span.rows:
         start = span.start + done
@@ -54,7 +58,7 @@ def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, wi
         count = min(span.rows - done, PIECE - start % PIECE)
         end = start + count
         first = 0 if window is None else max(0, start + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
-        k, v = context[:, None, :, first:end]
+        k, v = context[:, :, :, first:end]
         position = torch.arange(start, end, device=q.device)[:, None]
         column = torch.arange(first, end, device=q.device)
         mask = column <= position
@@ -63,5 +67,5 @@ def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, wi
         rows = slice(span.row + done, span.row + done + count)
         queries = q[rows].transpose(0, 1)[None]
         heads = scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        out[rows] = heads[0].transpose(0, 1)
+        out[rows] = heads[0].transpose(0, 1).to(out.dtype)
         done += count

@@ -1,0 +1,118 @@
+"""config.json as checkpoints really spell it, against transformers' own reading."""
+
+import json
+
+import pytest
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.nn.loader import load_model
+from penstock.nn.models import architecture
+from penstock.nn.rope import frequencies, longest
+from tests.helpers.checkpoints import write_checkpoint
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+
+# what is changed in config.json; None removes the key
+SPELLINGS = [
+    ("llama", {"rope_parameters": None, "rope_theta": 5000.0}),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    ("llama", {"dtype": "float32", "hidden_act": "swish", "head_dim": None}),
+    ("qwen2-window", {"sliding_window": None, "layer_types": None, "use_sliding_window": True}),
+    ("qwen2", {"max_position_embeddings": None}),
+    ("mistral-window", {"max_position_embeddings": None}),
+]
+
+
+def rewrite(directory, changes):
+    config = json.loads((directory / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k not in changes} | {k: v for k, v in changes.items() if v is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "changes"), SPELLINGS)
+def test_spellings_mean_what_transformers_takes_them_for(tmp_path, name, changes):
+    rewrite(write_checkpoint(tmp_path, name), changes)
+    ours = load_model(tmp_path, CPU).config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    base, factor = frequencies(ours)
+    assert torch.allclose(base, theirs.model.rotary_emb.inv_freq, rtol=1e-6)
+    assert factor == pytest.approx(theirs.model.rotary_emb.attention_scaling)
+    assert ours.max_positions == theirs.config.max_position_embeddings
+    if name.startswith("qwen2"):
+        assert ours.windows == tuple(layer.self_attn.sliding_window for layer in theirs.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', supported are default, linear"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
+    ],
+)
+def test_what_cannot_be_served_is_named(tmp_path, changes, says):
+    rewrite(write_checkpoint(tmp_path, "llama"), changes)
+    with pytest.raises(ConfigError, match=says):
+        load_model(tmp_path, CPU)
+
+
+def test_lengths_that_scalings_allow():
+    def length(name, **rope):
+        hf = {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 10,
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+            "max_position_embeddings": 1000,
+            "rope_scaling": {"rope_type": name, "factor": 4.0, **rope},
+        }
+        return longest(architecture(hf).read_config(hf))
+
+    assert length("default") == length("dynamic") == length("llama3") == 1000
+    assert length("linear") == length("yarn") == 4000
+    assert length("yarn", original_max_position_embeddings=250) == 1000
+
+
+def test_a_dtype_that_config_does_not_name_is_that_of_the_weights(tmp_path):
+    rewrite(write_checkpoint(tmp_path, "llama", dtype=torch.bfloat16), {"dtype": None, "torch_dtype": None})
+    assert load_model(tmp_path, CPU).dtype == torch.bfloat16
+    rewrite(tmp_path, {"torch_dtype": "torch.float16"})
+    assert load_model(tmp_path, CPU).dtype == torch.float16
+
+
+def test_a_head_of_its_own_goes_before_the_tie(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    write_checkpoint(tmp_path, "llama-tied")
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert load_model(tmp_path, CPU).lm_head is None
+    save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    head = load_model(tmp_path, CPU).lm_head
+    assert head is not None
+    assert torch.equal(head.weight, embedding + 1)
