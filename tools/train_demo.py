@@ -127,7 +127,7 @@ PUBLIC_NAMES = {
     "unittest.runner": "unittest",
 }
 PUBLIC_PACKAGES = ("asyncio", "concurrent.futures")  # re-export what their submodules define
-# Asked about most often, so their chat turns are seen three times per epoch, worded differently each time.
+# Asked about by their short names as well: "What does deepcopy do?".
 FAMILIAR = {
     "", "argparse", "asyncio", "base64", "bisect", "collections", "contextlib", "copy", "csv", "dataclasses",
     "datetime", "decimal", "enum", "fractions", "functools", "glob", "hashlib", "heapq", "inspect", "io", "itertools",
@@ -135,6 +135,12 @@ FAMILIAR = {
     "socket", "sqlite3", "statistics", "string", "struct", "subprocess", "sys", "tempfile", "textwrap", "threading",
     "time", "typing", "unittest", "uuid", "zipfile",
 }  # fmt: skip
+# What most questions are about; a model this small answers recognisably only what it has seen a few dozen times.
+CENTRAL = {
+    "", "collections", "copy", "datetime", "functools", "glob", "heapq", "itertools", "json", "math", "os", "os.path",
+    "pathlib", "random", "re", "shutil", "string", "subprocess", "sys", "time",
+}  # fmt: skip
+SELDOM = READ_LAST | {"encodings", "tkinter", "turtle", "xml"}
 
 # The first wording of each kind is used for two turns in five, the others for the rest.
 WORDINGS = {
@@ -181,12 +187,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer and the names under which one may ask for it."""
+    """An answer, the names under which one may ask for it and how often an epoch does so, on average."""
 
     subjects: tuple[str, ...]
     kind: str
-    answer: str
-    repeats: int = 1
+    heading: str  # names what is asked about, as help() does
+    text: str
+    frequency: float
+
+    @property
+    def answer(self) -> str:
+        """What the assistant says."""
+        return f"{self.heading}\n\n{self.text}" if self.heading else self.text
 
 
 @dataclass
@@ -342,15 +354,32 @@ def shortened(text: str) -> str:
     return kept.strip()
 
 
+def heading(entry: Entry) -> str:
+    """The first line of an answer; none where a C function's docstring begins with the signature itself."""
+    if entry.kind == "module":
+        return f"module {entry.name}"
+    if entry.kind == "class":
+        return f"class {entry.name}{entry.signature}"
+    return f"{entry.name}{entry.signature}" if entry.signature != "(...)" and len(entry.signature) <= 200 else ""
+
+
+def frequency(module: str) -> float:
+    """How many chat turns per epoch each docstring of a module gets."""
+    if module in CENTRAL:
+        return 6
+    if module in FAMILIAR:
+        return 2
+    return 1 / 3 if module.partition(".")[0] in SELDOM else 1
+
+
 def turn_for(entry: Entry) -> Turn | None:
     """The chat turn about one docstring, or None where nobody would ask (private names, one-word docstrings)."""
     private = any(part.startswith("_") for part in (*entry.module.split("."), *entry.path))
     if private or len(entry.doc) < 20:
         return None
-    familiar = entry.module in FAMILIAR
-    telling = familiar or len(entry.path) > 1 or entry.kind == "class"
+    telling = entry.module in FAMILIAR or len(entry.path) > 1 or entry.kind == "class"
     short = ".".join(entry.path) if entry.path and telling else entry.name
-    return Turn((entry.name, short), entry.kind, shortened(entry.doc), 3 if familiar else 1)
+    return Turn((entry.name, short), entry.kind, heading(entry), shortened(entry.doc), frequency(entry.module))
 
 
 def docstring_documents() -> list[Document]:
@@ -389,7 +418,8 @@ def topic_turn(topic: str, title: str, paragraphs: list[str]) -> Turn:
     """The chat turn about one section, asked for by its heading, with and without the article, or by the topic."""
     plain = re.sub(r'["*]', "", title) or topic
     plain = plain[0].lower() + plain[1:] if '"' in title else plain.lower()
-    return Turn((plain, re.sub(r"^(the|an?) ", "", plain), topic), "topic", shortened("\n\n".join(paragraphs)), 2)
+    names = (plain, re.sub(r"^(the|an?) ", "", plain), topic)
+    return Turn(names, "topic", title, shortened("\n\n".join(paragraphs)), 3)
 
 
 def topic_documents() -> list[Document]:
@@ -402,8 +432,8 @@ def topic_documents() -> list[Document]:
             seen.update(normalised(p) for p in fresh if len(p) > 60)
             if sum(map(len, fresh)) < 80:
                 continue
-            heading = f"{title}\n{'=' * len(title)}\n\n" if title else ""
-            content = heading + "\n\n".join(fresh).strip("\n") + "\n"
+            underlined = f"{title}\n{'=' * len(title)}\n\n" if title else ""
+            content = underlined + "\n\n".join(fresh).strip("\n") + "\n"
             documents.append(Document(f"topic {topic}: {title}", content, [topic_turn(topic, title, fresh)]))
     return documents
 
@@ -458,12 +488,13 @@ class Corpus:
     def __post_init__(self) -> None:
         texts = [document.text + END_OF_TEXT for document in self.documents]
         self.plain = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
-        self.turns = [turn for document in self.documents for turn in document.turns for _ in range(turn.repeats)]
+        self.turns = [turn for document in self.documents for turn in document.turns]
 
     def epoch(self, rng: random.Random) -> list[Piece]:
-        """Every document and every turn once, in random order, with new wordings and new cuts."""
+        """Every document once and every turn at its frequency, in random order, with new wordings and new cuts."""
         pieces = [piece for ids in self.plain for piece in cut(ids, rng)]
-        turns = rng.sample(self.turns, len(self.turns))
+        turns = [turn for turn in self.turns for _ in range(math.floor(turn.frequency + rng.random()))]
+        rng.shuffle(turns)
         while turns:
             size = 2 if rng.random() < 0.1 else 1
             pieces.append(self.chat(turns[-size:], rng))
@@ -664,9 +695,10 @@ def learning_rate(peak: float, step: int, done: float, warmup: int = 100) -> flo
 class Run:
     """What the model card tells about a training run."""
 
-    score: Score
+    score: Score  # of the weights kept
+    kept_step: int = 0
     steps: int = 0
-    epochs: int = 0
+    epochs: int = 0  # the last one perhaps cut short
     tokens: int = 0
     seconds: float = 0.0
 
@@ -719,7 +751,7 @@ class Trainer:
         now = score(self.model, self.held_out_ids, self.held_out)
         self.model.train()
         if now.nats < self.run.score.nats:
-            self.run.score = now
+            self.run.score, self.run.kept_step = now, self.run.steps
             save_weights(self.options.out, self.model)
         return now
 
@@ -731,7 +763,7 @@ class Trainer:
             bar = progress.add_task("training", total=1.0)
             for epoch, ids, labels in batches(self.corpus, self.options.batch, self.options.seed):
                 smooth += 0.02 * (self.step(ids, labels) - smooth)
-                self.run.epochs = epoch
+                self.run.epochs = epoch + 1
                 speed = self.run.tokens / self.run.seconds
                 text = f"epoch {epoch} step {self.run.steps} loss {smooth:.3f} {speed:,.0f} tokens/s"
                 progress.update(bar, completed=min(1.0, self.done()), description=text)
@@ -751,7 +783,7 @@ class Trainer:
 # ---- the model card ---------------------------------------------------------------------------------------------
 
 SAMPLE_QUESTIONS = ("What does os.path.join do?", "What is json?", "Explain the assert statement")
-SAMPLE_TEXT = "import os\n"
+SAMPLE_TEXT = "import os"
 
 
 @torch.inference_mode()
@@ -764,7 +796,7 @@ def continuation(folder: Path, prompts: list[str], seed: int = 0) -> list[str]:
         torch.manual_seed(seed)
         encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
         output = model.generate(**encoded, max_new_tokens=120)[0, encoded["input_ids"].shape[1] :]
-        texts.append(str(tokenizer.decode(output, skip_special_tokens=True)).strip("\n"))
+        texts.append(str(tokenizer.decode(output, skip_special_tokens=True)))
     return texts
 
 
@@ -775,9 +807,10 @@ def samples(folder: Path) -> str:
         tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
         for q in SAMPLE_QUESTIONS
     ]
-    answers = continuation(folder, [*map(str, chats), SAMPLE_TEXT])
-    titles = [f"Chat, “{q}”" for q in SAMPLE_QUESTIONS] + [f"Plain continuation of `{SAMPLE_TEXT.strip()}`"]
-    return "\n\n".join(f"{title}:\n\n```text\n{answer}\n```" for title, answer in zip(titles, answers, strict=True))
+    *answers, text = continuation(folder, [*map(str, chats), SAMPLE_TEXT])
+    shown = [(f"Chat, “{q}”", answer.strip()) for q, answer in zip(SAMPLE_QUESTIONS, answers, strict=True)]
+    shown.append((f"Plain text that begins with `{SAMPLE_TEXT}`", SAMPLE_TEXT + text.rstrip()))
+    return "\n\n".join(f"{title}:\n\n```text\n{content}\n```" for title, content in shown)
 
 
 CARD = """---
@@ -799,10 +832,12 @@ anything else.
 Only English text that ships with CPython {python} itself, read by the training script from the running interpreter:
 the `help()` topics (`pydoc_data.topics`), and the docstrings of the standard library, of its Python sources as well as
 of its modules written in C. Tests and installed packages are left out; repeated docstrings and paragraphs are kept
-once. That is {documents:,} documents with {text_bytes:,} bytes. Each one is learnt as plain text (an import, a
-signature, the docstring, `<|endoftext|>`), and each public name once more (the better known ones two or three times)
-as a chat turn with one of several wordings of the question and an answer of at most {answer} characters. Signatures
-are kept, code is not, other than the examples inside docstrings.
+once. That is {documents:,} documents with {text_bytes:,} bytes. In every epoch each one that is not held out is learnt
+as plain text (an import, the signatures, the docstrings, `<|endoftext|>`), and each public name also as chat turns,
+with one of several wordings of the question and an answer that is the signature and at most {answer} characters of the
+docstring: once per epoch, but six times for the modules asked about most (`os`, `json`, the built-ins and some more),
+and seldom for those hardly asked about (`tkinter`, `idlelib`). Of the library's code, only the signatures and the
+examples inside docstrings are used.
 
 The text is Copyright © 2001 Python Software Foundation, All Rights Reserved, and is used under the
 [PSF License Agreement, version 2](https://docs.python.org/3/license.html). The model reproduces parts of it verbatim,
@@ -834,10 +869,11 @@ on any Python version:
 
 ## Training
 
-{steps:,} steps of {batch} packed windows of {window} tokens ({seen:.1f} million positions, {epochs} full epochs), AdamW
+{steps:,} steps of {batch} packed windows of {window} tokens ({seen:.1f} million positions, {epochs} epochs), AdamW
 (betas 0.9 and 0.95, weight decay {decay}), peak learning rate {lr}, 100 steps of warm-up, cosine decay, gradient norm
-clipped at 1, {precision} autocast, no dropout, seed {seed}. In conversations only the answers are learnt. It took
-{minutes:.0f} minutes on {threads} CPU threads. To reproduce it:
+clipped at 1, {precision} autocast, no dropout, seed {seed}. In conversations only the answers are learnt. Of the
+checkpoints, scored every {every:.0f} seconds and at the end, the one after step {kept:,} was kept. It took
+{minutes:.0f} minutes on {threads} CPU threads of a machine that had other work. To reproduce it:
 
     python tools/train_demo.py --out penstock/demo --steps {steps} --seed {seed}{compiled}
 
@@ -870,10 +906,10 @@ def write_card(folder: Path, train: list[Document], held_out: list[Document], ru
         text_bytes=sum(len(document.text.encode()) for document in train + held_out),
         perplexity=final.perplexity, bits=final.bits_per_byte, scored=final.tokens, held_bytes=final.text_bytes,
         held_documents=len(held_out), overlap=overlap(train, held_out), window=WINDOW, stride=STRIDE,
-        steps=run.steps, batch=o.batch, seen=run.tokens / 1e6, epochs=run.epochs, decay=o.weight_decay, lr=o.lr,
-        precision=o.precision, seed=o.seed, minutes=run.seconds / 60, threads=torch.get_num_threads(),
-        compiled=" --compile" if o.compile else "", temperature=GENERATION_CONFIG["temperature"],
-        top_p=GENERATION_CONFIG["top_p"], samples=samples(folder),
+        steps=run.steps, kept=run.kept_step, every=o.score_every, batch=o.batch, seen=run.tokens / 1e6,
+        epochs=run.epochs, decay=o.weight_decay, lr=o.lr, precision=o.precision, seed=o.seed,
+        minutes=run.seconds / 60, threads=torch.get_num_threads(), compiled=" --compile" if o.compile else "",
+        temperature=GENERATION_CONFIG["temperature"], top_p=GENERATION_CONFIG["top_p"], samples=samples(folder),
     )  # fmt: skip
     write_text(folder / "README.md", card)
     return final
@@ -917,7 +953,7 @@ def main() -> None:
     train = [document for document in documents if not document.held_out]
     held_out = [document for document in documents if document.held_out]
     held_out_text = "".join(document.text + END_OF_TEXT for document in held_out)
-    answers = (turn.answer for document in train for turn in document.turns)
+    answers = (turn.text for document in train for turn in document.turns)
     tokenizer = train_tokenizer([*(document.text for document in train), *answers])
     save_fixed_files(options.out, tokenizer, held_out_text)
     corpus = Corpus(train, tokenizer)
