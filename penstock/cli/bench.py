@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.options import client_key
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,7 +143,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     group.add_argument("--model", help="a name that the server lists (default: its first)")
-    group.add_argument("--api-key")
+    group.add_argument("--api-key", default=client_key(os.environ), help="default: the first of PENSTOCK_API_KEY")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds that one request may take")
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)

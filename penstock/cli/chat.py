@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import sys
 import time
 from collections.abc import Generator
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from penstock.cli.options import client_key
 from penstock.core.errors import ConfigError, PenstockError, Unavailable, UserError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -29,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("chat", allow_abbrev=False, help="talk to a running server", description=__doc__)
     parser.add_argument("--base-url", default=DEFAULT_URL)
     parser.add_argument("--model", help="a name that the server lists (default: its first)")
-    parser.add_argument("--api-key")
+    parser.add_argument("--api-key", help="default: the first of PENSTOCK_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", type=float, help="default: the model's own")
     parser.add_argument("--max-tokens", type=int, help="most tokens of one answer")
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature: {args.temperature:g}, allowed is a number from 0 to 2", "temperature")
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ConfigError(f"--max-tokens: {args.max_tokens}, allowed is a whole number of at least 1", "max_tokens")
-    server = Server(parse_url(args.base_url), args.api_key)
+    server = Server(parse_url(args.base_url), args.api_key or client_key(os.environ))
     try:
         model = server.find_model(args.model)
     except Unavailable as error:

@@ -13,6 +13,8 @@ import signal
 import sys
 from typing import Any
 
+from penstock.cli.options import in_flags
+from penstock.cli.serve import OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.obs.logs import setup_logging
 
@@ -34,7 +36,7 @@ def main(settings: dict[str, Any]) -> int:
     try:
         engine, runner = build_engine(EngineOptions(**settings["options"]), clock)
     except ConfigError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
         return 2
     limits = engine.scheduler.limits
     ready = Ready(

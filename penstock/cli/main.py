@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from penstock import __version__
 from penstock.cli import bench, chat, doctor, serve
+from penstock.cli.options import in_flags
 from penstock.core.errors import PenstockError, UserError
 
 USAGE_ERROR = 2
@@ -24,22 +25,28 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The whole command line, and its commands by name."""
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for command in (serve, chat, bench, doctor):
         command.add_parser(commands)
-    return parser
+    return parser, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 a wrong flag, file or checkpoint."""
-    args = make_parser().parse_args(argv)
+    parser, commands = make_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:  # said by the command itself, which knows where its help is
+        command = next(word for word in words if word in commands)
+        commands[command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except UserError as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"penstock: {in_flags(error, serve.OPTIONS)}", file=sys.stderr)
         return USAGE_ERROR
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, UserError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -153,6 +153,20 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
         else:
             values[option.key] = option.default
     return values
+
+
+def client_key(environment: Mapping[str, str]) -> str | None:
+    """The API key that commands which talk to a server bring by default: the first of PENSTOCK_API_KEY."""
+    return environment.get("PENSTOCK_API_KEY", "").split(",")[0].strip() or None
+
+
+def in_flags(error: UserError, options: Sequence[Option]) -> str:
+    """The message of an error that names a setting, spelled as on the command line."""
+    message, names = str(error), {option.name for option in options}
+    name = (error.field or "").replace("_", "-")
+    if name in names and message.startswith((f"{name}:", f"{error.field}:")):
+        return f"--{name}{message[len(name) :]}"
+    return message
 
 
 def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:

@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.obs.logs import setup_logging
 
     setup_logging(server.log_level, server.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # starts and stops are told in our own words
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: leave, tidily
     listener = bind(server.host, server.port)
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
@@ -156,7 +157,7 @@ async def serve(options: ServerOptions, engine: subprocess.Popen[bytes], address
     frontend, http = make_server(options, address)
     loop = asyncio.get_running_loop()
     for number_ in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number_, http.handle_exit, number_, None)
+        loop.add_signal_handler(number_, drain, http, frontend, options.drain_timeout)
     frontend.start()
     watch = asyncio.create_task(watch_engine(engine, frontend, http))
     announce = asyncio.create_task(announce_ready(frontend, options, listener))
@@ -171,6 +172,18 @@ async def serve(options: ServerOptions, engine: subprocess.Popen[bytes], address
         if not frontend.max_model_len:  # still loading, it hears nobody
             engine.kill()
     return 0 if not lost else 2 if engine.poll() == 2 else 1
+
+
+def drain(http: uvicorn.Server, frontend: Frontend, timeout: float) -> None:
+    """Take nothing new and let what runs finish; what still runs after `timeout` seconds, or at the second signal, is
+    ended with an error that its client sees."""
+    over = Unavailable("the server is shutting down")
+    if http.should_exit:
+        frontend.end_all(over)
+        return
+    log.info("draining: running requests have %g s", timeout)
+    http.should_exit = True
+    asyncio.get_running_loop().call_later(timeout, frontend.end_all, over)
 
 
 def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn.Server]:
@@ -211,7 +224,7 @@ def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=options.drain_timeout,
+        timeout_graceful_shutdown=options.drain_timeout + 5,  # by then every request has been ended
     )
     return frontend, Server(config)
 

@@ -12,7 +12,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
 from penstock.engine.budget import find_token_budget
 from penstock.engine.loop import Engine
-from penstock.engine.memory import free_bytes, size_cache
+from penstock.engine.memory import check_asked, free_bytes, size_cache
 from penstock.engine.runner import Runner, block_bytes
 from penstock.kv.pool import BlockPool
 from penstock.nn.config import DTYPES
@@ -61,6 +61,8 @@ def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
     model_len = _model_len(model, options.max_model_len)
     budget = _token_budget(model, options, clock, model_len)
     asked = options.kv_cache_memory
+    if asked is not None:
+        check_asked(asked, model.device)
     num_blocks, model_len = size_cache(
         available=asked or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
         block_bytes=block_bytes(model),

@@ -31,6 +31,16 @@ def free_bytes(device: torch.device, utilisation: float, num_layers: int) -> int
     return min(int(CPU_SHARE * available_memory()), CPU_MOST)
 
 
+def check_asked(asked: int, device: torch.device) -> None:
+    """Raise ConfigError when so many bytes of KV cache are not there."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if asked > free:
+        raise ConfigError(
+            f"kv-cache-memory: {asked / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on this machine",
+            "kv-cache-memory",
+        )
+
+
 def available_memory() -> int:
     """Bytes of main memory that can be taken without swapping."""
     try:

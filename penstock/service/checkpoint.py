@@ -36,6 +36,8 @@ def find_checkpoint(name: str) -> Path:
     if name == "demo":
         return DEMO
     if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ConfigError(f"model: {name} has no config.json, so it is no Hugging Face checkpoint", "model")
         return Path(name)
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(
@@ -45,7 +47,7 @@ def find_checkpoint(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(
-            f"model: {name!r} is no folder here, and fetching it needs: pip install 'penstock[hub]'", "model"
+            f"model: {name!r} is no folder here, and fetching it needs the package huggingface-hub", "model"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_DOUBLES))

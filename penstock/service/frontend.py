@@ -97,7 +97,8 @@ class Frontend:
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
-        self.engine_lost("the server is shutting down")
+        self.end_all(Unavailable("the server is shutting down"))
+        self._lost = self._lost or "the server is shutting down"
         self._link.send(Shutdown())
         self._link.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -106,9 +107,12 @@ class Frontend:
         """The engine is gone: end every request with an error, and say so in /health."""
         self._lost = self._lost or reason
         self._became_ready.set()
+        self.end_all(EngineFailure(f"the engine failed during this request: {reason}"))
+
+    def end_all(self, error: PenstockError) -> None:
+        """End every request with an error."""
         for generation in {id(g): g for g, _ in self._generations.values()}.values():
-            generation.fail(EngineFailure(f"the engine failed during this request: {reason}"))
-        self._generations.clear()
+            generation.fail(error)
 
     @property
     def lost(self) -> bool:

@@ -116,6 +116,7 @@ def penstock(*argv):
         ["nonsense"],
         [],
         ["serve", "demo", "--max-model-len", "999999999"],
+        ["serve", "demo", "--kv-cache-memory", "900T"],
         ["bench", "serve", "--num-prompts", "-3"],
     ],
 )
@@ -125,6 +126,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv):
     complaints = [line for line in done.stderr.splitlines() if line.startswith("penstock")]
     assert len(complaints) == 1
     assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_late_mistake_is_spelled_as_the_flag_was():
+    assert (
+        "penstock: --max-model-len: 99999999, this checkpoint allows"
+        in penstock("serve", "demo", "--max-model-len", "99999999").stderr
+    )
+    assert "(see penstock chat --help)" in penstock("chat", "--no-such-flag").stderr
 
 
 def test_version_help_and_doctor():

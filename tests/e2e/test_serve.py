@@ -152,6 +152,19 @@ def test_sigterm_lets_running_requests_finish_and_exits_with_0():
         assert server.process.wait(60) == 0
 
 
+def test_what_outlasts_the_drain_is_ended_with_an_error():
+    with serving("demo", *QUICK, "--drain-timeout", "1") as server:
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+        assert server.process.wait(60) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_1():
     with serving("demo", *QUICK, "--log-format", "json") as server:
         ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}

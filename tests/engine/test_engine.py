@@ -146,6 +146,7 @@ def test_build_measures_and_sizes(checkpoint):
         ({"device": "tpu"}, "device: 'tpu', allowed are cpu, cuda"),
         ({"device": "cuda:9"}, "device: 'cuda:9', this machine has"),
         ({"max_num_batched_tokens": 4}, "max-num-batched-tokens: 4, at least max-num-seqs"),
+        ({"kv_cache_memory": 1 << 50}, "kv-cache-memory: 1048576.0 GiB, .* GiB are free"),
         ({"kv_cache_memory": 1000}, "kv-cache-memory: 0.0 MiB, at least one block"),
         ({"kv_cache_memory": 1 << 20, "max_model_len": 1024}, "max-model-len: 1024 tokens need"),
         ({"model": "/nowhere"}, r"/nowhere/config.json: not found"),

@@ -43,8 +43,11 @@ def test_broken_files_are_named(tmp_path, broken):
 
 def test_names(tmp_path):
     assert find_checkpoint("demo") == DEMO
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        find_checkpoint(str(tmp_path))
+    write(tmp_path, config={})
     assert find_checkpoint(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="no folder"):
         find_checkpoint("/no/such/place/at/all")
-    with pytest.raises(ConfigError, match=r"the hub did not give it|penstock\[hub\]"):
+    with pytest.raises(ConfigError, match=r"the hub did not give it|huggingface-hub"):
         find_checkpoint("nobody/nothing")
