@@ -19,8 +19,8 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
-from penstock.service.generation import OutputStream
 from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.output import OutputStream
 from penstock.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

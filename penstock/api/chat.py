@@ -16,7 +16,7 @@ from penstock.api.logprobs import chat_logprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
-from penstock.service.generation import Delta, Usage
+from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend

@@ -19,7 +19,7 @@ from penstock.api.schema import CompletionBody, prompts_of, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
-from penstock.service.generation import Delta, Usage
+from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Any
 
-from penstock.service.generation import Delta
+from penstock.service.output import Delta
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.core.sampling import SamplingParams
-from penstock.service.generation import Delta, Usage
+from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Generation

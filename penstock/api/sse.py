@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from penstock.api.errors import error_row
 from penstock.api.outputs import Outputs
-from penstock.service.generation import Delta, Usage
+from penstock.service.output import Delta, Usage
 
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = [

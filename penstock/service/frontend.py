@@ -21,8 +21,8 @@ from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import GenerationDefaults
-from penstock.service.generation import Delta, OutputStream, Usage
 from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.output import Delta, OutputStream, Usage
 from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.frontend")

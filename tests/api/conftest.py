@@ -18,7 +18,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.obs.metrics import Metrics
-from penstock.service.generation import Delta, Usage
+from penstock.service.output import Delta, Usage
 from penstock.text.chat import normalise
 
 EOS = 256

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded, PromptTooLong, Unavailable
-from penstock.service.generation import Delta
+from penstock.service.output import Delta
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.request import TokenLogprobs
-from penstock.service.generation import Delta
+from penstock.service.output import Delta
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.api.outputs import Outputs, merge
 from penstock.core.errors import EngineFailure
 from penstock.core.sampling import SamplingParams
-from penstock.service.generation import Delta
+from penstock.service.output import Delta
 
 pytestmark = pytest.mark.anyio
 
