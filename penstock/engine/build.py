@@ -63,6 +63,7 @@ def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
     asked = options.kv_cache_memory
     if asked is not None:
         check_asked(asked, model.device)
+    wanted = model_len
     num_blocks, model_len = size_cache(
         available=asked or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
         block_bytes=block_bytes(model),
@@ -71,6 +72,8 @@ def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
         asked_model_len=options.max_model_len,
         exact=asked is not None,
     )
+    if model_len < wanted:
+        log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
     runner = Runner(model, num_blocks)
     limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
     salt = f"{Path(options.model).resolve()} {model.dtype}"

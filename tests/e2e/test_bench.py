@@ -37,7 +37,8 @@ def test_slo_search_ends_with_a_load(server, tmp_path):
     limits = ["--goodput", "ttft:60000", "--search", "concurrency", "--max-load", "4", "--num-prompts", "4"]
     sizes = ["--random-input-len", "20", "--random-output-len", "4", "--probe-seconds", "1"]
     result = bench(tmp_path, "slo", "--base-url", server.url, *limits, *sizes)
-    assert '"best"' in json.dumps(result)
+    assert 1 <= result["best"] <= 4
+    assert result["probes"]
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
