@@ -24,7 +24,7 @@ encode = msgspec.json.Encoder().encode
 class Shape(Protocol):
     """How a route dresses outputs."""
 
-    shows_tokens: bool  # whether tokens are worth an event before there is text
+    shows_tokens: bool  # whether the last token is worth an event although it has no text
 
     def opening(self) -> list[bytes]:
         """Events that come before anything else."""
@@ -90,7 +90,8 @@ async def send_events(send: Send, outputs: Outputs, shape: Shape, request_id: st
                 started = True
                 events = shape.opening()
             for delta in deltas:
-                if delta.text or (delta.tokens and shape.shows_tokens):
+                # a token without text (half a character, say) is an event too: its time is what clients measure
+                if delta.text or (delta.tokens and (shape.shows_tokens or delta.finish_reason is None)):
                     events.append(shape.content(delta))
                 if delta.finish_reason is not None:
                     events.append(shape.finish(delta))

@@ -48,6 +48,20 @@ async def test_stream(client: httpx.AsyncClient) -> None:
     assert last["usage"]["total_tokens"] == 10
 
 
+async def test_a_token_that_has_no_text_yet_is_an_event_at_once(url: str, frontend: Any) -> None:
+    frontend.script = lambda generation: generation.put(Delta(0, "", [0xC3]))
+    async with (
+        httpx.AsyncClient(timeout=20) as client,
+        client.stream("POST", url + URL, json={"prompt": "x", "stream": True}) as response,
+    ):
+        lines = (line async for line in response.aiter_lines() if line)
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+        assert first["choices"][0]["text"] == ""
+        frontend.submitted[0].put(Delta(0, "é", [0xA9], finish_reason="length"))
+        rest = [line async for line in lines]
+    assert json.loads(rest[0].removeprefix("data: "))["choices"][0]["text"] == "é"
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
