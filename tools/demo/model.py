@@ -51,7 +51,7 @@ CONFIG: dict[str, Any] = {
 
 GENERATION_CONFIG: dict[str, Any] = {
     "do_sample": True,
-    "temperature": 0.7,
+    "temperature": 0.3,
     "top_p": 0.9,
     "eos_token_id": [SPECIALS.index(TURN_END), SPECIALS.index(END_OF_TEXT)],
     "pad_token_id": SPECIALS.index(END_OF_TEXT),
