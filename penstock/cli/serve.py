@@ -51,6 +51,7 @@ SERVER_OPTIONS = (
     Option("served-model-name", words, None, "names that clients may use, separated by commas; by default MODEL"),
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
+    Option("max-queued-requests", integer(1), 4096, "sequences held at once, running and waiting; more get a 429"),
     Option("seed", integer(0), None, "of the seeds given to requests that bring none; by default unpredictable"),
     Option("drain-timeout", integer(0), 30, "seconds that running requests get to finish after SIGTERM"),
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
@@ -104,6 +105,7 @@ class ServerOptions:
     port: int
     api_key: tuple[str, ...]
     chat_template: str | None
+    max_queued_requests: int
     seed: int | None
     drain_timeout: int
     log_level: str
@@ -213,6 +215,7 @@ def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn
         SystemClock(),
         random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
         options.log_format,
+        options.max_queued_requests,
     )
     app = create_app(frontend, metrics, api_keys=options.api_key)
     config = uvicorn.Config(

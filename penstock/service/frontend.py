@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable, http_row
+from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError, Unavailable, http_row
 from penstock.core.messages import Cancel, Command, Enqueue, Event, Failed, Hello, Ready, Refused, Shutdown, StepReport
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
@@ -27,6 +27,7 @@ from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.frontend")
 CLIENT_LEFT = 499  # in the log, where others write it too
+MAX_REQUESTS = 4096
 STUCK_AFTER = 60.0  # seconds without a sign of life from the engine
 
 
@@ -47,6 +48,7 @@ class Frontend:
         defaults: of the checkpoint.
         link: to the engine.
         rng: seeds of requests that bring none.
+        max_requests: sequences held at once, running and waiting; one more is refused.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Frontend:
         clock: Clock,
         rng: random.Random,
         log_format: Format = "text",
+        max_requests: int = MAX_REQUESTS,
     ) -> None:
         self.tokenizer = tokenizer
         self.served_names = served_names
@@ -68,6 +71,9 @@ class Frontend:
         self.metrics = metrics
         self.clock = clock
         self.log_format = log_format
+        self._max_requests = max_requests
+        self._ended_at = clock.now()
+        self._pace = 0.0  # seconds from one sequence's end to the next, lately
         self._eos_ids = defaults.eos_ids
         self._link = link
         self._rng = rng
@@ -180,9 +186,16 @@ class Frontend:
         Raises:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
             Unavailable: it cannot be served now.
+            Overloaded: too many are held already.
         """
         if not self.ready or self._limits is None:
             raise Unavailable(self.unhealthy_reason or "the model is still loading")
+        over = len(self._generations) + params.n - self._max_requests
+        if over > 0:
+            raise Overloaded(
+                f"the queue is full: {len(self._generations)} sequences, at most {self._max_requests} are allowed",
+                retry_after=min(max(1.0, over * self._pace), 60.0),
+            )
         sequence_id = self._unique(request_id)
         sequences = make_sequences(sequence_id, prompt, params, self._limits, self._rng, priority)
         generation = Generation(self, request_id, sequences, params, self.clock.now() if arrival is None else arrival)
@@ -240,6 +253,8 @@ class Frontend:
         generation, index = held
         if output.finish is not None:
             del self._generations[output.request_id]
+            self._pace += 0.1 * (self._heard - self._ended_at - self._pace)
+            self._ended_at = self._heard
         try:
             if output.finish is FinishReason.ERROR:
                 raise EngineFailure("the model computed something that is no number for this request")

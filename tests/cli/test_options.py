@@ -94,6 +94,7 @@ def test_the_flags_of_serve():
         "max-model-len",
         "max-num-batched-tokens",
         "max-num-seqs",
+        "max-queued-requests",
         "port",
         "seed",
         "served-model-name",

@@ -152,6 +152,18 @@ def test_sigterm_lets_running_requests_finish_and_exits_with_0():
         assert server.process.wait(60) == 0
 
 
+def test_a_full_queue_answers_429():
+    with serving("demo", *QUICK, "--max-queued-requests", "4") as server:
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 2000, "n": 4, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            lines = answer.iter_lines()  # kept: dropping it would close the connection
+            next(lines)
+            refused = httpx.post(server.url + "/v1/completions", json={"model": "demo", "prompt": "a"}, timeout=30)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "queue is full" in refused.json()["error"]["message"]
+
+
 def test_what_outlasts_the_drain_is_ended_with_an_error():
     with serving("demo", *QUICK, "--drain-timeout", "1") as server:
         ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.core.clock import ManualClock
-from penstock.core.errors import EngineFailure, InvalidRequest, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from penstock.core.messages import Cancel, EngineStats, Enqueue, Failed, Hello, Ready, Refused, StepReport
 from penstock.core.request import FinishReason, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
@@ -236,6 +236,22 @@ def test_a_silent_engine_is_unhealthy(tokenizer):
         link.report()
         while not frontend.healthy:
             await asyncio.sleep(0)
+
+    run(tokenizer, scenario)
+
+
+def test_a_full_queue_refuses_and_recovers(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend._max_requests = 3
+        frontend.submit([1], SamplingParams(n=2), request_id="a")
+        with pytest.raises(Overloaded) as caught:
+            frontend.submit([1], SamplingParams(n=2), request_id="b")
+        assert 1 <= caught.value.retry_after <= 60
+        assert len(link.enqueued()) == 2
+        link.report(TokenOutput(link.enqueued()[0].id, [5], finish=FinishReason.LENGTH))
+        while len(frontend._generations) > 1:
+            await asyncio.sleep(0)
+        frontend.submit([1], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
 
