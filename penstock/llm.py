@@ -79,9 +79,12 @@ class LLM:
         self.tokenizer = Tokenizer(directory, chat_template)
         self._defaults = read_defaults(directory, self.tokenizer.eos_id)
         self._rng = random.Random(seed)
-        self._engine, runner = build_engine(_engine_options(str(directory), options), SystemClock())
+        built = build_engine(_engine_options(str(directory), options), SystemClock())
+        self._engine = built.engine
+        if built.pool is not None:
+            built.pool.close()  # nobody else is to see it, and the cache has a mapping of its own
         self.max_model_len = self._engine.scheduler.limits.max_model_len
-        self.vocab_size = runner.model.config.vocab_size
+        self.vocab_size = built.runner.vocab_size
         self._limits = ModelLimits(self.max_model_len, self.vocab_size, self._defaults.eos_ids)
         self._count = 0
 

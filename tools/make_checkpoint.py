@@ -1,6 +1,6 @@
 """Write a random checkpoint with the geometry of a real model: speed does not depend on what the weights say.
 
-usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda]      (needs transformers)
+usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda] [--layers N]      (needs transformers)
 
 The tokenizer is the demo model's: its ids are valid in the larger vocabularies.
 """
@@ -66,13 +66,18 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write(name: str, folder: Path, device: str = "cpu") -> None:
-    """Weights are bf16, normal, scaled so that activations stay in range. `device` is where they are drawn."""
+def write(name: str, folder: Path, device: str = "cpu", layers: int | None = None) -> None:
+    """Weights are bf16, normal, scaled so that activations stay in range. `device` is where they are drawn.
+
+    `layers` instead of as many as the real model has.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     model_type, geometry = GEOMETRIES[name]
+    if layers is not None:
+        geometry = {**geometry, "num_hidden_layers": layers}
     config = AutoConfig.for_model(model_type, **geometry)
     torch.manual_seed(0)
     with no_init_weights(), torch.device(device):
@@ -93,8 +98,9 @@ def main() -> int:
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=None)
     options = parser.parse_args()
-    write(options.geometry, options.folder, options.device)
+    write(options.geometry, options.folder, options.device, options.layers)
     return 0
 
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Whether this process and its engine make progress."""
+        """Whether this process and its engines make progress, as a whole and one by one."""
         if not frontend.healthy:
             raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")
-        return json_response({"status": "healthy"})
+        return json_response({"status": "healthy", "instances": frontend.instance_states()})
 
     @app.get("/ready")
     async def ready() -> Response:

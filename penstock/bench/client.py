@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.record import RequestRecord
+from penstock.bench.record import Answer, RequestRecord
 from penstock.bench.stream import AnswerTally
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, Unavailable
@@ -43,6 +43,7 @@ class Client:
         base_url: such as http://127.0.0.1:8000.
         endpoint: `completions` or `chat`.
         timeout: seconds that one request may take from being sent to its last byte.
+        keep_answers: records hold what was said, not only how much.
 
     Raises `ConfigError` when aiohttp is not installed.
     """
@@ -55,6 +56,7 @@ class Client:
         timeout: float = 600.0,
         api_key: str | None = None,
         clock: Clock | None = None,
+        keep_answers: bool = False,
     ) -> None:
         self._aiohttp = import_aiohttp()
         self.base_url = base_url.rstrip("/")
@@ -62,6 +64,7 @@ class Client:
         self.clock = clock or SystemClock()
         self._url = self.base_url + PATHS[endpoint]
         self._timeout = timeout
+        self._keep_answers = keep_answers
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Client:
@@ -92,6 +95,7 @@ class Client:
             sent=self.clock.now(),
             prompt_tokens=call.prompt_tokens,
             asked_tokens=call.output_tokens,
+            answer=Answer() if self._keep_answers else None,
         )
         tally = AnswerTally(record)
         try:

@@ -129,6 +129,7 @@ def serve_result(bench: Bench, measurement: Measurement) -> dict[str, Any]:
             "reusable_tokens": measurement.reusable_tokens,
             "failed_warmups": measurement.failed_warmups,
         },
+        "verification": msgspec.to_builtins(measurement.verification),
     }
 
 

@@ -6,6 +6,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 
+@dataclass(slots=True)
+class Answer:
+    """What an answer said, as far as it came.
+
+    Attributes:
+        pieces: of its text.
+        token_ids: None while the server has given none.
+    """
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """Times are seconds on the clock of the run.
@@ -23,6 +40,7 @@ class RequestRecord:
         finish_reason: as the server gave it.
         error: the kind of failure (`timeout`, `connection`, `http 429`, `incomplete`, ...), None for success.
         detail: one line on the failure.
+        answer: what was said; None when nobody wants to know.
     """
 
     number: int
@@ -36,6 +54,7 @@ class RequestRecord:
     finish_reason: str | None = None
     error: str | None = None
     detail: str = ""
+    answer: Answer | None = None
 
     def fail(self, kind: str, detail: str) -> None:
         self.error, self.detail = kind, " ".join(detail.split())[:300]

@@ -60,6 +60,10 @@ def show_serve(console: Console, document: Mapping[str, Any]) -> None:
     if summary["goodput"]:
         console.print(_goodput(summary["goodput"]))
     _show_server(console, document["server"])
+    if verification := document.get("verification"):
+        console.print(_verification(verification))
+        for found in verification["differences"]:
+            console.print(f"request {found['number']}: {found['what']}", style="red", highlight=False)
     for note in notes(document):
         console.print(f"note: {note}", style="yellow", highlight=False)
 
@@ -232,6 +236,21 @@ def _show_server(console: Console, server: Mapping[str, Any]) -> None:
     for row in server["rows"]:
         table.add_row(row["name"], row["unit"], *(_number(row[side]) for side in ("server", "client", "difference")))
     console.print(table)
+
+
+def _verification(verification: Mapping[str, Any]) -> Table:
+    table = Table(title="verification", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("answers checked against those computed offline", str(verification["checked"]))
+    table.add_row(
+        "answers that differ", str(verification["differ"]), style="bold red" if verification["differ"] else "bold"
+    )
+    if verification["begun"]:
+        table.add_row("failed requests, checked as far as they came", str(verification["begun"]))
+    if verification["unchecked"]:
+        table.add_row("failed requests with nothing to check", str(verification["unchecked"]))
+    return table
 
 
 def _cut_note(cut: int) -> str:

@@ -23,6 +23,7 @@ from penstock.bench.server import (
     settled_metrics,
 )
 from penstock.bench.summary import Summary, summarise
+from penstock.bench.verify import Verification, check_verifiable, verify
 from penstock.bench.words import WORDS
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.requests import WorkRequest, limit_context, materialise, reusable_tokens, unrelated
@@ -39,6 +40,7 @@ class Asking:
         vocab_size: draw prompt ids from all below it; None takes ids of common words from the server.
         ignore_eos: go on after the end of sequence, so that an answer has the length the workload says.
         extra_body: fields added to every body.
+        verify: compute every answer of a modelled model offline, and compare.
     """
 
     model: str | None = None
@@ -46,6 +48,7 @@ class Asking:
     temperature: float = 0.0
     ignore_eos: bool = True
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    verify: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ class Measurement:
         cut: requests that were shortened to fit the model.
         reusable_tokens: prompt tokens that an unlimited prefix cache, empty at the start, could have served.
         failed_warmups: how many of the warm-up requests failed.
+        verification: None when it was not asked for.
     """
 
     records: list[RequestRecord]
@@ -81,6 +85,7 @@ class Measurement:
     cut: int
     reusable_tokens: int
     failed_warmups: int
+    verification: Verification | None = None
 
 
 class Bench:
@@ -98,6 +103,8 @@ class Bench:
         """Asks the server what it serves and sends one short request. Raises `ConfigError` when the server refuses
         it, `Unavailable` when it fails otherwise."""
         model = await find_model(client, asking.model)
+        if asking.verify:
+            check_verifiable(model, asking.extra_body, client.base_url)
         chat = client.endpoint == "chat"
         ids = np.arange(len(WORDS)) if chat else await find_token_ids(client, model.name, asking.vocab_size)
         bench = cls(client, model, ids, asking, counts=True)
@@ -112,6 +119,11 @@ class Bench:
 
     def call(self, request: WorkRequest, seed: int) -> Call:
         """The request as JSON, with its tokens."""
+        body = msgspec.json.encode(self.body(request, seed))
+        return Call(request.number, request.at, body, request.prompt_tokens, request.output_tokens)
+
+    def body(self, request: WorkRequest, seed: int) -> dict[str, Any]:
+        """The same, before it is JSON."""
         ids = materialise(request, seed, self._ids).tolist()
         body: dict[str, Any] = {"model": self.model.name, "max_tokens": request.output_tokens, "stream": True}
         if self.client.endpoint == "chat":
@@ -121,8 +133,8 @@ class Bench:
         body |= {"temperature": self._asking.temperature, "stream_options": {"include_usage": True}}
         body |= {"ignore_eos": True} if self._asking.ignore_eos else {}
         body |= {"return_token_ids": True} if self.counts_tokens else {}
-        body |= self._asking.extra_body
-        return Call(request.number, request.at, msgspec.json.encode(body), len(ids), request.output_tokens)
+        body |= {"seed": (seed + request.number) % 2**63} if self._asking.verify else {}
+        return {**body, **self._asking.extra_body}
 
     async def measure(
         self,
@@ -155,7 +167,14 @@ class Bench:
             cut=cut,
             reusable_tokens=reusable_tokens(fitting),
             failed_warmups=failed_warmups,
+            verification=await self._verify(fitting, records, shape.seed) if self._asking.verify else None,
         )
+
+    async def _verify(
+        self, requests: Sequence[WorkRequest], records: Sequence[RequestRecord], seed: int
+    ) -> Verification:
+        bodies = (self.body(request, seed) for request in requests)
+        return await verify(self.client, self.model, bodies, records)
 
     def _fit(self, requests: Sequence[WorkRequest]) -> tuple[list[WorkRequest], int]:
         if self.model.max_model_len is None:

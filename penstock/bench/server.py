@@ -27,10 +27,15 @@ SETTLE_SECONDS = 2.0  # a server may count a request shortly after its client sa
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`max_model_len` is in tokens, None when the server does not say."""
+    """
+    Attributes:
+        max_model_len: in tokens, None when the server does not say.
+        drawn_ids: token ids that a modelled model draws from; None when the model is a real one, or does not say.
+    """
 
     name: str
     max_model_len: int | None
+    drawn_ids: range | None = None
 
 
 async def find_model(client: Client, name: str | None) -> Model:
@@ -39,13 +44,18 @@ async def find_model(client: Client, name: str | None) -> Model:
     if status != 200:
         raise ConfigError(f"--base-url: {client.base_url}/v1/models answered {status}: {error_message(text)[:200]}")
     try:
-        served = {item["id"]: item.get("max_model_len") or None for item in msgspec.json.decode(text)["data"]}
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        served = {item["id"]: _model(item) for item in msgspec.json.decode(text)["data"]}
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--base-url: {client.base_url}/v1/models is not OpenAI's shape") from error
     if not served or (name is not None and name not in served):
         raise ConfigError(f"--model: {name}, served at {client.base_url}: {', '.join(served) or 'none'}", "model")
-    found = name if name is not None else next(iter(served))
-    return Model(found, served[found])
+    return served[name if name is not None else next(iter(served))]
+
+
+def _model(card: dict[str, Any]) -> Model:
+    modelled = card.get("modelled")
+    drawn = range(modelled["first_token_id"], modelled["last_token_id"] + 1) if modelled else None
+    return Model(card["id"], card.get("max_model_len") or None, drawn)
 
 
 async def find_token_ids(client: Client, model: str, vocab_size: int | None) -> npt.NDArray[np.int64]:
@@ -65,6 +75,23 @@ async def find_token_ids(client: Client, model: str, vocab_size: int | None) -> 
             "vocab_size",
         )
     return np.unique(np.array(tokens, dtype=np.int64))
+
+
+async def chat_tokens(client: Client, model: str, messages: list[dict[str, str]]) -> list[int]:
+    """A conversation's token ids as the server makes them. Raises `Unavailable` when it does not."""
+    return (await _post(client, "/tokenize", {"model": model, "messages": messages}))["tokens"]
+
+
+async def text_of(client: Client, model: str, tokens: list[int]) -> str:
+    """Their text as the server makes it. Raises `Unavailable` when it does not."""
+    return (await _post(client, "/detokenize", {"model": model, "tokens": tokens}))["prompt"]
+
+
+async def _post(client: Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, text = await client.post(path, body)
+    if status != 200:
+        raise Unavailable(f"{client.base_url}{path} answered {status}: {error_message(text)[:200]}")
+    return msgspec.json.decode(text, type=dict[str, Any])
 
 
 async def read_metrics(client: Client) -> Metrics | str:

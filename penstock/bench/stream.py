@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.record import RequestRecord
+from penstock.bench.record import Answer, RequestRecord
 
 
 class _Delta(msgspec.Struct):
@@ -21,6 +21,9 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+
+    def content(self) -> str:
+        return self.text or (self.delta and self.delta.content) or ""
 
     def has_text(self) -> bool:
         delta = self.delta
@@ -102,6 +105,14 @@ class AnswerTally:
                 self._record.events.append((time, len(choice.token_ids)))
             if choice.has_text():
                 self._text_times.append(time)
+            if self._record.answer is not None:
+                self._keep(self._record.answer, choice)
+
+    def _keep(self, answer: Answer, choice: _Choice) -> None:
+        answer.pieces.append(choice.content())
+        if choice.token_ids is not None:
+            answer.token_ids = answer.token_ids or []
+            answer.token_ids.extend(choice.token_ids)
 
     def close(self) -> None:
         """The stream has ended well: settle the counts, or fail the record when the answer is not whole."""

@@ -82,6 +82,9 @@ def add_parser(subparsers: Any) -> None:
         "--max-concurrency", type=int, help="most in flight; without a rate: that many closed-loop users"
     )
     serve.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits on ttft, tpot, e2e in ms")
+    serve.add_argument(
+        "--verify", action="store_true", help="of modelled engines: compute every text offline, fail when one differs"
+    )
     serve.add_argument("--plot", metavar="FILE", help="draw the latency distributions (needs matplotlib)")
     serve.add_argument("--save-detailed", action="store_true", help="keep every request in the --json file")
     _result_flags(serve)
@@ -236,7 +239,8 @@ def _serve(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
     _finish(args, console, content, earlier)
     if args.plot:
         plot.plot_latencies(measurement.records, args.plot)
-    return 0 if measurement.summary.completed else 1
+    differ = measurement.verification is not None and measurement.verification.differ > 0
+    return 0 if measurement.summary.completed and not differ else 1
 
 
 def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
@@ -341,7 +345,8 @@ def _client(args: argparse.Namespace) -> Client:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "base_url")
     url = url.rstrip("/").removesuffix("/v1")
-    return Client(url, args.endpoint, timeout=args.timeout, api_key=args.api_key)
+    keep = getattr(args, "verify", False)
+    return Client(url, args.endpoint, timeout=args.timeout, api_key=args.api_key, keep_answers=keep)
 
 
 async def _connect(client: Client, args: argparse.Namespace) -> Bench:
@@ -353,6 +358,7 @@ async def _connect(client: Client, args: argparse.Namespace) -> Bench:
         temperature=args.temperature,
         ignore_eos=args.ignore_eos,
         extra_body=_extra_body(args.extra_body),
+        verify=getattr(args, "verify", False),
     )
     return await Bench.connect(client, asking)
 

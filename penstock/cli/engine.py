@@ -1,6 +1,15 @@
-"""The engine's process: python -m penstock.cli.engine JSON. Started by `penstock serve`, not by people.
+"""The engine's process: python -m penstock.cli.engine JSON. Started by `penstock serve` and `up`, not by people.
 
-JSON: {"address": ZMQ endpoint, "parent": process id, "options": fields of EngineOptions, "log_level", "log_format"}.
+JSON:
+    name, address       of this instance; the ZMQ endpoint to bind
+    parent              process id; without that process this one ends
+    pool                "any", "prefill" or "decode": what the master means to place here
+    options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
+    keeper              the socket of the host's keeper of KV blocks; null for memory of its own
+    transport           {"kind", "address", "faults"}: the way to other engines; null for none
+    lease_s             seconds of silence after which a hand-off is over
+    log_level, log_format
+
 It ends when it is told to over the wire, or when its parent has gone.
 """
 
@@ -11,12 +20,22 @@ import logging
 import os
 import signal
 import sys
-from typing import Any
+import time
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import in_flags
 from penstock.cli.serve import OPTIONS
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, Unavailable
 from penstock.obs.logs import setup_logging
+
+if TYPE_CHECKING:
+    from penstock.core.clock import Clock
+    from penstock.core.wire.engine import Ready
+    from penstock.engine.build import Built
+    from penstock.engine.modelled import BuiltModelled
+    from penstock.transfer.pool import OpenPool
+    from penstock.transfer.transports import Transport
 
 log = logging.getLogger("penstock.engine")
 
@@ -28,36 +47,105 @@ def main(settings: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from penstock.core.clock import SystemClock
-    from penstock.core.messages import PROTOCOL, Ready
-    from penstock.engine.build import EngineOptions, build_engine
     from penstock.engine.server import EngineServer
 
     clock = SystemClock()
-    try:
-        engine, runner = build_engine(EngineOptions(**settings["options"]), clock)
-    except ConfigError as error:
-        print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
-        return 2
-    limits = engine.scheduler.limits
-    ready = Ready(
-        protocol=PROTOCOL,
-        max_model_len=limits.max_model_len,
-        vocab_size=runner.model.config.vocab_size,
-        num_blocks=engine.scheduler.pool.num_blocks,
-        token_budget=limits.token_budget,
-        device=str(runner.device),
-        dtype=str(runner.model.dtype).removeprefix("torch."),
-    )
-    server = EngineServer(settings["address"], clock)
-    try:
-        server.run(engine, ready, orphaned=lambda: os.getppid() != settings["parent"])
-    except Exception as error:
-        log.exception("the engine failed")
-        server.fail(f"{type(error).__name__}: {error}")
-        return 1
-    finally:
-        server.close()
+    incarnation = time.time_ns()
+    with ExitStack() as stack:
+        try:
+            built = build(settings, clock, open_pool(settings, incarnation))
+            if built.pool is not None:
+                stack.callback(built.pool.close)
+            transport = open_way(settings, incarnation, built, stack)
+        except ConfigError as error:
+            print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
+            return 2
+        except Unavailable as error:
+            log.error("%s", error)
+            return 1
+        ready = introduce(settings, incarnation, built, transport)
+        server = stack.enter_context(closing(EngineServer(settings["address"], clock)))
+        try:
+            server.run(
+                built.engine,
+                ready,
+                orphaned=lambda: os.getppid() != settings["parent"],
+                transport=transport,
+                lease=settings.get("lease_s", 5.0),
+            )
+        except Exception as error:
+            log.exception("the engine failed")
+            server.fail(f"{type(error).__name__}: {error}")
+            return 1
     return 0
+
+
+def open_pool(settings: dict[str, Any], incarnation: int) -> OpenPool:
+    from penstock.transfer.pool import keeper_pool, private_pool
+
+    keeper = settings.get("keeper")
+    return private_pool if keeper is None else keeper_pool(keeper, settings["name"], incarnation)
+
+
+def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | BuiltModelled:
+    options = settings["options"]
+    if str(options.get("device")).startswith("modelled:"):
+        from penstock.engine.modelled import ModelledOptions, build_modelled
+
+        return build_modelled(ModelledOptions(**options), clock, pool)
+    from penstock.engine.build import EngineOptions, build_engine
+
+    return build_engine(EngineOptions(**options), clock, pool)
+
+
+def open_way(
+    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
+) -> Transport | None:
+    """The transport to other engines, closed at the end."""
+    way = settings.get("transport")
+    if way is None:
+        return None
+    if built.pool is None:
+        raise ConfigError(
+            "transport: blocks on a CUDA device cannot be handed over yet, use one pool: any", "transport"
+        )
+    from penstock.transfer.transports import open_transport
+
+    transport = open_transport(
+        way["kind"], way["address"], settings["name"], incarnation, built.layout, built.pool, way.get("faults")
+    )
+    stack.callback(transport.close)
+    return transport
+
+
+def introduce(
+    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: Transport | None
+) -> Ready:
+    from penstock.core.wire.engine import Peer, Ready
+
+    scheduler = built.engine.scheduler
+    return Ready(
+        peer=Peer(settings["name"], incarnation, "" if transport is None else transport.address),
+        pool=settings.get("pool", "any"),
+        layout=built.layout,
+        root_key=scheduler.root,
+        max_model_len=scheduler.limits.max_model_len,
+        vocab_size=built.runner.vocab_size,
+        num_blocks=scheduler.pool.num_blocks,
+        token_budget=scheduler.limits.token_budget,
+        device=str(built.runner.device),
+        dtype=built.layout.dtype,
+        drawn_ids=drawn_ids(built),
+    )
+
+
+def drawn_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
+    from penstock.engine.modelled import BuiltModelled
+
+    if not isinstance(built, BuiltModelled):
+        return None
+    ids = built.runner.token_ids
+    return ids[0], ids[-1]
 
 
 if __name__ == "__main__":

@@ -8,28 +8,21 @@ import contextlib
 import json
 import logging
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.cli.http import ServerOptions, Site, bind, make_site, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
-from penstock.core.errors import ConfigError, Unavailable
 from penstock.service.checkpoint import find_checkpoint
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from penstock.obs.logs import Format
-    from penstock.service.frontend import Frontend
-
 log = logging.getLogger("penstock.server")
+ENGINE = "engine-0"  # its instance's name
 STOP_TIMEOUT = 5.0  # seconds that an engine gets to leave once it was told to
 
 ENGINE_OPTIONS = (
@@ -44,6 +37,15 @@ ENGINE_OPTIONS = (
     Option("kv-cache-memory", size, None, "of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "find computed prefixes again"),
+    Option(
+        "kv-address-mode",
+        one_of("auto", "contiguous", "table"),
+        "auto",
+        "how kernels see a sequence's KV: one range, or a table of blocks; auto is what measures faster",
+    ),
+    Option(
+        "kv-layout", one_of("auto", "block", "token"), "auto", "order of a KV block's bytes; see docs/performance.md"
+    ),
 )
 SERVER_OPTIONS = (
     Option("host", text, "127.0.0.1", "address to listen on"),
@@ -76,10 +78,7 @@ def run(args: argparse.Namespace) -> int:
         names=list(values["served_model_name"] or (args.model,)),
         **{option.key: values[option.key] for option in SERVER_OPTIONS if option.key != "served_model_name"},
     )
-    from penstock.obs.logs import setup_logging
-
-    setup_logging(server.log_level, server.log_format)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # starts and stops are told in our own words
+    set_up_logging(server)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: leave, tidily
     listener = bind(server.host, server.port)
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
@@ -95,23 +94,6 @@ def short_folder() -> str | None:
     return "/tmp" if len(tempfile.gettempdir()) > 60 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What concerns the HTTP side; the flags' meaning."""
-
-    directory: Path
-    names: list[str]
-    host: str
-    port: int
-    api_key: tuple[str, ...]
-    chat_template: str | None
-    max_queued_requests: int
-    seed: int | None
-    drain_timeout: int
-    log_level: str
-    log_format: Format
-
-
 def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Fields of `EngineOptions` from the flags."""
     chosen = {option.key: values[option.key] for option in ENGINE_OPTIONS}
@@ -120,26 +102,17 @@ def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {"model": str(directory), **chosen}
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        flag = "host" if isinstance(error, socket.gaierror) else "port"
-        raise ConfigError(f"--{flag}: cannot listen on {host}:{port} ({error.strerror or error})", flag) from None
-    return listener
-
-
 @contextlib.contextmanager
 def engine_process(address: str, options: dict[str, Any], server: ServerOptions) -> Iterator[subprocess.Popen[bytes]]:
     """The engine, started. At the end it has been told to stop, or it is killed."""
     settings = {
+        "name": ENGINE,
         "address": address,
         "parent": os.getpid(),
+        "pool": "any",
         "options": options,
+        "keeper": None,
+        "transport": None,
         "log_level": server.log_level,
         "log_format": server.log_format,
     }
@@ -156,95 +129,25 @@ def engine_process(address: str, options: dict[str, Any], server: ServerOptions)
 
 async def serve(options: ServerOptions, engine: subprocess.Popen[bytes], address: str, listener: socket.socket) -> int:
     """Run the HTTP server until a signal, or until the engine ends; returns the exit code."""
-    frontend, http = make_server(options, address)
-    loop = asyncio.get_running_loop()
-    for number_ in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number_, drain, http, frontend, options.drain_timeout)
-    frontend.start()
-    watch = asyncio.create_task(watch_engine(engine, frontend, http))
-    announce = asyncio.create_task(announce_ready(frontend, options, listener))
+    from penstock.service.instances import Endpoint
+
+    site = make_site(options, listener, "frontend-0", [Endpoint(ENGINE, address)])
     try:
-        await http.serve(sockets=[listener])
+        await site.run(watch_engine(engine, site))
     finally:
-        lost = frontend.lost
-        for task in (watch, announce):
-            task.cancel()
-        await asyncio.gather(watch, announce, return_exceptions=True)
-        await frontend.close()
-        if not frontend.max_model_len:  # still loading, it hears nobody
+        lost = site.frontend.lost
+        if not site.frontend.max_model_len:  # still loading, it hears nobody
             engine.kill()
+        site.frontend.traffic.stop_engines()
+        await site.close()
     return 0 if not lost else 2 if engine.poll() == 2 else 1
 
 
-def drain(http: uvicorn.Server, frontend: Frontend, timeout: float) -> None:
-    """Take nothing new and let what runs finish; what still runs after `timeout` seconds, or at the second signal, is
-    ended with an error that its client sees."""
-    over = Unavailable("the server is shutting down")
-    if http.should_exit:
-        frontend.end_all(over)
-        return
-    log.info("draining: running requests have %g s", timeout)
-    http.should_exit = True
-    asyncio.get_running_loop().call_later(timeout, frontend.end_all, over)
-
-
-def make_server(options: ServerOptions, address: str) -> tuple[Frontend, uvicorn.Server]:
-    import uvicorn
-
-    from penstock.api.app import create_app
-    from penstock.core.clock import SystemClock
-    from penstock.obs.metrics import Metrics
-    from penstock.service.checkpoint import read_defaults
-    from penstock.service.frontend import Frontend
-    from penstock.service.link import EngineLink
-    from penstock.text.tokenizer import Tokenizer
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # uvicorn would raise the signal again at the end; a drained server exits with 0
-
-    metrics = Metrics(options.names[0])
-    tokenizer = Tokenizer(options.directory, options.chat_template)
-    frontend = Frontend(
-        tokenizer,
-        options.names,
-        read_defaults(options.directory, tokenizer.eos_id),
-        EngineLink(address),
-        metrics,
-        SystemClock(),
-        random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
-        options.log_format,
-        options.max_queued_requests,
-    )
-    app = create_app(frontend, metrics, api_keys=options.api_key)
-    config = uvicorn.Config(
-        app,
-        loop="none",
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=options.drain_timeout + 5,  # by then every request has been ended
-    )
-    return frontend, Server(config)
-
-
-async def watch_engine(engine: subprocess.Popen[bytes], frontend: Frontend, http: uvicorn.Server) -> None:
+async def watch_engine(engine: subprocess.Popen[bytes], site: Site) -> None:
     """When the engine ends or cannot be understood, end every request with an error, and then the server."""
-    while engine.poll() is None and not frontend.lost:
+    while engine.poll() is None and not site.frontend.lost:
         await asyncio.sleep(0.1)
-    frontend.engine_lost(f"the engine ended with exit code {engine.returncode}")
+    site.frontend.traffic.instance_lost(ENGINE, f"the engine ended with exit code {engine.returncode}")
     if engine.returncode != 2:  # then it has said why itself
-        log.error("%s", frontend.unhealthy_reason)
-    http.should_exit = True
-
-
-async def announce_ready(frontend: Frontend, options: ServerOptions, listener: socket.socket) -> None:
-    with contextlib.suppress(Unavailable):
-        await frontend.wait_ready()
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        log.info("ready: %s on http://%s:%s/v1", options.names[0], shown, port)
+        log.error("%s", site.frontend.unhealthy_reason)
+    site.stop()

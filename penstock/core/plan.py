@@ -24,6 +24,7 @@ class SequenceStep:
         params, seed: how to draw it.
         history: with `sample`, and only where `params.penalised`: every token so far.
         prompt_tokens: how many of `history` are the prompt.
+        ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class SequenceStep:
     seed: int
     history: Sequence[int] | None = None
     prompt_tokens: int = 0
+    ahead: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,13 @@ class StepPlan:
         sequences: in the order of the batch.
         fresh_blocks: blocks that were handed out for this step and must be cleared before it, so that what an earlier
             owner left (infinities, say) cannot reach another request through masked positions.
+        released: ids of sequences that have let go of their blocks since the last plan, whether they ended, were
+            preempted, or were handed over. An id may come back later with other blocks, even in this very plan.
     """
 
     sequences: tuple[SequenceStep, ...]
     fresh_blocks: tuple[int, ...] = ()
+    released: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -75,6 +75,8 @@ class TokenOutput:
         stop_token: the token that ended it, when `finish` is `STOP`.
         cached_tokens: prompt tokens that came from the prefix cache, of the first admission.
         timing: only with `finish`.
+        start: how many tokens the output had before these.
+        generation: which attempt to run the request this comes from.
     """
 
     request_id: str
@@ -84,3 +86,5 @@ class TokenOutput:
     stop_token: int | None = None
     cached_tokens: int = 0
     timing: Timing | None = None
+    start: int = 0
+    generation: int = 0

@@ -49,6 +49,6 @@ def measure_prompt_step(runner: Runner, clock: Clock, tokens: int) -> float:
 
 def find_token_budget(runner: Runner, clock: Clock, *, limit: float, low: int, high: int) -> int:
     """Tokens per step. `limit` in seconds; the runner's cache must hold `high` tokens."""
-    assert blocks_for(high) <= runner.cache.shape[0]
+    assert blocks_for(high) <= len(runner.cache.blocks)
     measure_prompt_step(runner, clock, min(high, BLOCK_TOKENS))  # the first step also pays for one-time work
     return largest_within(lambda tokens: measure_prompt_step(runner, clock, tokens), limit, low, high)

@@ -10,17 +10,22 @@ import torch
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
 from penstock.engine.budget import find_token_budget
+from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
-from penstock.engine.memory import check_asked, free_bytes, size_cache
-from penstock.engine.runner import Runner, block_bytes
-from penstock.kv.pool import BlockPool
+from penstock.engine.memory import check_asked, free_bytes, mapping_budget, size_cache
+from penstock.engine.runner import Runner
+from penstock.kv.keys import root_key
+from penstock.kv.pool import BlockPool, Published
 from penstock.nn.config import DTYPES
-from penstock.nn.loader import load_model
+from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.sequence import blocks_for
+from penstock.transfer.pool import OpenPool, Pool, private_pool
 
 log = logging.getLogger("penstock.engine")
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -40,6 +45,10 @@ class EngineOptions:
         kv_cache_memory: bytes of KV cache.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
+        kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: contiguous on a CPU,
+            and table on CUDA, which has nothing else yet.
+        kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
+            faster in either mode.
     """
 
     model: str
@@ -52,21 +61,56 @@ class EngineOptions:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
+    kv_address_mode: str = "auto"
+    kv_layout: str = "auto"
 
 
-def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
-    """Raises ConfigError on a checkpoint or an option that cannot be served."""
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine and its parts.
+
+    Attributes:
+        layout: of a block.
+        pool: where its blocks are; None on CUDA, where they are in the device's own memory.
+    """
+
+    engine: Engine
+    runner: Runner
+    layout: KVLayout
+    pool: Pool | None
+
+    def close(self) -> None:
+        """Let go of the KV memory; nothing runs afterwards."""
+        self.runner.cache.close()
+        if self.pool is not None:
+            self.pool.close()
+
+
+def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = private_pool) -> Built:
+    """Load, measure, size and connect.
+
+    Args:
+        open_pool: where the KV cache's blocks come from.
+
+    Raises:
+        ConfigError: a checkpoint or an option that cannot be served, or a keeper that refuses.
+        Unavailable: there is no keeper.
+    """
     _check(options)
-    model = load_model(Path(options.model), _device(options.device), _dtype(options.dtype))
+    device = _device(options.device)
+    if device.type == "cuda" and options.kv_address_mode == "contiguous":
+        raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
+    model = load_model(Path(options.model), device, _dtype(options.dtype))
     model_len = _model_len(model, options.max_model_len)
     budget = _token_budget(model, options, clock, model_len)
     asked = options.kv_cache_memory
     if asked is not None:
         check_asked(asked, model.device)
     wanted = model_len
+    layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
     num_blocks, model_len = size_cache(
         available=asked or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
-        block_bytes=block_bytes(model),
+        block_bytes=layout.block_bytes,
         max_sequences=options.max_num_seqs,
         model_len=model_len,
         asked_model_len=options.max_model_len,
@@ -74,21 +118,64 @@ def build_engine(options: EngineOptions, clock: Clock) -> tuple[Engine, Runner]:
     )
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
-    runner = Runner(model, num_blocks)
+    cache, pool = _open_cache(options, model, layout, num_blocks, model_len, open_pool)
+    blocks = _block_pool(pool, num_blocks, options.prefix_cache)
     limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
-    salt = f"{Path(options.model).resolve()} {model.dtype}"
-    scheduler = Scheduler(limits, BlockPool(num_blocks), salt=salt, prefix_cache=options.prefix_cache)
+    root = root_key(layout.model, layout.dtype)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache)
+    runner = Runner(model, cache)
     log.info(
-        "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, sequences up to %d tokens, steps up to %d tokens",
+        "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
+        "steps up to %d tokens",
         type(model).__name__,
         model.device,
-        str(model.dtype).removeprefix("torch."),
+        layout.dtype,
         num_blocks,
-        num_blocks * block_bytes(model) / 2**20,
+        num_blocks * layout.block_bytes / 2**20,
+        cache.address_mode,
+        blocks.cached,
         model_len,
         budget,
     )
-    return Engine(scheduler, runner, clock), runner
+    return Built(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, pool)
+
+
+def _open_cache(
+    options: EngineOptions,
+    model: Decoder,
+    layout: KVLayout,
+    num_blocks: int,
+    model_len: int,
+    open_pool: OpenPool,
+) -> tuple[KVCache, Pool | None]:
+    """The pool is None on CUDA."""
+    if model.device.type == "cuda":
+        if open_pool is not private_pool:
+            raise ConfigError("keeper: KV blocks on a CUDA device cannot be shared between processes yet", "keeper")
+        return KVCache.on_device(layout, num_blocks, model.device), None
+    pool = open_pool(layout, num_blocks)
+    try:
+        if _chosen(options.kv_address_mode, "contiguous") == "table":
+            return KVCache.over_pool(layout, pool.memory), pool
+        ranges = {"max_sequences": options.max_num_seqs, "range_blocks": blocks_for(model_len)}
+        return ContiguousCache(layout, pool.memory, **ranges, budget=mapping_budget()), pool
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _block_pool(pool: Pool | None, num_blocks: int, prefix_cache: bool) -> BlockPool:
+    """With what a previous life of this engine had computed, where there was one."""
+    if pool is None:
+        return BlockPool(range(num_blocks))
+    blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.keeper)
+    if prefix_cache:
+        blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
+    return blocks
+
+
+def _chosen(option: str, auto: str) -> str:
+    return auto if option == "auto" else option
 
 
 def _check(options: EngineOptions) -> None:
@@ -101,6 +188,13 @@ def _check(options: EngineOptions) -> None:
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+    choices = {
+        "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
+        "kv-layout": (options.kv_layout, ("auto", "block", "token")),
+    }
+    for name, (choice, allowed) in choices.items():
+        if choice not in allowed:
+            raise ConfigError(f"{name}: {choice!r}, allowed are {', '.join(allowed)}", name)
 
 
 def _device(name: str | None) -> torch.device:
@@ -149,5 +243,6 @@ def _token_budget(model: Decoder, options: EngineOptions, clock: Clock, model_le
 
 
 def _warm_up(model: Decoder, clock: Clock, options: EngineOptions, low: int, high: int) -> int:
-    scratch = Runner(model, blocks_for(high))
+    layout = make_layout(model.config, model.dtype, "block", "")
+    scratch = Runner(model, KVCache.on_device(layout, blocks_for(high), model.device))
     return find_token_budget(scratch, clock, limit=options.step_time_limit_ms / 1e3, low=low, high=high)

@@ -11,6 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.local.sequence import blocks_for
 
+MAPPINGS = 32768  # slots that a cache may map: Linux allows a process 65,530 mappings by default, of all kinds
 CPU_SHARE = 0.4  # of the memory that is free when the engine starts
 CPU_MOST = 4 << 30  # bytes: a larger cache on a CPU is asked for by name
 
@@ -48,6 +49,15 @@ def available_memory() -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mapping_budget() -> int:
+    """How many slots may be mapped at once: well below what the system allows a process."""
+    try:
+        allowed = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return MAPPINGS
+    return max(1, min(MAPPINGS, allowed // 2))
 
 
 def size_cache(

@@ -7,30 +7,38 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.plan import StepPlan, StepResult
+from penstock.engine.cache import KVCache
 from penstock.engine.sampling import draw
-from penstock.nn.batch import Batch
+from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
 
 class Runner:
-    """A model and its KV cache.
+    """A model and its KV cache."""
 
-    The cache is [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim]: a block is one stretch of memory, so moving it is
-    one copy.
-    """
-
-    def __init__(self, model: Decoder, num_blocks: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model = model
         self.device = model.device
-        self.cache = allocate_cache(model, num_blocks)
+        self.cache = cache
+        self._scratch = Scratch()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    def counts(self) -> dict[str, int]:
+        """Of the cache: ranges by state and mapped slots, where it has them."""
+        return self.cache.counts()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all of the cache is accounted for."""
+        self.cache.check()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.fresh_blocks:
-            self.cache[torch.tensor(plan.fresh_blocks, device=self.device)] = 0
-        batch = Batch(plan.sequences, self.device)
-        hidden = self.model(batch, self.cache)
+        batch = Batch(plan.sequences, self.device, self.cache.prepare(plan), self._scratch)
+        hidden = self.model(batch, self.cache.slots)
         wrong = set(_not_finite(hidden))
         sampled = [(s, span) for s, span in zip(plan.sequences, batch.spans, strict=True) if s.sample]
         result = StepResult([], [])
@@ -49,18 +57,3 @@ class Runner:
 def _not_finite(rows: Tensor) -> list[int]:
     """Which rows of [rows, width] hold an infinity or a NaN: then their sum is one."""
     return torch.nonzero(~rows.sum(-1, dtype=torch.float32).isfinite())[:, 0].tolist()
-
-
-def cache_shape(model: Decoder, num_blocks: int) -> tuple[int, ...]:
-    c = model.config
-    return (num_blocks, c.num_layers, 2, c.num_kv_heads, BLOCK_TOKENS, c.head_dim)
-
-
-def block_bytes(model: Decoder) -> int:
-    """Bytes of one block, all layers."""
-    return torch.Size(cache_shape(model, 1)).numel() * model.dtype.itemsize
-
-
-def allocate_cache(model: Decoder, num_blocks: int) -> Tensor:
-    """Not cleared: a plan names the blocks that must be before they are used."""
-    return torch.empty(cache_shape(model, num_blocks), dtype=model.dtype, device=model.device)

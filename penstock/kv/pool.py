@@ -1,38 +1,77 @@
 """Who holds which block, and which blocks can be found again by their prefix key.
 
-A block is in exactly one of three places:
+A block that an instance has is in exactly one of four places:
 
     free     nobody holds it and it holds nothing worth finding
-    held     one or more sequences hold it; a full one may have a key, so that others can join
+    held     sequences hold it (`holders`), or a hand-off in progress does (`transfers`); a full one may have a key,
+             so that others can join
     idle     nobody holds it, but it has a key: found again by a prefix hit, or evicted when room is needed
+    spent    nobody here holds it and it has no key, but another instance may be reading it: it goes back to where
+             blocks come from, and another one comes in its stead
 
 Blocks become idle from the tail of a sequence to its head, and a sequence that holds a block holds every block before
 it. So in the order of becoming idle every block stands before its parent, and evicting the oldest is at once
-least-recently-used and leaf-first: no tree needs to be walked.
+least-recently-used and leaf-first: no tree needs to be walked. (A block that another instance hands over may arrive
+before its parent; should that order come out wrong for it, it merely stays unfound until it is evicted in its turn.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class BlockSource(Protocol):
+    """Where blocks come from and go back to: the host's pool, or a stand-in."""
+
+    def exchange(self, give: Sequence[int], want: int) -> list[int]:
+        """Give up blocks and get `want` others, never fewer; at most as many as were given up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A block that became findable."""
+
+    block: int
+    key: bytes
+    parent: bytes
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1."""
+    """The blocks of one instance.
 
-    def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 0
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is the warmest
-        self._holders = [0] * num_blocks
-        self._key: list[bytes | None] = [None] * num_blocks
+    Args:
+        blocks: their ids, any numbers.
+        source: takes blocks that other instances may be reading, and gives others; None when nobody shares.
+    """
+
+    def __init__(self, blocks: Iterable[int], source: BlockSource | None = None) -> None:
+        self._free = list(blocks)[::-1]  # a stack: the block used last is the warmest
+        self._holders = dict.fromkeys(self._free, 0)  # every block that is ours
+        self._transfers: dict[int, int] = {}
+        self._key: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
         self._idle: dict[int, None] = {}  # in the order of eviction
         self._parent: dict[int, bytes] = {}  # block with a key -> its parent's key
+        self._offered: set[int] = set()
+        self._spent: list[int] = []
+        self._source = source
+        self._added: dict[bytes, Published] = {}
+        self._removed: set[bytes] = set()
+        self.num_blocks = len(self._free)
+        assert len(self._holders) == self.num_blocks > 0
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._spent)
+
+    @property
+    def unused(self) -> int:
+        """Blocks that `allocate` can hand out without evicting anything."""
+        return len(self._free)
 
     @property
     def used(self) -> int:
@@ -44,6 +83,10 @@ class BlockPool:
         """Blocks that can be found by key."""
         return len(self._block)
 
+    def keys(self) -> list[bytes]:
+        """Of everything that can be found."""
+        return list(self._block)
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the longest leading run of `keys` that is cached. Holds nothing: `hold` them at once."""
         found = []
@@ -54,27 +97,46 @@ class BlockPool:
             found.append(block)
         return found
 
+    def owns(self, block: int) -> bool:
+        """Whether it is one of ours, in whatever state."""
+        return block in self._holders
+
+    def agrees(self, block: int, key: bytes) -> bool:
+        """Whether a block of ours may hold what `key` names: it has that key, or none yet."""
+        return self._key.get(block, key) == key
+
     def idle(self, block: int) -> bool:
         return block in self._idle
 
     def holders(self, block: int) -> int:
+        """Sequences that hold it."""
         return self._holders[block]
+
+    def transfers(self, block: int) -> int:
+        """Hand-offs in progress that need it."""
+        return self._transfers.get(block, 0)
+
+    # --- holding
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more holder for each; they must be held or idle."""
         for block in blocks:
-            assert self._holders[block] or block in self._idle, f"block {block} is free"
+            assert self._is_held(block) or block in self._idle, f"block {block} is free"
             self._idle.pop(block, None)
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder and no key, evicting idle ones where needed; at most `available`."""
         assert 0 <= count <= self.available
-        blocks = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+        blocks = self._free[len(self._free) - min(count, len(self._free)) :][::-1]
+        del self._free[len(self._free) - len(blocks) :]
+        while len(blocks) + len(self._spent) < count:
+            block = self._evict()
+            (self._spent if block in self._offered else blocks).append(block)
+        if len(blocks) < count:
+            blocks += self._renew(count - len(blocks))
+        for block in blocks:
             self._holders[block] = 1
-            blocks.append(block)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -82,11 +144,23 @@ class BlockPool:
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} has no holder"
             self._holders[block] -= 1
-            if self._holders[block] == 0:
-                if self._key[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[block] = None
+            self._let_go(block)
+
+    def begin_transfer(self, blocks: Sequence[int]) -> None:
+        """A hand-off needs these held blocks to stay as they are."""
+        for block in blocks:
+            assert self._is_held(block), f"block {block} is not held"
+            self._transfers[block] = self._transfers.get(block, 0) + 1
+
+    def end_transfer(self, blocks: Sequence[int]) -> None:
+        """The opposite, given from head to tail."""
+        for block in reversed(blocks):
+            self._transfers[block] -= 1
+            if not self._transfers[block]:
+                del self._transfers[block]
+            self._let_go(block)
+
+    # --- finding
 
     def publish(self, block: int, key: bytes, parent: bytes) -> int:
         """Give a held, full block its key. Returns the block to use from now on.
@@ -95,42 +169,149 @@ class BlockPool:
         block that already has the key is held instead, so that the holder of a block always holds its parents.
         """
         assert self._holders[block] > 0
-        assert self._key[block] is None
         known = self._block.get(key)
+        if known == block:  # another sequence that got the same block handed over was quicker
+            return block
+        assert block not in self._key
         if known is not None:
             self.hold([known])
             self.release([block])
             return known
+        self._name(block, key, parent)
+        return block
+
+    def restore(self, inherited: Iterable[Published]) -> None:
+        """At start-up: free blocks become idle and findable, children given before their parents."""
+        for published in inherited:
+            if published.key not in self._block:
+                self._name(published.block, published.key, published.parent)
+                self._idle[published.block] = None
+        assert self._idle.keys() <= set(self._free)
+        self._free = [block for block in self._free if block not in self._idle]
+
+    def take_changes(self) -> tuple[list[Published], list[bytes]]:
+        """What became findable since the last call, and the keys that no longer are."""
+        changes = list(self._added.values()), list(self._removed)
+        self._added, self._removed = {}, set()
+        return changes
+
+    # --- sharing with other instances
+
+    def offer(self, block: int) -> None:
+        """Another instance was told of this block: once let go here it goes back to the source, to be used by nobody
+        before the other one has let go too."""
+        assert self._is_held(block)
+        if self._source is not None:
+            self._offered.add(block)
+
+    def replace(self, mine: int, theirs: int) -> None:
+        """A held block without key was exchanged for another instance's; the holder now holds that one."""
+        assert theirs not in self._holders
+        assert self._holders[mine] == 1
+        assert mine not in self._key
+        assert mine not in self._transfers
+        del self._holders[mine]
+        self._offered.discard(mine)
+        self._holders[theirs] = 1
+        self._offered.add(theirs)
+
+    def regain(self, block: int) -> None:
+        """One more holder for a block of ours in whatever state but free: another instance hands it over again."""
+        if not self._is_held(block) and block not in self._idle:
+            self._spent.remove(block)
+            self._holders[block] = 1
+        else:
+            self.hold([block])
+
+    # --- inside
+
+    def _is_held(self, block: int) -> bool:
+        return self._holders[block] > 0 or block in self._transfers
+
+    def _let_go(self, block: int) -> None:
+        if self._is_held(block):
+            return
+        if block in self._key:
+            self._idle[block] = None
+        elif block in self._offered:
+            self._spent.append(block)
+        else:
+            self._free.append(block)
+
+    def _name(self, block: int, key: bytes, parent: bytes) -> None:
         self._key[block] = key
         self._block[key] = block
         self._parent[block] = parent
-        return block
+        self._added[key] = Published(block, key, parent)
+        self._removed.discard(key)
 
     def _evict(self) -> int:
         block = next(iter(self._idle))
         del self._idle[block]
-        key = self._key[block]
-        assert key is not None
+        key = self._key.pop(block)
         del self._block[key], self._parent[block]
-        self._key[block] = None
+        if self._added.pop(key, None) is None:
+            self._removed.add(key)
         return block
+
+    def _renew(self, count: int) -> list[int]:
+        """Others for some of the spent blocks."""
+        assert self._source is not None
+        given, self._spent = self._spent[:count], self._spent[count:]
+        blocks = self._source.exchange(given, count)
+        assert len(blocks) == count
+        for block in given:
+            del self._holders[block]
+            self._offered.discard(block)
+        for block in blocks:
+            assert block not in self._holders
+            self._holders[block] = 0
+        return blocks
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by state, and how many each of the three counts keeps."""
+        return {
+            "free_blocks": len(self._free),
+            "idle_blocks": len(self._idle),
+            "spent_blocks": len(self._spent),
+            "held_blocks": self.used,
+            "mapped_blocks": sum(h > 0 for h in self._holders.values()),
+            "cached_blocks": len(self._block),
+            "transfer_blocks": len(self._transfers),
+        }
+
+    def check_holders(self, expected: Mapping[int, int]) -> None:
+        """Raise AssertionError unless every block has exactly so many holders."""
+        for block, holders in self._holders.items():
+            assert holders == expected.get(block, 0), f"block {block} has a holder that is no sequence"
+        assert expected.keys() <= self._holders.keys(), "somebody holds a block that is not ours"
+
+    def check_transfers(self, expected: Mapping[int, int]) -> None:
+        """Raise AssertionError unless so many hand-offs need each block."""
+        assert self._transfers == dict(expected), "a block travels and nobody sends it, or the reverse"
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for exactly once and eviction is leaf-first."""
-        free, idle = set(self._free), set(self._idle)
-        held = {b for b in range(self.num_blocks) if self._holders[b] > 0}
+        free, idle, spent = set(self._free), set(self._idle), set(self._spent)
+        held = {b for b in self._holders if self._is_held(b)}
         assert len(free) == len(self._free), "a block is free twice"
-        assert free | idle | held == set(range(self.num_blocks)), "a block is lost"
-        assert len(free) + len(idle) + len(held) == self.num_blocks, "a block is in two places"
-        assert all(h >= 0 for h in self._holders)
-        assert {b: k for k, b in self._block.items()} == {b: k for b, k in enumerate(self._key) if k is not None}
-        assert not any(self._key[b] for b in free)
-        assert all(self._key[b] for b in idle)
+        assert len(spent) == len(self._spent), "a block is spent twice"
+        assert free | idle | spent | held == set(self._holders), "a block is lost"
+        assert len(free) + len(idle) + len(spent) + len(held) == self.num_blocks, "a block is in two places"
+        assert all(h >= 0 for h in self._holders.values())
+        assert all(t > 0 for t in self._transfers.values())
+        assert self._block.items() == {k: b for b, k in self._key.items()}.items()
+        assert not any(b in self._key for b in free | spent)
+        assert all(b in self._key for b in idle)
+        assert spent <= self._offered, "a block that nobody else knows is given back"
+        assert not free & self._offered, "a block that somebody else may read would be reused"
+        assert self._offered <= set(self._holders)
         place = {block: i for i, block in enumerate(self._idle)}
         for block, parent_key in self._parent.items():
             parent = self._block.get(parent_key)
-            if parent is None:
-                continue  # the first block of a prefix
-            assert self._holders[parent] >= self._holders[block], "a block is held without its parent"
+            if parent is None or block in self._offered:
+                continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
+            assert self._is_held(parent) or not self._is_held(block), "a block is held without its parent"
+            assert self._holders[parent] >= self._holders[block], "a block is held by more than its parent"
             if parent in place:
                 assert place.get(block, len(place)) < place[parent], "a parent would go before its child"

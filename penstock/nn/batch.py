@@ -12,23 +12,55 @@ from torch import Tensor
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 
 
-@dataclass(slots=True)
+class Scratch:
+    """Memory for what an op computes on the way, kept from call to call.
+
+    On a CPU, large temporaries that come and go cost more in page faults than in arithmetic. What `take` returned is
+    overwritten by the next `take` of the same name.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Not cleared."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        size = torch.Size(shape).numel()
+        kept = self._kept.get((name, dtype))
+        if kept is None or len(kept) < size:
+            kept = self._kept[name, dtype] = torch.empty(size, dtype=dtype)
+        return kept[:size].view(shape)
+
+
+@dataclass
 class Span:
     """The rows of one sequence.
 
     Attributes:
         row, rows: they are rows [row, row + rows) of the batch.
         start: position of the first of them; the context is positions [0, start + rows).
-        blocks: [blocks] ids of the blocks that hold the context, in order, int64.
+        ids: of the blocks that hold the context, in order; a `range` when they are consecutive in the cache.
     """
 
     row: int
     rows: int
     start: int
-    blocks: Tensor
+    ids: Sequence[int]
+    device: torch.device
+
+    @property
+    def length(self) -> int:
+        """Of the context."""
+        return self.start + self.rows
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """[blocks] int64."""
+        return torch.tensor(self.ids, dtype=torch.int64, device=self.device)
 
 
-@dataclass(slots=True)
+@dataclass
 class DecodeGroup:
     """Sequences with one row each whose contexts are padded to the same length.
 
@@ -36,54 +68,85 @@ class DecodeGroup:
     its group changes nothing for it.
 
     Attributes:
-        rows: [group] rows of the batch, int64.
-        blocks: [group, blocks] block ids, padded by the sequence's own first block, int64.
-        lengths: [group] context lengths with the row itself, int64.
+        spans: of the sequences.
+        padded: length in blocks.
     """
 
-    rows: Tensor
-    blocks: Tensor
-    lengths: Tensor
+    spans: list[Span]
+    padded: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _parts: dict[int, list[DecodeGroup]] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[group] rows of the batch, int64."""
+        return torch.tensor([span.row for span in self.spans], device=self.spans[0].device)
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """[group, blocks] block ids, padded by the sequence's own first block, int64."""
+        ids = [[*span.ids, *[span.ids[0]] * (self.padded - len(span.ids))] for span in self.spans]
+        return torch.tensor(ids, device=self.spans[0].device)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[group] context lengths with the row itself, int64."""
+        return torch.tensor([span.length for span in self.spans], device=self.spans[0].device)
 
     def mask(self, window: int | None) -> Tensor:
         """[group, 1, 1, tokens] bool: what a row may see, at most `window` positions back with itself."""
         mask = self._masks.get(window)
         if mask is None:
-            position = torch.arange(self.blocks.shape[1] * BLOCK_TOKENS, device=self.blocks.device)
+            position = torch.arange(self.padded * BLOCK_TOKENS, device=self.lengths.device)
             mask = position < self.lengths[:, None]
             if window is not None:
                 mask &= position >= self.lengths[:, None] - window
             mask = self._masks[window] = mask[:, None, None]
         return mask
 
+    def parts(self, most: int) -> list[DecodeGroup]:
+        """The same sequences in groups of at most so many."""
+        if len(self.spans) <= most:
+            return [self]
+        parts = self._parts.get(most)
+        if parts is None:
+            starts = range(0, len(self.spans), most)
+            parts = self._parts[most] = [DecodeGroup(self.spans[i : i + most], self.padded) for i in starts]
+        return parts
+
 
 class Batch:
     """Rows of all sequences of a step, one sequence after the other.
+
+    Args:
+        placed: per sequence, where its blocks are in the cache that the ops are given, a `range` where they are
+            consecutive; None when that is what the sequences' own ids say.
 
     Attributes:
         tokens, positions: [rows] int64.
         slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong.
         spans: one per sequence, in the order of the batch.
+        scratch: for ops; by default the batch's own.
     """
 
-    def __init__(self, sequences: Sequence[SequenceStep], device: torch.device) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[SequenceStep],
+        device: torch.device,
+        placed: Sequence[Sequence[int]] | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
         tokens: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
         self.spans: list[Span] = []
-        self._decoding: dict[int, list[tuple[int, SequenceStep]]] = {}
-        self._device = device
-        for s in sequences:
+        self.scratch = scratch or Scratch()
+        for s, ids in zip(sequences, placed or [s.blocks for s in sequences], strict=True):
             end = s.start + len(s.tokens)
-            span = Span(len(tokens), len(s.tokens), s.start, torch.tensor(s.blocks, dtype=torch.int64, device=device))
-            self.spans.append(span)
-            if len(s.tokens) == 1:
-                padded = 1 << (len(s.blocks) - 1).bit_length()
-                self._decoding.setdefault(padded, []).append((span.row, s))
+            self.spans.append(Span(len(tokens), len(s.tokens), s.start, ids, device))
             tokens += s.tokens
             positions += range(s.start, end)
-            slot_blocks += [s.blocks[p // BLOCK_TOKENS] for p in range(s.start, end)]
+            slot_blocks += [ids[p // BLOCK_TOKENS] for p in range(s.start, end)]
         self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self.slot_blocks = torch.tensor(slot_blocks, dtype=torch.int64, device=device)
@@ -92,17 +155,11 @@ class Batch:
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
         """Every sequence that has one row in this step."""
-        groups = []
-        for padded, members in sorted(self._decoding.items()):
-            blocks = [[*s.blocks, *[s.blocks[0]] * (padded - len(s.blocks))] for _, s in members]
-            groups.append(
-                DecodeGroup(
-                    torch.tensor([row for row, _ in members], device=self._device),
-                    torch.tensor(blocks, device=self._device),
-                    torch.tensor([s.start + 1 for _, s in members], device=self._device),
-                )
-            )
-        return groups
+        groups: dict[int, list[Span]] = {}
+        for span in self.spans:
+            if span.rows == 1:
+                groups.setdefault(1 << (len(span.ids) - 1).bit_length(), []).append(span)
+        return [DecodeGroup(spans, padded) for padded, spans in sorted(groups.items())]
 
     @property
     def prefills(self) -> list[Span]:

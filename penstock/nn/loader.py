@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
 
 
@@ -93,6 +95,33 @@ def _weight_files(directory: Path) -> list[Path]:
     raise ConfigError(
         f"{directory}: no model.safetensors nor model.safetensors.index.json (pickled weights are refused)", "model"
     )
+
+
+def identity(directory: Path) -> str:
+    """Names a checkpoint by what is in it, not by where it lies: a digest of its configuration and of its weights.
+
+    Of the weights it reads every name, type and shape, and the first bytes of every tensor: checkpoints that were
+    trained from one another differ in them, and reading all would take as long as loading. Raises ConfigError as
+    `weights` does.
+    """
+    config = read_json(directory, "config.json")
+    digest = blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16, person=b"penstock.model")
+    for path in _weight_files(directory):
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+                digest.update(json.dumps(header, sort_keys=True).encode())
+                for name, tensor in sorted(header.items()):
+                    if name != "__metadata__":
+                        start, end = tensor["data_offsets"]
+                        file.seek(8 + size + start)
+                        digest.update(file.read(min(IDENTITY_BYTES, end - start)))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: not found", "model") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+    return digest.hexdigest()
 
 
 def fill(model: Decoder, source: Iterator[tuple[str, Tensor]]) -> None:

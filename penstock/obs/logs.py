@@ -22,7 +22,8 @@ class RequestRecord:
     Attributes:
         request_id: the client's `X-Request-Id`, or ours.
         model: the name it is served under.
-        instance: which engine ran it; "" when none did.
+        instance: where it ran: "engine-0"; "p0>d1" with a hand-off; several, separated by commas, when its outputs
+            ran in several places; "" when nowhere.
         prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from penstock.core.messages import EngineStats
 from penstock.core.request import FinishReason
+from penstock.core.wire.engine import EngineStats
 from penstock.obs.logs import RequestRecord
 
 PREFIX = "penstock:"
+ENGINE_LABELS = ["model_name", "engine"]
 
 # Upper bounds of histogram buckets; seconds, but for the last
 FIRST_TOKEN = (
@@ -31,6 +36,45 @@ NO_STATS = EngineStats(
 )
 
 
+Metric = TypeVar("Metric", Counter, Gauge)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is counted for one engine, and what it said last."""
+
+    running: Gauge
+    waiting: Gauge
+    kv_usage: Gauge
+    queries: Counter
+    hits: Counter
+    preemptions: Counter
+    step_tokens: Histogram
+    last: EngineStats = NO_STATS
+
+    def observe(self, stats: EngineStats, step_tokens: int) -> None:
+        self.show_load(stats)
+        last = self.last
+        if (
+            stats.steps < last.steps
+            or stats.preemptions < last.preemptions
+            or stats.prefix_queries < last.prefix_queries
+            or stats.prefix_hits < last.prefix_hits
+        ):
+            last = NO_STATS
+        self.preemptions.inc(stats.preemptions - last.preemptions)
+        self.queries.inc(stats.prefix_queries - last.prefix_queries)
+        self.hits.inc(stats.prefix_hits - last.prefix_hits)
+        self.last = stats
+        if step_tokens:
+            self.step_tokens.observe(step_tokens)
+
+    def show_load(self, stats: EngineStats) -> None:
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+
+
 class Metrics:
     """Everything that is counted for one served model, in a registry of its own.
 
@@ -38,20 +82,39 @@ class Metrics:
 
     Args:
         model_name: value of the label `model_name`.
+        engines: instances, by name; values of the label `engine`.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, engines: Iterable[str]) -> None:
         self._model_name = model_name
         self.registry = CollectorRegistry()
-        self._running = self._gauge("num_requests_running", "Sequences in the running batch")
-        self._waiting = self._gauge("num_requests_waiting", "Sequences waiting for the engine")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
-        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._preemptions = self._counter("num_preemptions", "Sequences that lost their KV cache to others")
+        running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
+        waiting = self._by_engine(Gauge, "num_requests_waiting", "Sequences waiting for the engine")
+        kv_usage = self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
+        queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
+        step_tokens = Histogram(
+            PREFIX + "iteration_tokens_total",
+            "Tokens computed in one engine step",
+            ENGINE_LABELS,
+            registry=self.registry,
+            buckets=STEP_TOKENS,
+        )
+        self._engines = {
+            name: _Engine(
+                running=running.labels(model_name, name),
+                waiting=waiting.labels(model_name, name),
+                kv_usage=kv_usage.labels(model_name, name),
+                queries=queries.labels(model_name, name),
+                hits=hits.labels(model_name, name),
+                preemptions=preemptions.labels(model_name, name),
+                step_tokens=step_tokens.labels(model_name, name),
+            )
+            for name in engines
+        }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in one engine step", STEP_TOKENS)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
         self._itl = self._histogram("inter_token_latency_seconds", "From one token to the next", PER_TOKEN)
         self._tpot = self._histogram(
@@ -74,27 +137,29 @@ class Metrics:
         self._http = Counter(
             PREFIX + "http_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
         )
-        self._last = NO_STATS
+        self._routing = Counter(
+            PREFIX + "routing_decisions",
+            "Places given to sequences, by policy and reason",
+            ["model_name", "policy", "reason"],
+            registry=self.registry,
+        )
+        self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
 
-    def observe_stats(self, stats: EngineStats, step_tokens: int) -> None:
+    def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Take over an engine's load and totals. A total that went back is an engine that started again."""
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._kv_usage.set(stats.used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
-        last = self._last
-        if (
-            stats.steps < last.steps
-            or stats.preemptions < last.preemptions
-            or stats.prefix_queries < last.prefix_queries
-            or stats.prefix_hits < last.prefix_hits
-        ):
-            last = NO_STATS
-        self._preemptions.inc(stats.preemptions - last.preemptions)
-        self._prefix_queries.inc(stats.prefix_queries - last.prefix_queries)
-        self._prefix_hits.inc(stats.prefix_hits - last.prefix_hits)
-        self._last = stats
-        if step_tokens:
-            self._step_tokens.observe(step_tokens)
+        self._engines[engine].observe(stats, step_tokens)
+
+    def observe_loss(self, engine: str) -> None:
+        """An engine is gone, and its load with it."""
+        self._engines[engine].show_load(NO_STATS)
+
+    def observe_routing(self, policy: str, reason: str) -> None:
+        """A sequence was given a place. `reason` is a class of reasons: labels stay few."""
+        self._routing.labels(self._model_name, policy, reason).inc()
+
+    def observe_handoff(self) -> None:
+        """A sequence goes on in another instance than the one that read its prompt."""
+        self._handoffs.inc()
 
     def observe_first_token(self, seconds: float) -> None:
         """An output's first token came, this long after the request arrived. Counts one generated token."""
@@ -129,8 +194,8 @@ class Metrics:
         """(the exposition, its content type)"""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(PREFIX + name, help, ["model_name"], registry=self.registry).labels(self._model_name)
+    def _by_engine(self, kind: type[Metric], name: str, help: str) -> Metric:
+        return kind(PREFIX + name, help, ENGINE_LABELS, registry=self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
         """`name` without `_total`, which the exposition appends."""

@@ -100,6 +100,7 @@ class ScriptedFrontend:
     vocab_size = 257
     created = 1_700_000_000
     unhealthy_reason = ""
+    modelled: dict[str, int] | None = None
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -113,6 +114,9 @@ class ScriptedFrontend:
         self.encoding_blocked = False
         self.on_block: Callable[[], object] = lambda: None
         self.encoding_cancelled = asyncio.Event()
+
+    def instance_states(self) -> list[dict[str, str]]:
+        return [{"name": "engine-0", "pool": "any", "state": "ready", "trouble": ""}]
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.encoding_blocked:
@@ -159,7 +163,7 @@ async def frontend() -> ScriptedFrontend:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("org/tiny")
+    return Metrics("org/tiny", ["engine-0"])
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert body["object"] == "list"
     assert [card["id"] for card in body["data"]] == ["org/tiny", "tiny"]
     assert body["data"][0]["max_model_len"] == 128
+    assert body["data"][0]["modelled"] is None
     assert (await client.get("/v1/models/org/tiny")).json() == body["data"][0]
     missing = await client.get("/v1/models/big")
     assert missing.status_code == 404
@@ -100,6 +101,11 @@ async def test_before_it_is_ready_nobody_is_told_that_their_request_is_wrong(
     assert response.status_code == 503
     assert "starting" in error_of(response)["message"]
     assert (await client.get("/v1/models")).status_code == 503  # its lengths are not known yet
+
+
+async def test_health_lists_the_instances(client: httpx.AsyncClient, frontend: Any) -> None:
+    body = (await client.get("/health")).json()
+    assert body == {"status": "healthy", "instances": frontend.instance_states()}
 
 
 async def test_version_and_openapi(client: httpx.AsyncClient) -> None:

@@ -16,7 +16,7 @@ RULES = {
     "workload": {"core"},
     "obs": {"core"},
     "nn": {"core"},
-    "transfer": {"core"},
+    "transfer": {"core", "kv"},
     "sched": {"core", "kv"},
     "engine": {"core", "kv", "sched", "nn", "transfer", "text", "obs"},
     "service": {"core", "kv", "sched", "text", "obs"},
@@ -25,7 +25,7 @@ RULES = {
     "bench": {"core", "workload", "obs"},
 }
 EVERYTHING = ["cli", "llm"]  # put the rest together, so they may import all of it
-TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "service", "api", "bench"]
+TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "api", "bench"]
 PURE = ["sched", "kv"]  # no clock, no hidden randomness, no environment, no I/O
 IMPURE = {
     "time",
@@ -117,14 +117,25 @@ def test_torch_free_rooms_stay_so():
 
 def test_the_engine_runs_where_only_model_libraries_are_installed():
     """A GPU machine without network has torch, safetensors and tokenizers, but none of the server's packages."""
-    code = """
+    absent = {"msgspec", "zmq", "fastapi", "uvicorn", "uvloop", "pydantic", "aiohttp", "blake3", "xxhash"}
+    code = (
+        f"absent = {absent}"
+        + """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"msgspec", "zmq", "fastapi", "uvicorn", "uvloop", "pydantic", "aiohttp", "blake3"}:
+        if name.split(".")[0] in absent:
             raise ImportError(name)
 sys.meta_path.insert(0, Absent())
-import penstock.llm, penstock.bench.offline, penstock.cli.main
+import penstock.llm, penstock.bench.offline, penstock.cli.main, penstock.transfer.pool
+from penstock.core.layout import KVLayout
+layout = KVLayout(
+    model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096
+)
+pool = penstock.transfer.pool.private_pool(layout, 4)
+pool.memory.block(3)[:] = bytes(4096)
+pool.close()
 print("fine")
 """
+    )
     assert run(code) == "fine"

@@ -6,10 +6,13 @@ import asyncio
 import json
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+
+from penstock.core.digest import offline
 
 FIRST_ID = 100  # the fake vocabulary begins here
 
@@ -28,6 +31,8 @@ class FakeServer:
         stop_early: ends answers after so many tokens.
         cached: cached prompt tokens that it reports.
         miscount: output tokens that its metrics leave out of each request.
+        drawn: when set, answers are those of the modelled model drawing from these ids.
+        spoil: changes the events of such an answer: (number of the generation, tokens, finish reason) -> the same two.
         bodies: of all generations, in order. headers: of the last. in_flight, peak, cancelled: counts.
     """
 
@@ -40,6 +45,8 @@ class FakeServer:
         self.status = 200
         self.fail_every = self.break_after = self.error_after = self.stop_early = 0
         self.cached = self.miscount = 0
+        self.drawn: range | None = None
+        self.spoil: Callable[[int, list[int], str], tuple[list[int], str]] = lambda _, tokens, finish: (tokens, finish)
         self.models: list[dict[str, Any]] = [{"id": "fake", "max_model_len": 4096}]
         self.bodies: list[dict[str, Any]] = []
         self.headers: dict[str, str] = {}
@@ -76,6 +83,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -86,13 +94,18 @@ class FakeServer:
         return runner
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": self.models})
+        modelled = {"first_token_id": self.drawn[0], "last_token_id": self.drawn[-1]} if self.drawn else None
+        return web.json_response({"object": "list", "data": [card | {"modelled": modelled} for card in self.models]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.tokenizes:
             raise web.HTTPNotFound
-        words = (await request.json())["prompt"].split()
-        return web.json_response({"tokens": [FIRST_ID + len(set(words[: i + 1])) for i in range(len(words))]})
+        body = await request.json()
+        words = (body["prompt"] if "prompt" in body else body["messages"][-1]["content"]).split()
+        return web.json_response({"tokens": number(words)})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": spell((await request.json())["tokens"])})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.tells_metrics:
@@ -131,6 +144,11 @@ class FakeServer:
         await response.prepare(request)
         prompt = len(body["prompt"]) if "prompt" in body else len(body["messages"][-1]["content"].split())
         total = min(body.get("max_tokens", 5), self.stop_early or 10**9)
+        tokens, finish = [FIRST_ID] * total, "length"
+        if self.drawn:
+            tokens, finish = self._modelled(body)
+            tokens, finish = self.spoil(len(self.bodies) - 1, tokens, finish)
+            total = len(tokens)
         sent, events, first = 0, 0, self._loop.time()
         while sent < total:
             if events and self.token_delay:
@@ -143,9 +161,9 @@ class FakeServer:
                 await _send(response, {"error": {"message": "told to fail", "type": "server_error"}})
                 return response
             size = self.first_tokens if self.first_tokens and not events else self.tokens_per_event
-            tokens = min(size, total - sent)
-            sent, events = sent + tokens, events + 1
-            await _send(response, self._event(body, tokens, "length" if sent == total else None))
+            new = tokens[sent : sent + size]
+            sent, events = sent + len(new), events + 1
+            await _send(response, self._event(body, new, finish if sent == total else None))
             self.started.set()
         usage = {
             "prompt_tokens": prompt,
@@ -158,12 +176,23 @@ class FakeServer:
         self._count(prompt, sent - self.miscount, first - begin, self._loop.time() - first)
         return response
 
-    def _event(self, body: dict[str, Any], tokens: int, finish: str | None) -> dict[str, Any]:
-        text = "word " * tokens
+    def _modelled(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        assert self.drawn
+        prompt = body["prompt"] if "prompt" in body else number(body["messages"][-1]["content"].split())
+        return offline(
+            prompt,
+            max_tokens=body["max_tokens"],
+            token_ids=self.drawn,
+            seed=body["seed"] if body["temperature"] else None,
+            stop_ids=frozenset(body.get("stop_token_ids", [])),
+        )
+
+    def _event(self, body: dict[str, Any], tokens: list[int], finish: str | None) -> dict[str, Any]:
+        text = spell(tokens[:-1] if finish == "stop" else tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
         choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
         if self.gives_ids and body.get("return_token_ids"):
-            choice["token_ids"] = [FIRST_ID] * tokens
+            choice["token_ids"] = tokens
         return {"choices": [choice]}
 
     def _count(self, prompt: int, output: int, ttft: float, decode: float) -> None:
@@ -175,6 +204,16 @@ class FakeServer:
             values |= {f"{name}_sum": decode / (output - 1), f"{name}_count": 1}
         for name, value in values.items():
             self._counts[f"penstock:{name}"] += value
+
+
+def number(words: list[str]) -> list[int]:
+    """A tokenizer's way, in which new words have new ids."""
+    return [FIRST_ID + len(set(words[: i + 1])) for i in range(len(words))]
+
+
+def spell(tokens: list[int]) -> str:
+    """A detokenizer's."""
+    return "".join("word " if token == FIRST_ID else f"word{token} " for token in tokens)
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -1,15 +1,21 @@
 """Every backend of every op against its reference, over odd shapes, wherever it runs."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import as_blocks
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.ops import OPS
+from penstock.nn.ops.attention import sdpa
 from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -23,16 +29,34 @@ BACKENDS = [
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def batch_of(lengths: list[tuple[int, int]], device: str) -> tuple[Batch, int]:
-    """A batch of (start, rows) sequences on scattered blocks, and how many blocks it uses."""
+BLOCKS = 150
+
+
+def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> Batch:
+    """A batch of (start, rows) sequences, on scattered blocks or on a run of blocks each."""
     steps, used = [], 0
-    order = torch.randperm(500, generator=torch.Generator().manual_seed(1)).tolist()
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     for i, (start, rows) in enumerate(lengths):
         count = -(-(start + rows) // BLOCK_TOKENS)
-        blocks = tuple(order[used : used + count])
+        blocks = range(used, used + count) if consecutive else tuple(order[used : used + count])
         used += count
         steps.append(SequenceStep(str(i), start, list(range(rows)), blocks, True, SamplingParams(), 0))
-    return Batch(steps, torch.device(device)), 500
+    return Batch(steps, torch.device(device))
+
+
+def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """The second of three layers, filled with noise; `padding` elements lie between blocks."""
+    exact = 3 * 2 * kv_heads * BLOCK_TOKENS * dim
+    layout = KVLayout(
+        model="",
+        order=order,
+        dtype=str(dtype).removeprefix("torch."),
+        layers=3,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        block_bytes=(exact + padding) * dtype.itemsize,
+    )
+    return as_blocks(torch.randn(BLOCKS * (exact + padding)).to(device, dtype), layout)[:, 1]
 
 
 def case(name: str, data, device: str, dtype: torch.dtype):
@@ -58,9 +82,10 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     lengths = data.draw(
         st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 2, 65, 600])), min_size=1, max_size=5)
     )
-    batch, blocks = batch_of(lengths, device)
+    batch = batch_of(lengths, device, consecutive=data.draw(st.booleans()))
     kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
-    cache = rand(blocks, 3, 2, kv_heads, BLOCK_TOKENS, dim)[:, 1]
+    order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
+    cache = cache_of(order, kv_heads, dim, padding, device, dtype)
     total = sum(n for _, n in lengths)
     if name == "store_kv":
         return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
@@ -75,6 +100,12 @@ def case(name: str, data, device: str, dtype: torch.dtype):
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
     op = OPS[name]
+    alone = data.draw(st.sampled_from([0, 1 << 16, 1 << 30]))  # a small model is never long enough by itself
+    with mock.patch.object(sdpa, "ALONE", alone), mock.patch.object(sdpa, "TOGETHER", 1 << 17):
+        agree(op, name, backend, device, data, dtype)
+
+
+def agree(op, name, backend, device, data, dtype):
     torch.manual_seed(0)
     arguments, changed = case(name, data, device, dtype)
     copies = tuple(a.clone() if i in changed else a for i, a in enumerate(arguments))
@@ -88,6 +119,28 @@ def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
     for a, b in pairs:
         assert a.dtype == b.dtype
         assert torch.allclose(a.float(), b.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("alone", [0, 1 << 30])
+@pytest.mark.parametrize("order", ["block", "token"])
+def test_attention_of_a_row_is_the_same_to_the_bit_whoever_else_is_there(order, alone, device):
+    torch.manual_seed(0)
+    lengths = [(start, 1) for start in (5, 63, 64, 130, 250, 251, 300)]
+    q = torch.randn(len(lengths), 6, 16).to(device)
+    cache = cache_of(order, 2, 16, 0, device, torch.float32)
+    with mock.patch.object(sdpa, "ALONE", alone):
+        for consecutive in (False, True):
+            batch = batch_of(lengths, device, consecutive)
+            together = sdpa.attention(q, cache, batch, 0.25, None)
+            for i, (start, _) in enumerate(lengths):
+                blocks = batch.spans[i].ids
+                step = SequenceStep("", start, [0], blocks, True, SamplingParams(), 0)
+                by_itself = Batch([step], torch.device(device))
+                assert torch.equal(sdpa.attention(q[i : i + 1], cache, by_itself, 0.25, None)[0], together[i])
+                # nor does it matter whether its blocks are found by table
+                by_table = Batch([replace(step, blocks=tuple(blocks))], torch.device(device))
+                assert torch.equal(sdpa.attention(q[i : i + 1], cache, by_table, 0.25, None)[0], together[i])
 
 
 def test_rotation_keeps_lengths_and_relative_angles():

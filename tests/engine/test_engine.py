@@ -1,16 +1,26 @@
 """The engine on a real, tiny model: ends, limits, timing, start-up measurements."""
 
+import json
+import shutil
+
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.budget import GRAIN, largest_within
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.memory import size_cache
-from penstock.nn.loader import load_model
+from penstock.kv.keys import extend_keys
+from penstock.kv.pool import Published
+from penstock.nn.loader import identity, load_model
+from penstock.transfer.memory import PoolMemory
+from penstock.transfer.pool import Pool
+from penstock.transfer.records import Record
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
@@ -66,7 +76,7 @@ def test_logprobs_come_with_every_token(model):
 
 def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
     engine = make_engine(model, blocks=16, prefix_cache=False)
-    engine._runner.cache.fill_(float("nan"))
+    engine.runner.cache.blocks.fill_(float("nan"))
     a = Collector(engine).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     clean = Collector(make_engine(model)).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     assert a == clean
@@ -100,7 +110,7 @@ class SlowRunner:
 def test_timing_of_a_finished_request(model):
     engine = make_engine(model, budget=64, sequences=1)
     clock = ManualClock()
-    engine._clock, engine._runner = clock, SlowRunner(engine._runner, clock)
+    engine._clock, engine.runner = clock, SlowRunner(engine.runner, clock)
     engine.add(make_request("first", [1] * 10, max_tokens=2))
     engine.add(make_request("second", [1] * 100, max_tokens=3))
     timing = {}
@@ -128,12 +138,61 @@ def test_budget_search_finds_the_edge(edge, low, high):
 
 
 def test_build_measures_and_sizes(checkpoint):
-    engine, runner = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    engine, runner = built.engine, built.runner
     limits = engine.scheduler.limits
     assert limits.max_model_len == 1024
     assert 8 <= limits.token_budget <= 1024
-    assert engine.scheduler.pool.num_blocks == runner.cache.shape[0] == 8 * 16
+    assert engine.scheduler.pool.num_blocks == len(runner.cache.blocks) == 8 * 16
     Collector(engine).run(make_request("a", [1] * 600))
+
+
+@pytest.mark.parametrize("mode", ["contiguous", "table"])
+def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
+    options = EngineOptions(
+        model=str(checkpoint), max_num_seqs=4, max_num_batched_tokens=256, max_model_len=512, kv_address_mode=mode
+    )
+    memory, left = [], []
+
+    def open_pool(layout, quota):
+        if not memory:
+            memory.append(PoolMemory.private(2 * quota, layout.block_bytes))
+        taken = {record.block for record in left}
+        return Pool(memory[0], [b for b in range(quota, 2 * quota) if b not in taken], left)
+
+    prompt = [i % 290 + 1 for i in range(200)]
+    first = build_engine(options, SystemClock(), open_pool)
+    tokens = Collector(first.engine).run(make_request("a", prompt))["a"]
+    added = published(first.engine.scheduler, prompt)
+    assert len(added) == 3
+    left += [Record(p.block, p.key, p.parent, checksum=0, generation=1) for p in reversed(added)]
+    second = build_engine(options, SystemClock(), open_pool)
+    collector = Collector(second.engine)
+    assert collector.run(make_request("a", prompt))["a"] == tokens
+    assert collector.cached["a"] == 192
+    assert second.layout == first.layout
+    second.close()
+
+
+def published(scheduler, tokens):
+    """What can be found of `tokens`, parents before children."""
+    keys = []
+    extend_keys(keys, scheduler.root, tokens, len(tokens) // BLOCK_TOKENS)
+    blocks = scheduler.pool.match(keys)
+    return [Published(*each) for each in zip(blocks, keys, [scheduler.root, *keys], strict=False)]
+
+
+def test_a_checkpoint_is_known_by_what_is_in_it(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    assert identity(tmp_path / "moved") == identity(checkpoint)
+    model = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    model["model.layers.1.self_attn.o_proj.weight"] += 0.01  # trained a little further
+    safetensors.torch.save_file(model, tmp_path / "moved" / "model.safetensors")
+    assert identity(tmp_path / "moved") != identity(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    shutil.copytree(checkpoint, tmp_path / "turned")
+    (tmp_path / "turned" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert identity(tmp_path / "turned") != identity(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +202,8 @@ def test_build_measures_and_sizes(checkpoint):
         ({"dtype": "int3"}, "dtype: 'int3', allowed are auto, bfloat16, float16, float32"),
         ({"max_num_seqs": 0}, "max-num-seqs: 0, allowed is 1 to 65536"),
         ({"step_time_limit_ms": -1.0}, "step-time-limit-ms: -1.0, allowed is"),
+        ({"kv_address_mode": "flat"}, "kv-address-mode: 'flat', allowed are auto, contiguous, table"),
+        ({"kv_layout": "head"}, "kv-layout: 'head', allowed are auto, block, token"),
         ({"device": "tpu"}, "device: 'tpu', allowed are cpu, cuda"),
         ({"device": "cuda:9"}, "device: 'cuda:9', this machine has"),
         ({"max_num_batched_tokens": 4}, "max-num-batched-tokens: 4, at least max-num-seqs"),
@@ -159,8 +220,11 @@ def test_bad_options_name_the_flag(checkpoint, changes, says):
 
 
 def test_the_smallest_cache_is_one_block(checkpoint):
-    engine, _ = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=1, max_model_len=64), SystemClock())
-    assert len(Collector(engine).run(make_request("a", [1] * 60, max_tokens=9))["a"]) == 4
+    options = EngineOptions(model=str(checkpoint), max_num_seqs=1, max_model_len=64)
+    assert (
+        len(Collector(build_engine(options, SystemClock()).engine).run(make_request("a", [1] * 60, max_tokens=9))["a"])
+        == 4
+    )
 
 
 def test_a_length_nobody_asked_for_is_cut_to_what_fits():

@@ -8,28 +8,47 @@ import pytest
 import zmq
 
 from penstock.core.clock import SystemClock
-from penstock.core.messages import (
-    PROTOCOL,
+from penstock.core.plan import StepResult
+from penstock.core.wire import codec
+from penstock.core.wire.engine import (
+    LEASE,
+    CacheDelta,
     Cancel,
-    Codec,
+    Drain,
     Enqueue,
     Failed,
     Hello,
+    Inspect,
+    Inspection,
+    Peer,
     Ready,
     Refused,
+    SetPool,
     Shutdown,
+    Snapshot,
     StepReport,
+    decode_event,
 )
-from penstock.core.plan import StepResult
 from penstock.engine.loop import Engine
 from penstock.engine.server import EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from tests.helpers.engines import make_request
 
+LIFE = 7
 READY = Ready(
-    protocol=PROTOCOL, max_model_len=256, vocab_size=9999, num_blocks=8, token_budget=64, device="none", dtype="none"
-)
+    peer=Peer("engine", LIFE, ""), max_model_len=256, vocab_size=9999, num_blocks=8, token_budget=64, device="none",
+    dtype="none",
+)  # fmt: skip
+
+
+class JumpingClock(SystemClock):
+    """Time that can be told to leap."""
+
+    leap = 0.0
+
+    def now(self):
+        return super().now() + self.leap
 
 
 class CountingRunner:
@@ -39,6 +58,12 @@ class CountingRunner:
         self.pace = threading.Event()
         self.pace.set()
 
+    def counts(self):
+        return {}
+
+    def check(self):
+        pass
+
     def run(self, plan):
         assert self.pace.wait(20)
         drawn = [s.tokens[-1] + 1 for s in plan.sequences if s.sample]
@@ -46,21 +71,33 @@ class CountingRunner:
 
 
 class Frontend:
-    def __init__(self, address):
-        self.codec = Codec()
+    def __init__(self, address, name):
+        self.name = name
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, name.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
     def say(self, command):
-        self.socket.send(self.codec.encode(command))
+        self.socket.send(codec.encode(command))
+
+    def hello(self, **fields):
+        self.say(Hello(self.name, **fields))
+        return self.until(lambda e: isinstance(e, Ready))
+
+    def ask(self, request, to=LIFE, **fields):
+        self.say(Enqueue(to, request, **fields))
+
+    def inspect(self):
+        self.say(Inspect())
+        return self.until(lambda e: isinstance(e, Inspection))
 
     def until(self, condition):
         """The first event that satisfies the condition."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             if self.socket.poll(100):
-                event = self.codec.event(self.socket.recv())
+                event = decode_event(self.socket.recv())
                 if condition(event):
                     return event
         raise AssertionError("the event did not come")
@@ -84,15 +121,16 @@ class Frontend:
 def served(tmp_path):
     address = f"ipc://{tmp_path}/engine"
     limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
-    runner = CountingRunner()
-    engine = Engine(Scheduler(limits, BlockPool(8)), runner, SystemClock())
-    server = EngineServer(address, SystemClock())
+    runner, clock = CountingRunner(), JumpingClock()
+    runner.clock = clock
+    engine = Engine(Scheduler(limits, BlockPool(range(8))), runner, clock)
+    server = EngineServer(address, clock)
     thread = threading.Thread(target=server.run, args=(engine, READY), daemon=True)
     thread.start()
     clients = []
 
-    def client():
-        clients.append(Frontend(address))
+    def client(name="a"):
+        clients.append(Frontend(address, name))
         return clients[-1]
 
     yield client, engine, runner
@@ -108,32 +146,30 @@ def served(tmp_path):
 
 def test_tokens_go_to_the_frontend_that_asked(served):
     make, _, _ = served
-    a, b = make(), make()
+    a, b = make("a"), make("b")
     for frontend, first in ((a, 10), (b, 500)):
-        frontend.say(Hello())
-        assert frontend.until(lambda e: isinstance(e, Ready)) == READY
-        frontend.say(Enqueue(make_request(f"from{first}", [first], max_tokens=5)))
+        assert frontend.hello() == READY
+        frontend.ask(make_request(f"from{first}", [first], max_tokens=5))
     assert a.tokens_of("from10") == [11, 12, 13, 14, 15]
     assert b.tokens_of("from500") == [501, 502, 503, 504, 505]
 
 
 def test_refusals_cancellation_and_heartbeats(served):
     make, engine, runner = served
-    a, b = make(), make()
-    for frontend in (a, b):
-        frontend.say(Hello())
-        frontend.until(lambda e: isinstance(e, Ready))
-    a.say(Enqueue(make_request("long", [1] * 300)))
+    a, b = make("a"), make("b")
+    a.hello()
+    b.hello()
+    a.ask(make_request("long", [1] * 300))
     refusal = a.until(lambda e: isinstance(e, Refused))
-    assert refusal.request_id == "long"
+    assert (refusal.request_id, refusal.why) == ("long", "invalid")
     assert "300 tokens" in refusal.message
     runner.pace.clear()
-    a.say(Enqueue(make_request("mine", [1], max_tokens=200)))
-    b.say(Cancel(["mine"]))  # not b's to cancel
+    a.ask(make_request("mine", [1], max_tokens=200))
+    b.say(Cancel(LIFE, ["mine"]))  # not b's to cancel
     b.socket.send(b"\x93nonsense")
     runner.pace.set()
     a.until(lambda e: isinstance(e, StepReport) and e.outputs)
-    a.say(Cancel(["mine", "unknown"]))
+    a.say(Cancel(LIFE, ["mine", "unknown"]))
     idle = a.until(lambda e: isinstance(e, StepReport) and e.step_tokens == 0 and e.stats.running == 0)
     assert idle.stats.used_blocks == 0
     engine.check()
@@ -142,5 +178,83 @@ def test_refusals_cancellation_and_heartbeats(served):
 def test_another_protocol_is_refused(served):
     make, _, _ = served
     a = make()
-    a.say(Hello(protocol=99))
+    a.say(Hello("a", protocol=99))
     assert "99" in a.until(lambda e: isinstance(e, Failed)).message
+
+
+def test_what_is_meant_for_another_life_is_refused(served):
+    make, _, runner = served
+    a = make()
+    a.hello()
+    a.ask(make_request("late", [1]), to=LIFE - 1)
+    refusal = a.until(lambda e: isinstance(e, Refused))
+    assert (refusal.request_id, refusal.why, refusal.incarnation) == ("late", "stale", LIFE)
+    runner.pace.clear()
+    a.ask(make_request("mine", [1], max_tokens=3))
+    a.say(Cancel(LIFE - 1, ["mine"]))
+    runner.pace.set()
+    assert a.tokens_of("mine") == [2, 3, 4]
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_one(served):
+    make, _, runner = served
+    a = make()
+    a.hello()
+    runner.pace.clear()
+    a.ask(make_request("r", [1], max_tokens=200))
+    a.ask(make_request("r", [1], max_tokens=200))  # the same attempt twice
+    a.ask(make_request("r", [5], max_tokens=2), generation=1)
+    runner.pace.set()
+    assert a.until(lambda e: isinstance(e, Refused)).request_id == "r"
+    report = a.until(lambda e: isinstance(e, StepReport) and any(o.generation == 1 and o.finish for o in e.outputs))
+    assert (report.outputs[-1].tokens, report.outputs[-1].start) == ([7], 1)
+
+
+def test_nobody_works_for_a_frontend_that_has_gone(served):
+    make, _, runner = served
+    a, probe = make("a"), make("probe")
+    a.hello()
+    probe.hello(kind="probe")
+    a.ask(make_request("endless", [1], max_tokens=200))
+    a.until(lambda e: isinstance(e, StepReport) and e.outputs)
+    runner.pace.clear()
+    runner.clock.leap = 2 * LEASE
+    runner.pace.set()
+    probe.until(lambda e: isinstance(e, StepReport) and e.stats.running == 0)
+    found = probe.inspect()
+    assert found.broken == ""
+    assert found.counts["held_blocks"] == found.counts["owners"] == 0
+
+
+def test_the_next_life_of_a_frontend_is_not_given_the_last_ones_requests(served):
+    make, _, _ = served
+    a = make("a")
+    a.hello(incarnation=1)
+    a.ask(make_request("old", [1], max_tokens=250))
+    a.until(lambda e: isinstance(e, StepReport) and e.outputs)
+    a.hello(incarnation=2)
+    idle = a.until(lambda e: isinstance(e, StepReport) and e.stats.running == 0)
+    assert not any(o.finish for o in idle.outputs)
+    assert a.inspect().counts["owners"] == 0
+
+
+def test_a_master_sees_load_and_cache(served):
+    make, _, _ = served
+    a, master = make("a"), make("master")
+    a.hello()
+    assert master.hello(kind="master") == READY
+    assert master.until(lambda e: isinstance(e, CacheDelta)).whole
+    a.ask(make_request("r", list(range(1, 130)), max_tokens=3))
+    assert a.tokens_of("r") == [130, 131, 132]
+    delta = master.until(lambda e: isinstance(e, CacheDelta))
+    assert (len(delta.added), delta.removed, delta.whole) == (2, [], False)
+    snapshot = master.until(lambda e: isinstance(e, Snapshot) and e.ttft_ms is not None and e.running == 0)
+    assert snapshot.free_blocks == snapshot.num_blocks == 8
+    assert (snapshot.pool, snapshot.draining) == ("any", False)
+    master.say(SetPool(LIFE, "decode", 2))
+    master.say(SetPool(LIFE, "prefill", 1))  # decided earlier
+    master.say(Drain(LIFE))
+    changed = master.until(lambda e: isinstance(e, Snapshot) and e.draining)
+    assert (changed.pool, changed.pool_generation) == ("decode", 2)
+    a.ask(make_request("late", [1]))
+    assert a.until(lambda e: isinstance(e, Refused)).why == "draining"

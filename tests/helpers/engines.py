@@ -9,12 +9,16 @@ import torch
 from penstock.core.clock import SystemClock
 from penstock.core.request import Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.loop import Engine
+from penstock.engine.memory import MAPPINGS
 from penstock.engine.runner import Runner
 from penstock.kv.pool import BlockPool
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.sequence import blocks_for
+from penstock.transfer.memory import PoolMemory
 
 
 def make_engine(
@@ -26,12 +30,27 @@ def make_engine(
     model_len: int = 1024,
     prefix_cache: bool = True,
     device: str = "cpu",
+    address_mode: str = "contiguous",
+    order: str = "block",
+    mapping_budget: int = MAPPINGS,
 ) -> Engine:
+    """On CUDA the cache is a tensor of the device, addressed by table."""
     if isinstance(model, Path):
         model = load_model(model, torch.device(device))
+    layout = make_layout(model.config, model.dtype, order, "test")
+    if model.device.type == "cuda":
+        cache = KVCache.on_device(layout, blocks, model.device)
+    else:
+        memory = PoolMemory.private(blocks, layout.block_bytes)
+        if address_mode == "table":
+            cache = KVCache.over_pool(layout, memory)
+        else:
+            ranges = {"max_sequences": sequences, "range_blocks": blocks_for(model_len), "budget": mapping_budget}
+            cache = ContiguousCache(layout, memory, **ranges)
+        memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    scheduler = Scheduler(limits, BlockPool(blocks), prefix_cache=prefix_cache)
-    return Engine(scheduler, Runner(model, blocks), SystemClock())
+    scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache)
+    return Engine(scheduler, Runner(model, cache), SystemClock())
 
 
 def make_request(

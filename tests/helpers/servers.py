@@ -1,4 +1,4 @@
-"""A real `penstock serve` in processes of its own."""
+"""A real `penstock serve`, or another command that serves, in processes of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ QUICK = ("--max-num-batched-tokens", "512", "--kv-cache-memory", "64M", "--max-m
 
 class Server:
     """
+    Args:
+        arguments: of the command.
+        command: "serve", or another one that takes --port and says when it is ready, such as "up".
+
     Attributes:
         url: such as http://127.0.0.1:41234.
         lines: what it wrote to standard error so far.
     """
 
-    def __init__(self, *arguments: str, new_group: bool = False) -> None:
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", *arguments, "--port", "0"]
+    def __init__(self, *arguments: str, command: str = "serve", new_group: bool = False) -> None:
+        words = [sys.executable, "-m", "penstock.cli.main", command, *arguments, "--port", "0"]
         # one thread: several servers and tests share the cores
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
+            words, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
         )
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
@@ -71,8 +75,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, new_group: bool = False) -> Iterator[Server]:
-    server = Server(*arguments, new_group=new_group)
+def serving(*arguments: str, command: str = "serve", new_group: bool = False) -> Iterator[Server]:
+    server = Server(*arguments, command=command, new_group=new_group)
     try:
         yield server
     finally:

@@ -36,7 +36,7 @@ def publish_chain(pool: BlockPool, names: str) -> list[int]:
 
 
 def test_eviction_takes_leaves_oldest_first():
-    pool = BlockPool(5)
+    pool = BlockPool(range(5))
     old = publish_chain(pool, "ab")
     new = publish_chain(pool, "xyz")
     pool.release(old)
@@ -48,7 +48,7 @@ def test_eviction_takes_leaves_oldest_first():
 
 
 def test_a_hit_makes_a_prefix_young_again():
-    pool = BlockPool(4)
+    pool = BlockPool(range(4))
     first, second = publish_chain(pool, "ab"), publish_chain(pool, "xy")
     pool.release(first)
     pool.release(second)
@@ -59,7 +59,7 @@ def test_a_hit_makes_a_prefix_young_again():
 
 
 def test_computing_a_block_twice_leaves_one():
-    pool = BlockPool(4)
+    pool = BlockPool(range(4))
     one, two = pool.allocate(2)
     assert pool.publish(one, b"k", b"") == one
     assert pool.publish(two, b"k", b"") == one
@@ -74,7 +74,7 @@ def test_computing_a_block_twice_leaves_one():
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.booleans(), st.integers(0, 9)), max_size=60),
 )
 def test_every_block_is_accounted_for(num_blocks, moves):
-    pool = BlockPool(num_blocks)
+    pool = BlockPool(range(num_blocks))
     held: list[list[int]] = []
     for names, enter, pick in moves:
         keys = [names[: i + 1].encode() for i in range(len(names))]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.core.messages import EngineStats
+from penstock.core.wire.engine import EngineStats
 from penstock.obs.logs import RequestRecord
 from penstock.obs.metrics import Metrics
 
@@ -36,66 +36,68 @@ def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 def value(metrics: Metrics, name: str, **labels: str) -> float:
     if "route" not in labels:
         labels["model_name"] = "m"
-    return samples(metrics)["penstock:" + name, frozenset(labels.items())]
+    found = samples(metrics)
+    by_engine = ("penstock:" + name, frozenset({"engine": "e", **labels}.items()))
+    return found[by_engine] if by_engine in found else found["penstock:" + name, frozenset(labels.items())]
 
 
 def test_every_name_is_there_from_the_start_with_the_model_as_label() -> None:
-    found = {name for name, labels in samples(Metrics("m")) if ("model_name", "m") in labels}
+    found = {name for name, labels in samples(Metrics("m", ["e"])) if ("model_name", "m") in labels}
     assert {"penstock:" + name for name in NAMES} <= found
 
 
 def test_content_type_is_prometheus_text() -> None:
-    assert Metrics("m").render()[1].startswith("text/plain; version=")
+    assert Metrics("m", ["e"]).render()[1].startswith("text/plain; version=")
 
 
 def test_two_registries_do_not_meet() -> None:
-    first, second = Metrics("m"), Metrics("m")
+    first, second = Metrics("m", ["e"]), Metrics("m", ["e"])
     first.observe_first_token(0.1)
     assert value(second, "generation_tokens_total") == 0
 
 
 def test_load_is_shown_as_it_is() -> None:
-    metrics = Metrics("m")
-    metrics.observe_stats(stats(running=3, waiting=5, used_blocks=4), 0)
+    metrics = Metrics("m", ["e"])
+    metrics.observe_stats("e", stats(running=3, waiting=5, used_blocks=4), 0)
     assert value(metrics, "num_requests_running") == 3
     assert value(metrics, "num_requests_waiting") == 5
     assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.4)
-    metrics.observe_stats(stats(steps=2), 0)
+    metrics.observe_stats("e", stats(steps=2), 0)
     assert value(metrics, "num_requests_running") == 0
 
 
 @settings(max_examples=30)
 @given(lives=st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1), min_size=1, max_size=4))
 def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", ["e"])
     for life in lives:
         queries = hits = 0
-        metrics.observe_stats(stats(steps=0), 0)  # what a fresh engine says first
+        metrics.observe_stats("e", stats(steps=0), 0)  # what a fresh engine says first
         for step, (more_queries, more_hits) in enumerate(life, 1):
             queries, hits = queries + more_queries, hits + more_hits
-            metrics.observe_stats(stats(step, prefix_queries=queries, prefix_hits=hits, preemptions=step), 1)
+            metrics.observe_stats("e", stats(step, prefix_queries=queries, prefix_hits=hits, preemptions=step), 1)
     assert value(metrics, "prefix_cache_queries_total") == sum(q for life in lives for q, _ in life)
     assert value(metrics, "prefix_cache_hits_total") == sum(h for life in lives for _, h in life)
     assert value(metrics, "num_preemptions_total") == sum(len(life) for life in lives)
 
 
 def test_a_restart_is_seen_although_the_new_engine_has_made_more_steps() -> None:
-    metrics = Metrics("m")
-    metrics.observe_stats(stats(5, prefix_queries=100), 1)
-    metrics.observe_stats(stats(9, prefix_queries=30), 1)
+    metrics = Metrics("m", ["e"])
+    metrics.observe_stats("e", stats(5, prefix_queries=100), 1)
+    metrics.observe_stats("e", stats(9, prefix_queries=30), 1)
     assert value(metrics, "prefix_cache_queries_total") == 130
 
 
 def test_heartbeats_are_no_steps() -> None:
-    metrics = Metrics("m")
-    metrics.observe_stats(stats(1), 100)
-    metrics.observe_stats(stats(1), 0)
+    metrics = Metrics("m", ["e"])
+    metrics.observe_stats("e", stats(1), 100)
+    metrics.observe_stats("e", stats(1), 0)
     assert value(metrics, "iteration_tokens_total_count") == 1
     assert value(metrics, "iteration_tokens_total_sum") == 100
 
 
 def test_tokens_that_come_together_share_the_time() -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", ["e"])
     metrics.observe_first_token(0.2)
     metrics.observe_inter_token(0.06, 3)
     assert value(metrics, "generation_tokens_total") == 4
@@ -106,7 +108,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
 
 
 def test_request_times_and_how_it_ended() -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", ["e"])
     record = RequestRecord(
         request_id="a", model="m", prompt_tokens=7, finish_reason="length", e2e=3, queue=1, prefill=0.5, decode=1.5
     )
@@ -121,7 +123,30 @@ def test_request_times_and_how_it_ended() -> None:
 
 
 def test_http_by_route_and_status() -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", ["e"])
     metrics.observe_http("/v1/completions", 200)
     metrics.observe_http("/v1/completions", 400)
     assert value(metrics, "http_requests_total", route="/v1/completions", status="400") == 1
+
+
+def test_engines_are_told_apart_and_a_lost_one_has_no_load() -> None:
+    metrics = Metrics("m", ["a", "b"])
+    metrics.observe_stats("a", stats(running=3, used_blocks=4, prefix_queries=7), 5)
+    metrics.observe_stats("b", stats(running=1), 0)
+    assert value(metrics, "num_requests_running", engine="a") == 3
+    assert value(metrics, "num_requests_running", engine="b") == 1
+    assert value(metrics, "iteration_tokens_total_count", engine="b") == 0
+    metrics.observe_loss("a")
+    assert value(metrics, "num_requests_running", engine="a") == 0
+    assert value(metrics, "kv_cache_usage_perc", engine="a") == 0
+    metrics.observe_stats("a", stats(prefix_queries=2), 5)
+    assert value(metrics, "prefix_cache_queries_total", engine="a") == 9
+
+
+def test_decisions_and_hand_offs() -> None:
+    metrics = Metrics("m", [])
+    metrics.observe_routing("round-robin", "colocated")
+    metrics.observe_routing("round-robin", "colocated")
+    metrics.observe_handoff()
+    assert value(metrics, "routing_decisions_total", policy="round-robin", reason="colocated") == 2
+    assert value(metrics, "handoffs_total") == 1

@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.sampling import SamplingParams
-from penstock.engine.runner import allocate_cache
+from penstock.engine.cache import KVCache, make_layout
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.service.checkpoint import DEMO
@@ -38,7 +38,8 @@ def test_the_recorded_perplexity_is_what_this_engine_computes(model):
     tokenizer = Tokenizer(DEMO)
     text = "<|endoftext|>" + (DEMO / "heldout.txt").read_text(encoding="utf-8")
     ids = tokenizer.encode(text, add_special_tokens=False)
-    cache = allocate_cache(model, WINDOW // BLOCK_TOKENS)
+    layout = make_layout(model.config, model.dtype, "block", "")
+    cache = KVCache.on_device(layout, WINDOW // BLOCK_TOKENS, model.device).slots
     total, scored = 0.0, 1  # every token but the first, in the first window that holds it
     for start in range(0, len(ids), STRIDE):
         window = ids[start : start + WINDOW]

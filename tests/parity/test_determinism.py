@@ -1,23 +1,40 @@
 """A request's tokens do not depend on what it is batched with, how it is chunked, or how often it was interrupted."""
 
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from penstock.nn.loader import load_model
+from penstock.nn.ops.attention import sdpa
+from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
-from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.engines import Collector, make_request
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_k": 20, "min_p": 0.01}}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+ELSEWHERE = ("qwen3", "mistral-window")  # run in every address mode and order, the others in the default one
+DEFAULT = ("contiguous", "block", "short")
+
+
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     pytest.importorskip("transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), request.param), torch.device(device))
+
+
+@pytest.fixture
+def make_engine(request, monkeypatch):
+    """With blocks addressed and laid out as asked; "long" has decoding sequences computed as long ones are."""
+    mode, order, length = request.param
+    if length == "long":
+        monkeypatch.setattr(sdpa, "ALONE", 0)
+    return partial(engines.make_engine, address_mode=mode, order=order)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -28,8 +45,20 @@ def prompt(length: int, seed: int) -> list[int]:
 PROMPT = prompt(200, 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_same_tokens_however_it_runs(model, variant):
+CASES = [(name, DEFAULT, variant) for name in ARCHITECTURES for variant in VARIANTS] + [
+    (name, addressed, "seeded")
+    for name in ELSEWHERE
+    for addressed in product(("contiguous", "table"), ("block", "token"), ("short", "long"))
+    if addressed != DEFAULT
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "make_engine", "variant"),
+    [pytest.param(*case, id=f"{case[0]}-{'-'.join(case[1])}-{case[2]}") for case in CASES],
+    indirect=["model", "make_engine"],
+)
+def test_same_tokens_however_it_runs(model, make_engine, variant):
     def mine(**changes):
         return make_request("mine", PROMPT, seed=7, **VARIANTS[variant], **changes)
 
@@ -49,10 +78,10 @@ def test_same_tokens_however_it_runs(model, variant):
     assert cached.cached["mine"] == 192
 
     for prefix_cache in (True, False):
-        assert preempted(model, mine, prefix_cache) == alone
+        assert preempted(make_engine, model, mine, prefix_cache) == alone
 
 
-def preempted(model, mine, prefix_cache):
+def preempted(make_engine, model, mine, prefix_cache):
     """Tokens of a request that was thrown out while decoding and came back."""
     crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache))
     for i in range(2):

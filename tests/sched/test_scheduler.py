@@ -80,7 +80,7 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    return Engine(Scheduler(limits, BlockPool(num_blocks), prefix_cache=prefix_cache))
+    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0) -> Request:

@@ -1,4 +1,4 @@
-"""The frontend against a scripted engine: delivery, stop strings, cancellation, loss."""
+"""The frontend against scripted engines: delivery, stop strings, cancellation, hand-offs, loss."""
 
 import asyncio
 import random
@@ -7,50 +7,47 @@ import msgspec
 import pytest
 
 from penstock.core.clock import ManualClock
-from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from penstock.core.messages import Cancel, EngineStats, Enqueue, Failed, Hello, Ready, Refused, StepReport
+from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from penstock.core.request import FinishReason, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
+from penstock.core.wire.engine import LEASE, Cancel, Enqueue, Failed, Refused, Shutdown
+from penstock.core.wire.master import Placed
+from penstock.kv.keys import extend_keys
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
-from penstock.service.frontend import STUCK_AFTER, Frontend
+from penstock.service.frontend import Frontend
+from penstock.service.instances import SILENT_AFTER, STUCK_AFTER, Endpoint, LinkLost
+from penstock.service.traffic import MASTER_LEARNS, Traffic
 from penstock.text.tokenizer import Tokenizer
-
-STATS = EngineStats(
-    running=1, waiting=0, used_blocks=1, num_blocks=4, preemptions=0, prefix_queries=0, prefix_hits=0, steps=1
-)
-READY = Ready(
-    protocol=1, max_model_len=100, vocab_size=4096, num_blocks=4, token_budget=64, device="cpu", dtype="float32"
-)
+from tests.helpers.scripted import ScriptedLink, ready
 
 
-class ScriptedLink:
-    """An engine that says what the test tells it to say."""
+class ScriptedPlacement:
+    """Sends everything to the same place, unless that is excluded."""
 
-    def __init__(self):
-        self.sent = []
-        self.events = asyncio.Queue()
+    trouble = ""
 
-    def send(self, command):
-        self.sent.append(command)
+    def __init__(self, prefill, decode=None):
+        self.prefill, self.decode = prefill, decode
+        self.asked, self.over = [], []
 
-    async def receive(self):
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def close(self):
+    def start(self):
         pass
 
-    def report(self, *outputs):
-        self.events.put_nowait(StepReport(list(outputs), STATS, 1))
+    async def place(self, place):
+        self.asked.append(place)
+        if self.prefill is None:
+            raise Unavailable("nobody")
+        prefill = next((p for p in self.prefill if p.name not in place.exclude), None)
+        if prefill is None:
+            raise Unavailable("all are excluded")
+        return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
 
-    def enqueued(self):
-        return [c.request for c in self.sent if isinstance(c, Enqueue)]
+    def ended(self, request_ids):
+        self.over += request_ids
 
-    def cancelled(self):
-        return [r for c in self.sent if isinstance(c, Cancel) for r in c.request_ids]
+    async def close(self):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +55,55 @@ def tokenizer():
     return Tokenizer(DEMO)
 
 
-def run(tokenizer, scenario, ready=True):
-    """Run scenario(frontend, link, clock) inside an event loop."""
+def run(tokenizer, scenario, *names, ready_now=True, decode=None):
+    """Run scenario(frontend, links, clock) inside an event loop; links by name, or the only one."""
 
     async def go():
-        link, clock = ScriptedLink(), ManualClock()
-        frontend = Frontend(tokenizer, ["m"], read_defaults(DEMO), link, Metrics("m"), clock, random.Random(0))
+        instances = names or ("engine-0",)
+        links, clock = {name: ScriptedLink(name) for name in instances}, ManualClock()
+        peers = [ready(name).peer for name in instances if name != decode]
+        placement = ScriptedPlacement(peers, ready(decode).peer if decode else None)
+        metrics = Metrics("m", instances)
+        frontend = Frontend(
+            tokenizer,
+            ["m"],
+            read_defaults(DEMO),
+            Traffic([Endpoint(name, "") for name in instances], links, placement, metrics, clock),
+            metrics,
+            clock,
+            random.Random(0),
+        )
+        frontend.placement = placement
         frontend.start()
-        if ready:
-            link.events.put_nowait(READY)
+        if ready_now:
+            for name, link in links.items():
+                link.say(ready(name))
             await frontend.wait_ready()
+            await until(lambda: all(i.ready for i in frontend.traffic.instances.values()))
         try:
-            await scenario(frontend, link, clock)
+            await scenario(frontend, links if names else links["engine-0"], clock)
         finally:
             await frontend.close()
+        assert all(link.closed for link in links.values())
+        assert not frontend.traffic.held
 
     asyncio.run(asyncio.wait_for(go(), 20))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def submit(frontend, prompt=(1,), params=None, request_id="r"):
+    """The generation, once its sequences were sent to an engine; and their ids."""
+    before = len(frontend.placement.asked)
+    params = params or SamplingParams()
+    generation = frontend.submit(list(prompt), params, request_id=request_id)
+    ids = [s.id for s in generation._sequences]
+    await until(lambda: len(frontend.placement.asked) == before + params.n)
+    await until(lambda: set(ids) <= {r.id for link in frontend.traffic._links.values() for r in link.enqueued()})
+    return generation, ids
 
 
 def value(frontend, name, **labels):
@@ -88,13 +118,12 @@ def test_tokens_become_text_usage_and_metrics(tokenizer):
     ids = tokenizer.encode("def join(path): return")
 
     async def scenario(frontend, link, clock):
-        generation = frontend.submit([1, 2, 3], SamplingParams(max_tokens=50), request_id="r")
-        name = link.enqueued()[0].id
+        generation, (name,) = await submit(frontend, [1, 2, 3], SamplingParams(max_tokens=50))
         clock.advance(0.5)
         link.report(TokenOutput(name, ids[:1], cached_tokens=2))
         first = await anext(generation)
         clock.advance(0.25)
-        link.report(TokenOutput(name, ids[1:], finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.25)))
+        link.report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.25)))
         rest = await collect(generation)
         assert first.text + "".join(d.text for d in rest) == tokenizer.decode(ids)
         assert rest[-1].finish_reason == "length"
@@ -115,14 +144,13 @@ def test_a_stop_string_ends_the_text_and_the_engines_work(tokenizer):
     ids = tokenizer.encode("one two three four")
 
     async def scenario(frontend, link, clock):
-        generation = frontend.submit([1], SamplingParams(stop="thr"), request_id="r")
-        name = link.enqueued()[0].id
-        for token in ids:
-            link.report(TokenOutput(name, [token]))
+        generation, (name,) = await submit(frontend, params=SamplingParams(stop="thr"))
+        for i, token in enumerate(ids):
+            link.report(TokenOutput(name, [token], start=i))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas) == "one two "
         assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "thr")
-        assert link.cancelled() == [name]
+        assert set(link.cancelled()) == {name}
         assert generation.usage.completion_tokens < len(ids)
 
     run(tokenizer, scenario)
@@ -130,8 +158,7 @@ def test_a_stop_string_ends_the_text_and_the_engines_work(tokenizer):
 
 def test_several_outputs_come_interleaved(tokenizer):
     async def scenario(frontend, link, clock):
-        generation = frontend.submit([1], SamplingParams(n=3, seed=5), request_id="r")
-        names = [r.id for r in link.enqueued()]
+        generation, names = await submit(frontend, params=SamplingParams(n=3, seed=5))
         assert [r.seed for r in link.enqueued()] == [5, 6, 7]
         for i in (2, 0, 1):
             link.report(TokenOutput(names[i], [20 + i], finish=FinishReason.LENGTH))
@@ -148,51 +175,83 @@ def test_stop_tokens_are_reported_unless_they_are_the_models_own(tokenizer):
 
     async def scenario(frontend, link, clock):
         for stop, want in ((eos, None), (30, 30)):
-            generation = frontend.submit([1], SamplingParams(stop_token_ids=(30,)), request_id="r")
-            link.report(TokenOutput(link.enqueued()[-1].id, [stop], finish=FinishReason.STOP, stop_token=stop))
+            generation, (name,) = await submit(frontend, params=SamplingParams(stop_token_ids=(30,)))
+            link.report(TokenOutput(name, [stop], finish=FinishReason.STOP, stop_token=stop))
             (delta,) = await collect(generation)
             assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", want)
 
     run(tokenizer, scenario)
 
 
-def test_cancel_reaches_the_engine_once_and_late_tokens_are_dropped(tokenizer):
+def test_cancel_reaches_the_engine_and_late_tokens_are_dropped(tokenizer):
     async def scenario(frontend, link, clock):
-        generation = frontend.submit([1], SamplingParams(n=2), request_id="r")
-        names = [r.id for r in link.enqueued()]
+        generation, names = await submit(frontend, params=SamplingParams(n=2))
         link.report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH))
         await anext(generation)
         generation.cancel()
         generation.cancel()
-        link.report(TokenOutput(names[1], [21]))
-        assert await collect(generation) == []
         assert link.cancelled() == [names[1]]
+        link.report(TokenOutput(names[1], [21]))
+        await until(link.events.empty)
+        assert await collect(generation) == []
         assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
+        assert sorted(frontend.placement.over) == sorted(names)
 
     run(tokenizer, scenario)
 
 
-@pytest.mark.parametrize("event", [Failed("out of memory"), msgspec.DecodeError("nonsense")])
+def test_an_engine_that_works_for_nobody_is_told(tokenizer):
+    """A cancellation may miss a request that is just being handed over."""
+
+    async def scenario(frontend, link, clock):
+        link.report(TokenOutput("forgotten", [5]))
+        await until(link.cancelled)
+        assert link.sent[-1] == Cancel(1, ["forgotten"])
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("event", [Failed("out of memory"), LinkLost("gone"), msgspec.DecodeError("nonsense")])
 def test_a_lost_engine_ends_every_request_with_an_error(tokenizer, event):
     async def scenario(frontend, link, clock):
-        generations = [frontend.submit([1], SamplingParams(n=2), request_id="r") for _ in range(3)]
+        generations = [(await submit(frontend, params=SamplingParams(n=2)))[0] for _ in range(3)]
         assert frontend.healthy
-        link.events.put_nowait(event)
+        link.say(event)
         for generation in generations:
             with pytest.raises(EngineFailure):
                 await collect(generation)
+        assert frontend.lost
         assert not frontend.healthy
         assert not frontend.ready
         with pytest.raises(Unavailable):
             frontend.submit([1], SamplingParams(), request_id="r")
+        link.life = 2
+        link.say(ready(life=2))
+        await until(lambda: frontend.ready)
+        frontend.placement.prefill = [ready(life=2).peer]
+        await submit(frontend)
+        assert link.sent[-1].to == 2
+
+    run(tokenizer, scenario)
+
+
+def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
+    async def scenario(frontend, link, clock):
+        generation, (name,) = await submit(frontend)
+        link.say(ready(life=2))
+        with pytest.raises(EngineFailure, match="another life"):
+            await collect(generation)
+        link.report(TokenOutput(name, [5]))  # of the first life, late
+        await until(link.events.empty)
+        assert frontend.ready
 
     run(tokenizer, scenario)
 
 
 def test_numbers_that_are_none_fail_one_request_only(tokenizer):
     async def scenario(frontend, link, clock):
-        broken, fine = (frontend.submit([1], SamplingParams(), request_id=r) for r in "ab")
-        names = [r.id for r in link.enqueued()]
+        (broken, (one,)), (fine, (two,)) = await submit(frontend), await submit(frontend)
+        names = [one, two]
         link.report(
             TokenOutput(names[0], [], finish=FinishReason.ERROR), TokenOutput(names[1], [5], finish=FinishReason.LENGTH)
         )
@@ -205,8 +264,8 @@ def test_numbers_that_are_none_fail_one_request_only(tokenizer):
 
 def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
     async def scenario(frontend, link, clock):
-        odd, fine = (frontend.submit([1], SamplingParams(), request_id=r) for r in "ab")
-        names = [r.id for r in link.enqueued()]
+        (odd, (one,)), (fine, (two,)) = await submit(frontend), await submit(frontend)
+        names = [one, two]
         link.report(TokenOutput(names[0], ["no token"]), TokenOutput(names[1], [5], finish=FinishReason.LENGTH))
         with pytest.raises(EngineFailure):
             await collect(odd)
@@ -219,23 +278,27 @@ def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
 
 def test_a_refusal_is_the_users_error(tokenizer):
     async def scenario(frontend, link, clock):
-        generation = frontend.submit([1], SamplingParams(), request_id="r")
-        link.events.put_nowait(Refused(link.enqueued()[0].id, "too odd"))
+        generation, (name,) = await submit(frontend)
+        link.say(Refused(1, name, "too odd"))
         with pytest.raises(InvalidRequest, match="too odd"):
             await collect(generation)
 
     run(tokenizer, scenario)
 
 
-def test_a_silent_engine_is_unhealthy(tokenizer):
+def test_a_silent_engine_is_unhealthy_and_its_requests_end(tokenizer):
     async def scenario(frontend, link, clock):
-        clock.advance(STUCK_AFTER - 1)
+        generation, _ = await submit(frontend)
+        clock.advance(SILENT_AFTER + 0.1)
+        assert frontend.instance_states()[0]["state"] == "silent"
         assert frontend.healthy
-        clock.advance(2)
+        clock.advance(STUCK_AFTER)
         assert "no sign of life" in frontend.unhealthy_reason
+        frontend.traffic.tick()
+        with pytest.raises(EngineFailure, match="no sign of life"):
+            await collect(generation)
         link.report()
-        while not frontend.healthy:
-            await asyncio.sleep(0)
+        await until(lambda: frontend.healthy)
 
     run(tokenizer, scenario)
 
@@ -243,24 +306,175 @@ def test_a_silent_engine_is_unhealthy(tokenizer):
 def test_a_full_queue_refuses_and_recovers(tokenizer):
     async def scenario(frontend, link, clock):
         frontend._max_requests = 3
-        frontend.submit([1], SamplingParams(n=2), request_id="a")
+        _, names = await submit(frontend, params=SamplingParams(n=2))
         with pytest.raises(Overloaded) as caught:
             frontend.submit([1], SamplingParams(n=2), request_id="b")
         assert 1 <= caught.value.retry_after <= 60
         assert len(link.enqueued()) == 2
-        link.report(TokenOutput(link.enqueued()[0].id, [5], finish=FinishReason.LENGTH))
-        while len(frontend._generations) > 1:
-            await asyncio.sleep(0)
+        link.report(TokenOutput(names[0], [5], finish=FinishReason.LENGTH))
+        await until(lambda: len(frontend.traffic.held) == 1)
         frontend.submit([1], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
 
 
-def test_nothing_is_accepted_before_the_engine_is_ready(tokenizer):
+def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
     async def scenario(frontend, link, clock):
-        assert isinstance(link.sent[0], Hello)
         assert not frontend.ready
+        assert frontend.healthy
         with pytest.raises(Unavailable, match="loading"):
             frontend.submit([1], SamplingParams(), request_id="r")
 
-    run(tokenizer, scenario, ready=False)
+    run(tokenizer, scenario, ready_now=False)
+
+
+def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer):
+    async def scenario(frontend, links, clock):
+        links["b"].say(ready("b", 2, max_model_len=50))
+        await until(lambda: frontend.max_model_len == 50)
+        with pytest.raises(PromptTooLong):
+            frontend.submit([1] * 50, SamplingParams(), request_id="r")
+        links["a"].say(LinkLost("burnt"))
+        await until(lambda: frontend.instance_states()[0]["state"] == "lost")
+        assert frontend.healthy
+        assert frontend.ready
+        assert frontend.instance_states()[0]["trouble"] == "burnt"
+        links["b"].say(LinkLost("drowned"))
+        await until(lambda: not frontend.healthy)
+        assert frontend.unhealthy_reason == "a: burnt; b: drowned"
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_the_question_for_a_place_has_the_prefix_keys(tokenizer):
+    async def scenario(frontend, link, clock):
+        prompt = list(range(70))
+        await submit(frontend, prompt, SamplingParams(max_tokens=5))
+        (asked,) = frontend.placement.asked
+        keys = []
+        extend_keys(keys, b"root", prompt, 1)
+        assert asked.keys == keys
+        assert (asked.prompt_tokens, asked.max_tokens) == (70, 5)
+        labels = {"policy": "scripted", "reason": "because"}
+        assert value(frontend, "penstock:routing_decisions_total", **labels) == 1
+
+    run(tokenizer, scenario)
+
+
+def test_tokens_come_in_order_from_both_instances(tokenizer):
+    ids = tokenizer.encode("def join(path): return")
+
+    async def scenario(frontend, links, clock):
+        generation, (name,) = await submit(frontend)
+        command = next(c for c in links["p"].sent if isinstance(c, Enqueue))
+        assert command.decode == ready("d").peer
+        assert not links["d"].enqueued()
+        links["d"].report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH))
+        await until(links["d"].events.empty)
+        links["p"].report(TokenOutput(name, ids[:1]))
+        deltas = await collect(generation)
+        assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
+        assert generation._routes == ["p>d"]
+        assert value(frontend, "penstock:handoffs_total") == 1
+        assert links["p"].cancelled() == [name]  # in case that it does not know of the end
+
+    run(tokenizer, scenario, "p", "d", decode="d")
+
+
+def test_cancelling_reaches_both_instances(tokenizer):
+    async def scenario(frontend, links, clock):
+        generation, (name,) = await submit(frontend)
+        generation.cancel()
+        assert links["p"].cancelled() == links["d"].cancelled() == [name]
+
+    run(tokenizer, scenario, "p", "d", decode="d")
+
+
+def test_losing_one_of_two_instances(tokenizer):
+    async def scenario(frontend, links, clock):
+        decoding, (one,) = await submit(frontend)
+        reading, _ = await submit(frontend)
+        links["p"].report(TokenOutput(one, [5]))
+        links["d"].report(TokenOutput(one, [6], start=1))
+        await until(lambda: frontend.traffic.held[one].flight.handed_over)
+        links["p"].say(LinkLost("gone"))
+        await until(lambda: not frontend.traffic.instances["p"].ready)
+        links["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
+        assert [t for d in await collect(decoding) for t in d.tokens] == [5, 6, 7]
+        clock.advance(LEASE - 0.1)
+        frontend.traffic.tick()
+        assert len(frontend.traffic.held) == 1  # it may have been handed over
+        clock.advance(0.2)
+        frontend.traffic.tick()
+        with pytest.raises(EngineFailure):
+            await collect(reading)
+        assert links["d"].cancelled() == [s.id for s in reading._sequences]
+
+    run(tokenizer, scenario, "p", "d", decode="d")
+
+
+@pytest.mark.parametrize("why", ["draining", "stale"])
+def test_what_an_instance_never_began_runs_elsewhere(tokenizer, why):
+    async def scenario(frontend, links, clock):
+        generation, (name,) = await submit(frontend)
+        links["a"].say(Refused(1, name, "not here", why))
+        await until(links["b"].enqueued)
+        assert frontend.placement.asked[-1].exclude == ["a"]
+        assert links["b"].sent[-1].generation == 1
+        links["a"].report(TokenOutput(name, [9]))
+        links["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
+        assert [d.tokens for d in await collect(generation)] == [[5]]
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_a_place_that_the_frontend_knows_to_be_gone_is_not_taken(tokenizer):
+    async def scenario(frontend, links, clock):
+        links["a"].say(LinkLost("gone"))
+        await until(lambda: not frontend.traffic.instances["a"].ready)
+        generation = frontend.submit([1], SamplingParams(), request_id="r")
+        await until(links["b"].enqueued)
+        links["b"].say(LinkLost("gone"))
+        with pytest.raises(EngineFailure):
+            await collect(generation)
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_no_place_is_believed_after_a_while(tokenizer):
+    async def scenario(frontend, link, clock):
+        peers, frontend.placement.prefill = frontend.placement.prefill, None
+        soon = frontend.submit([1], SamplingParams(), request_id="r")
+        await until(lambda: frontend.placement.asked)
+        frontend.placement.prefill = peers
+        await until(link.enqueued)
+        soon.cancel()
+        frontend.placement.prefill = None
+        never = frontend.submit([1], SamplingParams(), request_id="r")
+        await asyncio.sleep(0)
+        clock.advance(MASTER_LEARNS + 1)
+        with pytest.raises(Unavailable, match="nobody"):
+            await collect(never)
+
+    run(tokenizer, scenario)
+
+
+def test_only_modelled_engines_make_a_modelled_model(tokenizer):
+    async def scenario(frontend, links, clock):
+        assert frontend.modelled is None
+        links["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        await until(lambda: frontend.traffic.instances["a"].is_life(2))
+        assert frontend.modelled is None
+        links["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        await until(lambda: frontend.modelled)
+        assert frontend.modelled == {"first_token_id": 3, "last_token_id": 9}
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_engines_of_its_own_are_told_to_stop(tokenizer):
+    async def scenario(frontend, links, clock):
+        frontend.traffic.stop_engines()
+        assert [link.sent[-1] for link in links.values()] == [Shutdown()] * 2
+
+    run(tokenizer, scenario, "a", "b")

@@ -4,6 +4,9 @@ A step is filled in this order: every decoding sequence gets its one token; then
 running or waiting, gets as many as the token budget still allows, by priority and then by arrival. A sequence that
 meets a shortage of blocks waits; a running one takes blocks from the last in rank, which goes back to waiting with its
 place and its tokens, and later computes again what is no longer in the cache.
+
+A sequence may leave for another instance once its prompt is read (`departs`), and one may come from another instance:
+blocks are set aside for it (`reserve`), filled by whoever carries them, and then it runs (`resume`).
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from dataclasses import dataclass
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
-from penstock.kv.keys import extend_keys, root_key
+from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
-from penstock.sched.local.sequence import Sequence, blocks_for
+from penstock.sched.local.sequence import Reservation, Sequence, blocks_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +56,24 @@ class Scheduler:
     """The sequences of one engine. `add` and `cancel` at any time between steps; then, again and again,
 
     plan = schedule(); result = run(plan); outputs = update(plan, result)
+
+    Args:
+        root: parent of every first block's prefix key; equal for instances that may exchange blocks.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, *, salt: str = "", prefix_cache: bool = True) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, *, root: bytes = b"", prefix_cache: bool = True) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
         self.limits = limits
         self.pool = pool
+        self.root = root
         self.counters = Counters()
-        self._root = root_key(salt)
         self._prefix_cache = prefix_cache
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []  # the next to run is the last
+        self._leaving: list[Sequence] = []  # they only hold blocks, until another instance has them
+        self._reserved: list[Reservation] = []
+        self._released: list[str] = []  # since the last plan
         self._arrivals = 0
 
     @property
@@ -76,14 +85,36 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        return sum(len(r.blocks) for r in self._reserved)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        """Whether something runs or waits to run."""
+        return bool(self._running or self._waiting)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._sequences
 
-    def add(self, request: Request) -> None:
+    def sequence(self, request_id: str) -> Sequence | None:
+        """To look at."""
+        return self._sequences.get(request_id)
+
+    def tokens_due(self) -> tuple[int, int, int]:
+        """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
+        waiting = sum(s.pending for s in self._waiting)
+        prefill = sum(s.pending for s in self._running if s.pending > 1)
+        return waiting, prefill, sum(s.computed for s in self._running) + sum(s.computed for s in self._leaving)
+
+    def add(self, request: Request, *, departs: bool = False) -> None:
         """Take a request in.
+
+        Args:
+            departs: once its first token is drawn it runs no further, until it is told to `stay` or to `depart`.
 
         Raises:
             PromptTooLong: it could never fit, even alone.
@@ -99,35 +130,115 @@ class Scheduler:
             )
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        sequence = self._make(request)
+        sequence.departs = departs
+        self._enqueue(sequence)
+
+    def _make(self, request: Request) -> Sequence:
         sequence = Sequence(request, self._arrivals)
         self._arrivals += 1
         self._sequences[request.id] = sequence
-        self._enqueue(sequence)
+        return sequence
 
     def cancel(self, request_id: str) -> bool:
         """Let a request go, wherever it is. False when it is not here (any more)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence.blocks:  # whoever runs holds one, and nobody else does
-            self._running.remove(sequence)
-            self.pool.release(sequence.blocks)
+        if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
+            (self._leaving if sequence in self._leaving else self._running).remove(sequence)
+            self._let_go(sequence)
         else:
             del self._waiting[bisect_left(self._waiting, _turn(sequence), key=_turn)]
         return True
 
+    # --- coming from and going to other instances
+
+    def stay(self, request_id: str) -> None:
+        """Nobody takes it: it goes on here."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        sequence.departs = False
+        if sequence in self._leaving:
+            self._leaving.remove(sequence)
+            self._running.append(sequence)
+
+    def depart(self, request_id: str) -> None:
+        """Another instance has it."""
+        assert self._sequences[request_id] in self._leaving
+        self.cancel(request_id)
+
+    def leaving(self, request_id: str) -> bool:
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence in self._leaving
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now.
+
+        Raises InvalidRequest or PromptTooLong when there never will be.
+        """
+        length = len(request.prompt)
+        if not 0 < length < self.limits.max_model_len:
+            raise PromptTooLong(
+                f"prompt: {length} tokens, at most {self.limits.max_model_len - 1} fit beside one output token",
+                "prompt",
+            )
+        if self._crowd() >= self.limits.max_sequences:
+            return None
+        keys: list[bytes] = []
+        extend_keys(keys, self.root, request.prompt, length // BLOCK_TOKENS)
+        hit = self.pool.match(keys) if self._prefix_cache else []
+        missing = blocks_for(length) - len(hit)
+        if missing + sum(map(self.pool.idle, hit)) > self.pool.available - self._promised(self._running):
+            return None
+        self.pool.hold(hit)
+        reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
+        self._reserved.append(reservation)
+        return reservation
+
+    def unreserve(self, reservation: Reservation) -> None:
+        """It will not come."""
+        self._reserved.remove(reservation)
+        self.pool.release(reservation.blocks)
+
+    def resume(self, reservation: Reservation, tokens: list[int], cached_tokens: int) -> Sequence:
+        """Its prompt's KV has arrived, and `tokens` were drawn elsewhere: it runs from here on."""
+        assert tokens
+        assert reservation.request.id not in self._sequences
+        self._reserved.remove(reservation)
+        sequence = self._make(reservation.request)
+        sequence.tokens += tokens
+        sequence.blocks = reservation.blocks
+        sequence.keys = reservation.keys
+        sequence.computed = len(reservation.request.prompt)
+        sequence.published = reservation.have
+        sequence.cached_tokens = cached_tokens
+        self._running.append(sequence)
+        self._publish(sequence)
+        return sequence
+
+    def _crowd(self) -> int:
+        """Sequences that run here or soon will, or whose departure may fail."""
+        return len(self._running) + len(self._leaving) + len(self._reserved)
+
+    # --- steps
+
     def schedule(self) -> StepPlan:
-        """The next step; empty only when there is nothing to do."""
+        """The next step; empty when nothing has work, or when all room is held by what leaves or comes."""
         step = _Step(self.limits.token_budget)
         for sequence in [s for s in self._running if s.pending == 1]:
             self._grant_running(step, sequence)
         self._fill(step)
-        plan = StepPlan(
+        if not step.grants:
+            assert self._leaving or self._reserved or not self._sequences, "work waits and nothing can run"
+            return StepPlan(())
+        released, self._released = self._released, []
+        return StepPlan(
             tuple(_sequence_step(s, count) for s, count in step.grants.items()),
             tuple(block for blocks in step.fresh.values() for block in blocks),
+            tuple(released),
         )
-        assert plan.sequences or not self._sequences, "work waits and nothing can run"
-        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
@@ -140,7 +251,7 @@ class Scheduler:
                 continue
             if sequence.id in result.broken:
                 self.cancel(sequence.id)  # its blocks of this step were not published
-                outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR))
+                outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
             sequence.computed = step.start + len(step.tokens)
             self._publish(sequence)
@@ -152,6 +263,7 @@ class Scheduler:
                 [token],
                 None if logprobs is None else [logprobs],
                 cached_tokens=sequence.cached_tokens or 0,
+                start=sequence.generated - 1,
             )
             if token in sequence.request.stop_ids:
                 output.finish, output.stop_token = FinishReason.STOP, token
@@ -159,6 +271,9 @@ class Scheduler:
                 output.finish = FinishReason.LENGTH
             if output.finish is not None:
                 self.cancel(sequence.id)
+            elif sequence.departs:
+                self._running.remove(sequence)
+                self._leaving.append(sequence)
             outputs.append(output)
         return outputs
 
@@ -189,12 +304,27 @@ class Scheduler:
         self._grant(step, sequence, count, missing)
 
     def _grant(self, step: _Step, sequence: Sequence, count: int, missing: int) -> None:
-        if missing > 0:
+        step.grants[sequence] = count
+        step.budget -= count
+        missing = max(0, missing) + self._ahead(sequence, count)
+        if missing:
             blocks = self.pool.allocate(missing)
             sequence.blocks += blocks
             step.fresh[sequence] = blocks
-        step.grants[sequence] = count
-        step.budget -= count
+
+    def _ahead(self, sequence: Sequence, count: int) -> int:
+        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
+        them can be made ready while this step runs."""
+        end = sequence.computed + count
+        rest = len(sequence.tokens) - end
+        if rest == 0:  # it decodes: one more token, unless this step's is the last
+            rest = int(not sequence.departs and sequence.generated + 1 < sequence.request.max_tokens)
+        goal = blocks_for(min(end + min(rest, self.limits.token_budget), self.limits.max_model_len))
+        have = max(len(sequence.blocks), blocks_for(end))
+        if goal <= have:
+            return 0
+        spare = self.pool.unused - (have - len(sequence.blocks)) - self._promised(self._running)
+        return goal - have if goal - have <= spare else 0
 
     def _admit(self, step: _Step, sequence: Sequence) -> bool:
         """Start or resume the first in the queue; False when it has to wait."""
@@ -220,7 +350,7 @@ class Scheduler:
         if not self._prefix_cache:
             return []
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-        extend_keys(sequence.keys, self._root, sequence.tokens, full)
+        extend_keys(sequence.keys, self.root, sequence.tokens, full)
         return self.pool.match(sequence.keys[:full])
 
     def _room_for(self, step: _Step, sequence: Sequence, hit: list[int]) -> bool:
@@ -240,22 +370,30 @@ class Scheduler:
 
     def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int]) -> bool:
         stay = [s for s in self._running if s not in victims]
-        if len(stay) >= self.limits.max_sequences:
+        if len(stay) + len(self._leaving) + len(self._reserved) >= self.limits.max_sequences:
             return False
         freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
-        promised = sum(s.blocks_missing for s in stay)
-        return needed <= self.pool.available + gained - promised
+        return needed <= self.pool.available + gained - self._promised(stay)
+
+    @staticmethod
+    def _promised(sequences: list[Sequence]) -> int:
+        """Blocks that these still need for the tokens they have."""
+        return sum(s.blocks_missing for s in sequences)
 
     def _preempt(self, step: _Step, victim: Sequence) -> None:
         step.budget += step.grants.pop(victim, 0)
         step.fresh.pop(victim, None)
         self._running.remove(victim)
-        self.pool.release(victim.blocks)
-        victim.blocks = []
+        self._let_go(victim)
         victim.computed = victim.published = 0
         self._enqueue(victim)
         self.counters.preemptions += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._released.append(sequence.id)
 
     # --- after a step
 
@@ -263,9 +401,9 @@ class Scheduler:
         if not self._prefix_cache:
             return
         full = sequence.computed // BLOCK_TOKENS
-        extend_keys(sequence.keys, self._root, sequence.tokens, full)
+        extend_keys(sequence.keys, self.root, sequence.tokens, full)
         for i in range(sequence.published, full):
-            parent = sequence.keys[i - 1] if i else self._root
+            parent = sequence.keys[i - 1] if i else self.root
             sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
         sequence.published = full
 
@@ -278,21 +416,20 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
         self.pool.check()
-        assert len(self._running) <= self.limits.max_sequences
-        assert len(self._running) + len(self._waiting) == len(self._sequences)
-        assert set(self._running) | set(self._waiting) == set(self._sequences.values())
+        assert self._crowd() <= self.limits.max_sequences
+        assert len(self._running) + len(self._waiting) + len(self._leaving) == len(self._sequences)
+        assert {*self._running, *self._waiting, *self._leaving} == set(self._sequences.values())
         ranks = [s.rank for s in self._waiting]
         assert ranks == sorted(ranks, reverse=True), "the queue is out of order"
-        holders = Counter(block for s in self._running for block in s.blocks)
-        for block in range(self.pool.num_blocks):
-            assert self.pool.holders(block) == holders[block], f"block {block} has a holder that is no sequence"
+        owners: list[Sequence | Reservation] = [*self._running, *self._leaving, *self._reserved]
+        self.pool.check_holders(Counter(block for owner in owners for block in owner.blocks))
         for s in self._waiting:
             assert not s.blocks
             assert s.computed == 0
-        for s in self._running:
+        for s in [*self._running, *self._leaving]:
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
-            assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens))
+            assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens) + 1)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
 
 
@@ -324,7 +461,8 @@ def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
         request_id=sequence.id,
         start=sequence.computed,
         tokens=sequence.tokens[sequence.computed : end],
-        blocks=tuple(sequence.blocks),
+        blocks=tuple(sequence.blocks[: blocks_for(end)]),
+        ahead=tuple(sequence.blocks[blocks_for(end) :]),
         sample=sample,
         params=request.params,
         seed=request.seed,

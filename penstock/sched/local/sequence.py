@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Request
 
@@ -21,9 +23,10 @@ class Sequence:
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
+        departs: it is meant to go on at another instance after its prompt.
     """
 
-    __slots__ = ("blocks", "cached_tokens", "computed", "keys", "published", "rank", "request", "tokens")
+    __slots__ = ("blocks", "cached_tokens", "computed", "departs", "keys", "published", "rank", "request", "tokens")
 
     def __init__(self, request: Request, arrival: int) -> None:
         self.request = request
@@ -34,6 +37,7 @@ class Sequence:
         self.keys: list[bytes] = []
         self.published = 0
         self.cached_tokens: int | None = None
+        self.departs = False
 
     @property
     def id(self) -> str:
@@ -51,4 +55,19 @@ class Sequence:
     @property
     def blocks_missing(self) -> int:
         """Blocks it still needs to compute every token it has."""
-        return blocks_for(len(self.tokens)) - len(self.blocks)
+        return max(0, blocks_for(len(self.tokens)) - len(self.blocks))
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks set aside for a request whose prompt is read at another instance.
+
+    Attributes:
+        keys: prefix keys of the prompt's full blocks.
+        blocks: for the whole prompt, in order; those before `have` hold its KV already.
+    """
+
+    request: Request
+    keys: list[bytes]
+    blocks: list[int]
+    have: int

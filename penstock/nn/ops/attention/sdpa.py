@@ -1,56 +1,72 @@
-"""On torch's scaled_dot_product_attention: decoding sequences in padded groups, prompts one by one in pieces."""
+"""On torch's scaled_dot_product_attention: decoding sequences in padded groups or alone, prompts in pieces."""
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.nn.batch import Batch, DecodeGroup, Span
+from penstock.nn.batch import Batch, DecodeGroup, Scratch, Span
+from penstock.nn.ops.attention.context import gather, read
 
 PIECE = 512  # rows of a prompt at a time: bounds the mask, and skips most of the triangle above the diagonal
+# On a CPU, bytes of one layer's K and V as they are computed with. A decoding sequence that has so many (padded) is
+# computed alone, which costs a call and saves the padding; shorter ones share calls that stay within the second.
+ALONE = 1 << 20
+TOGETHER = 4 << 20
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
     # torch's CPU kernels round the weights to bfloat16 differently for one row and for many; in float32 they differ in
     # the last bits only, and cost the same
-    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    cpu = q.device.type == "cpu"
+    dtype = torch.float32 if cpu else q.dtype
     out = torch.empty_like(q)
     q = q.to(dtype)
+    per_block = math.prod(cache.shape[1:]) * dtype.itemsize
     for group in batch.decode_groups:
-        _decode(out, q, cache, group, scale, window)
+        size = group.padded * per_block
+        if cpu and size >= ALONE:
+            for span in group.spans:
+                _decode_alone(out, q, cache, span, scale, window, batch.scratch)
+        else:
+            for part in group.parts(max(1, TOGETHER // size) if cpu else len(group.spans)):
+                _decode_together(out, q, cache, part, scale, window, batch.scratch)
     for span in batch.prefills:
-        _prefill(out, q, cache, span, scale, window)
+        _prefill(out, q, cache, span, scale, window, batch.scratch)
     return out
 
 
-def _decode(out: Tensor, q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, window: int | None) -> None:
+def _decode_together(
+    out: Tensor, q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, window: int | None, scratch: Scratch
+) -> None:
     kv_heads, dim = cache.shape[2], cache.shape[4]
-    k, v = _gather(cache, group.blocks).to(q.dtype)
+    k, v = gather(cache, group.blocks, q.dtype, scratch)
     # query heads that share K and V are rows of one product: [group, kv_heads, heads / kv_heads, dim]
     queries = q[group.rows].unflatten(1, (kv_heads, -1))
     heads = scaled_dot_product_attention(queries, k, v, attn_mask=group.mask(window), scale=scale)
     out[group.rows] = heads.reshape(-1, q.shape[1], dim).to(out.dtype)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """K and V of sequences with equally many blocks, in one copy: [2, sequences, kv_heads, tokens, dim].
-
-    The memory is looked at as pieces of one head's part of a block, because selecting whole pieces runs at the speed of
-    memory, and indexing by block and head does not.
-    """
-    _, _, kv_heads, tokens, dim = cache.shape
-    piece = tokens * dim
-    to_block, to_kind, to_head = (stride // piece for stride in cache.stride()[:3])
-    first = cache.storage_offset() // piece
-    heads = torch.arange(kv_heads, device=blocks.device)[:, None] * to_head + first
-    keys = blocks[:, None, :] * to_block + heads  # [sequences, kv_heads, blocks]
-    wanted = torch.stack((keys, keys + to_kind)).flatten()
-    pieces = cache.as_strided((cache.untyped_storage().nbytes() // cache.itemsize // piece, piece), (piece, 1), 0)
-    return pieces.index_select(0, wanted).view(2, len(blocks), kv_heads, -1, dim)
+def _decode_alone(
+    out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None, scratch: Scratch
+) -> None:
+    first = 0 if window is None else max(0, span.length - window)
+    skip = first // BLOCK_TOKENS
+    seen = slice(first - skip * BLOCK_TOKENS, span.length - skip * BLOCK_TOKENS)
+    k, v = read(cache, span, skip, q.dtype, scratch)[:, None, :, seen]
+    queries = q[span.row].unflatten(0, (cache.shape[2], -1))[None]
+    heads = scaled_dot_product_attention(queries, k, v, scale=scale)
+    out[span.row] = heads[0].flatten(0, 1).to(out.dtype)
 
 
-def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None) -> None:
-    context = _gather(cache, span.blocks[None]).to(q.dtype)  # [2, 1, kv_heads, tokens, dim]
+def _prefill(
+    out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None, scratch: Scratch
+) -> None:
+    skip = 0 if window is None else max(0, span.start + 1 - window) // BLOCK_TOKENS
+    skipped = skip * BLOCK_TOKENS
+    context = read(cache, span, skip, q.dtype, scratch)[:, None]  # [2, 1, kv_heads, tokens, dim]
     done = 0
     while done < span.rows:
         start = span.start + done
@@ -58,7 +74,7 @@ def _prefill(out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, wi
         count = min(span.rows - done, PIECE - start % PIECE)
         end = start + count
         first = 0 if window is None else max(0, start + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
-        k, v = context[:, :, :, first:end]
+        k, v = context[:, :, :, first - skipped : end - skipped]
         position = torch.arange(start, end, device=q.device)[:, None]
         column = torch.arange(first, end, device=q.device)
         mask = column <= position

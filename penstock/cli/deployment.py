@@ -1,0 +1,109 @@
+"""What the settings of a deployment file may be, made of the same options as the flags of `penstock serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+from penstock.cli.options import Option, integer, number, one_of, text, words
+from penstock.cli.serve import ENGINE_OPTIONS, SERVER_OPTIONS
+from penstock.core.errors import ConfigError
+from penstock.sched.cluster import DISPATCH
+from penstock.sched.steptime import DEVICES, GEOMETRIES
+from penstock.service.checkpoint import find_checkpoint
+from penstock.service.deployment import Tables
+from penstock.transfer.faulty import MESSAGES
+
+LIMITS = ("max-queued-requests", "drain-timeout")  # of the server's options; the others stand at the top
+MODELLED_TOO = (  # of the engine's options
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "step-time-limit-ms",
+    "kv-cache-memory",
+    "enable-prefix-caching",
+)
+
+
+def checkpoint(name: str) -> str:
+    try:
+        find_checkpoint(name)
+    except ConfigError as error:
+        raise ValueError(f"a checkpoint folder, a hub name, or demo ({error})") from None
+    return name
+
+
+def device(name: str) -> str:
+    modelled = [f"modelled:{known}" for known in DEVICES]
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) and name not in modelled:
+        raise ValueError(", ".join(("cpu", "cuda", "cuda:N", *modelled)))
+    return name
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """A number in [low, high]."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := float(text)) <= high:
+                return value
+        raise ValueError(f"a number from {low:g} to {high:g}")
+
+    return convert
+
+
+def messages(value: str) -> tuple[str, ...]:
+    return tuple(map(one_of(*MESSAGES), words(value)))
+
+
+# not "where there is one", as for `penstock serve`: a file means the same on every machine
+DEVICE = Option("device", device, "cpu", "what the instances run on")
+TABLES = Tables(
+    top=(
+        Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
+        Option("frontends", integer(1, 64), 1, "how many, each on a port of its own: port, port + 1, ..."),
+        *(option for option in SERVER_OPTIONS if option.name not in LIMITS),
+    ),
+    limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],
+    instances=(
+        Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the pool"),
+        Option("count", integer(1, 1024), 1, "how many of this kind"),
+        Option("pool", one_of("any", "prefill", "decode"), "any", "the work that they are meant for"),
+    ),
+    engine=(DEVICE, *(option for option in ENGINE_OPTIONS if option.name != "device")),
+    modelled=(
+        DEVICE,
+        *(option for option in ENGINE_OPTIONS if option.name in MODELLED_TOO),
+        Option("geometry", one_of(*GEOMETRIES), None, "the model whose times are modelled; by default the model's own"),
+        Option("slowdown", between(1, 1e6), 1.0, "factor on all times, for a host that cannot keep up"),
+        Option("noise", between(0, 1), 0.0, "standard deviation of a step's time, relative to it"),
+        Option(
+            "kv-blocks", integer(1, 1 << 28), None, "of 64 tokens; by default what the modelled device has room for"
+        ),
+    ),
+    policies=(Option("dispatch", one_of(*DISPATCH), "least-loaded", "which instance runs a request"),),
+    transport=(
+        Option("kind", one_of("shared", "tcp"), "shared", "blocks change their owner, or are copied"),
+        Option("lease", number(0, 3600), 5.0, "seconds that a hand-off may hear nothing from the other side"),
+    ),
+    faults=(
+        Option("seed", integer(0), 0, "of what goes wrong"),
+        Option("delay-ms", between(0, 60_000), 0.0, "of every frame"),
+        *(
+            Option(name, between(0, 1), 0.0, "probability, for each frame")
+            for name in ("drop", "duplicate", "reorder", "corrupt")
+        ),
+        Option("only", messages, (), "messages that the above is for; by default all"),
+        Option("stall", one_of(*MESSAGES), None, "message of which the first never leaves"),
+    ),
+    partition=(
+        Option("after", integer(0), 0, "frames that pass before nothing does"),
+        Option("for-s", number(0), None, "seconds that it lasts; by default for ever"),
+    ),
+    keeper=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
+    restart=(
+        Option("backoff", number(0, 3600), 0.5, "seconds until a process that died starts again; doubles each time"),
+        Option("limit", integer(0), 5, "deaths in a row that are made good"),
+    ),
+)

@@ -1,0 +1,69 @@
+"""A frontend's process: python -m penstock.cli.frontend JSON. Started by `penstock up`, not by people.
+
+JSON:
+    name                of this frontend, in every life the same
+    listen_fd           a bound socket that it inherits
+    parent              process id; without that process this one ends
+    master              the master's ZMQ endpoint; null for a master in this process
+    instances           [{"name", "address", "pool"}, ...]: where the engines listen
+    server              fields of ServerOptions
+
+SIGTERM or SIGINT drains, a second one ends what still runs. An engine that is lost does not end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.http import ServerOptions, Site, make_site, set_up_logging
+from penstock.core.errors import PenstockError
+from penstock.service.instances import Endpoint
+
+log = logging.getLogger("penstock.server")
+LOOK = 0.5  # seconds between two looks at the parent
+
+
+def main(settings: dict[str, Any]) -> int:
+    """Returns 0 when told to stop, 2 when the options cannot be served."""
+    given = settings["server"]
+    options = ServerOptions(
+        **{**given, "directory": Path(given["directory"]), "api_key": tuple(given["api_key"] or ())}
+    )
+    set_up_logging(options)
+    import uvloop
+
+    try:
+        return uvloop.run(serve(settings, options))
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+
+
+async def serve(settings: dict[str, Any], options: ServerOptions) -> int:
+    listener = socket.socket(fileno=settings["listen_fd"])
+    endpoints = [Endpoint(**instance) for instance in settings["instances"]]
+    site = make_site(options, listener, settings["name"], endpoints, settings["master"])
+    try:
+        await site.run(watch_parent(settings["parent"], site))
+    finally:
+        await site.close()
+    return 0
+
+
+async def watch_parent(parent: int, site: Site) -> None:
+    while os.getppid() == parent:
+        await asyncio.sleep(LOOK)
+    log.info("nobody is left to serve")
+    site.drain()
+    site.drain()  # at once
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,215 @@
+"""An HTTP server in front of engines, wherever they run: what `penstock serve` and a deployment's frontends share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    import uvicorn
+    import zmq.asyncio
+
+    from penstock.obs.logs import Format
+    from penstock.service.frontend import Frontend
+    from penstock.service.instances import Endpoint
+    from penstock.service.placement import Placement
+
+log = logging.getLogger("penstock.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What concerns the HTTP side; the flags' meaning."""
+
+    directory: Path
+    names: list[str]
+    host: str
+    port: int
+    api_key: tuple[str, ...]
+    chat_template: str | None
+    max_queued_requests: int
+    seed: int | None
+    drain_timeout: float
+    log_level: str
+    log_format: Format
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        flag = "host" if isinstance(error, socket.gaierror) else "port"
+        raise ConfigError(f"--{flag}: cannot listen on {host}:{port} ({error.strerror or error})", flag) from None
+    return listener
+
+
+def set_up_logging(options: ServerOptions) -> None:
+    from penstock.obs.logs import setup_logging
+
+    setup_logging(options.log_level, options.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # starts and stops are told in our own words
+
+
+@dataclass(slots=True)
+class Site:
+    """A frontend and the HTTP server over it, on one listening socket.
+
+    Attributes:
+        context: of all its wires.
+    """
+
+    options: ServerOptions
+    listener: socket.socket
+    context: zmq.asyncio.Context
+    frontend: Frontend
+    http: uvicorn.Server
+    _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    async def run(self, *watches: Any) -> None:
+        """Serve until a signal, or until somebody calls `stop`; then everything that runs has ended.
+
+        Args:
+            watches: coroutines that run meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.drain)
+        self.frontend.start()
+        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *watches)]
+        try:
+            await self.http.serve(sockets=[self.listener])
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Take nothing new; returns at once."""
+        self.http.should_exit = True
+
+    def drain(self) -> None:
+        """Take nothing new and let what runs finish; what still runs after the drain timeout, or at the second signal,
+        is ended with an error that its client sees."""
+        over = Unavailable("the server is shutting down")
+        if self.http.should_exit:
+            self.frontend.end_all(over)
+            return
+        log.info("draining: running requests have %g s", self.options.drain_timeout)
+        self.stop()
+        asyncio.get_running_loop().call_later(self.options.drain_timeout, self.frontend.end_all, over)
+
+    async def close(self) -> None:
+        await self.frontend.close()
+        self.context.term()
+
+    async def _announce(self) -> None:
+        with contextlib.suppress(Unavailable):
+            await self.frontend.wait_ready()
+            host, port = self.listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
+
+
+def make_site(
+    options: ServerOptions,
+    listener: socket.socket,
+    name: str,
+    endpoints: Sequence[Endpoint],
+    master: str | None = None,
+    dispatch: str = "least-loaded",
+) -> Site:
+    """
+    Args:
+        name: of the frontend.
+        endpoints: of the engines.
+        master: the master's ZMQ endpoint; None for one of its own, in this process.
+        dispatch: policy of its own master.
+    """
+    import zmq.asyncio
+
+    from penstock.api.app import create_app
+    from penstock.core.clock import SystemClock
+    from penstock.obs.metrics import Metrics
+    from penstock.service.checkpoint import read_defaults
+    from penstock.service.frontend import Frontend
+    from penstock.service.link import engine_link, master_link
+    from penstock.service.placement import LocalPlacement, RemotePlacement
+    from penstock.service.traffic import Traffic
+    from penstock.text.tokenizer import Tokenizer
+
+    clock, context = SystemClock(), zmq.asyncio.Context()
+    placement: Placement
+    if master is None:
+        placement = LocalPlacement(make_master(context, endpoints, dispatch, options.seed), name)
+    else:
+        placement = RemotePlacement(master_link(context, master, name, clock), clock)
+    metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints])
+    tokenizer = Tokenizer(options.directory, options.chat_template)
+    links = {e.name: engine_link(context, e.address, name, "frontend", clock) for e in endpoints}
+    frontend = Frontend(
+        tokenizer,
+        options.names,
+        read_defaults(options.directory, tokenizer.eos_id),
+        Traffic(endpoints, links, placement, metrics, clock),
+        metrics,
+        clock,
+        random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
+        options.log_format,
+        options.max_queued_requests,
+    )
+    app = create_app(frontend, metrics, api_keys=options.api_key)
+    return Site(options, listener, context, frontend, _http_server(app, options))
+
+
+def make_master(context: zmq.asyncio.Context, endpoints: Sequence[Endpoint], dispatch: str, seed: int | None) -> Any:
+    """A `MasterPump` with its own wires to the engines."""
+    import time
+
+    from penstock.core.clock import SystemClock
+    from penstock.sched.cluster import DISPATCH
+    from penstock.service.link import engine_link
+    from penstock.service.master import Master
+    from penstock.service.master_pump import MasterPump
+
+    clock = SystemClock()
+    master = Master(endpoints, DISPATCH[dispatch](), random.Random(seed), time.time_ns())
+    return MasterPump(
+        master, {e.name: engine_link(context, e.address, "master", "master", clock) for e in endpoints}, clock
+    )
+
+
+def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # uvicorn would raise the signal again at the end; a drained server exits with 0
+
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # by then every request has been ended
+        timeout_graceful_shutdown=int(options.drain_timeout) + 5,
+    )
+    return Server(config)

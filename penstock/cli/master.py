@@ -1,0 +1,72 @@
+"""The master's process: python -m penstock.cli.master JSON. Started by `penstock up`, not by people.
+
+JSON:
+    address             the ZMQ endpoint to bind, for frontends
+    parent              process id; without that process this one ends
+    instances           [{"name", "address", "pool"}, ...]: where the engines listen
+    dispatch            name of a policy in `sched.cluster.DISPATCH`
+    seed                of the lots that policies draw; null for an unpredictable one
+    log_level, log_format
+
+SIGTERM ends it. A terminal's Ctrl-C, which reaches every process, does not: frontends drain first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from penstock.cli.http import make_master
+from penstock.obs.logs import setup_logging
+from penstock.service.instances import Endpoint
+
+log = logging.getLogger("penstock.master")
+LOOK = 0.5  # seconds between two looks at the parent
+
+
+def main(settings: dict[str, Any]) -> int:
+    setup_logging(settings["log_level"], settings["log_format"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import uvloop
+
+    uvloop.run(serve(settings))
+    return 0
+
+
+async def serve(settings: dict[str, Any]) -> None:
+    """Decide until told to stop, or until nobody is left to decide for."""
+    import zmq.asyncio
+
+    from penstock.service.master_pump import serve_frontends
+
+    context = zmq.asyncio.Context()
+    endpoints = [Endpoint(**instance) for instance in settings["instances"]]
+    pump = make_master(context, endpoints, settings["dispatch"], settings["seed"])
+    pump.start()
+    serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+    finally:
+        watching.cancel()
+        await pump.close()
+        context.term()
+
+
+async def _until_orphaned(parent: int, serving: asyncio.Task[None]) -> None:
+    while os.getppid() == parent:
+        await asyncio.sleep(LOOK)
+    log.info("nobody is left to decide for")
+    serving.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,130 @@
+"""`penstock up FILE`: a whole deployment on this machine, from one file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.http import bind
+from penstock.cli.serve import SERVER_OPTIONS, engine_options, short_folder
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError
+from penstock.service.checkpoint import find_checkpoint
+
+if TYPE_CHECKING:
+    from penstock.service.deployment import Deployment, Group
+
+log = logging.getLogger("penstock.up")
+PORT = next(option for option in SERVER_OPTIONS if option.name == "port")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("up", help="run a deployment that a file describes", allow_abbrev=False)
+    parser.add_argument("file", help="a YAML file; recipes/ has some to start from")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with the file, and start nothing")
+    parser.add_argument("--port", help="instead of the file's; 0 takes free ones")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM. 0 after that, 2 when something cannot be served, 1 when it cannot be kept up."""
+    from penstock.cli.deployment import TABLES
+    from penstock.service.deployment import parse
+
+    overrides = {} if args.port is None else {"port": PORT.read(args.port, "--port")}
+    content = _read(args.file)
+    try:
+        deployment = parse(args.file, content, TABLES, overrides)
+    except ConfigError as error:  # many lines, each with its place
+        print(error, file=sys.stderr)
+        return 2
+    if args.check:
+        _show(deployment)
+        for warning in deployment.warnings:
+            print(f"{args.file}: warning: {warning}", file=sys.stderr)
+        return 0
+    return _up(deployment)
+
+
+def _up(deployment: Deployment) -> int:
+    from penstock.obs.logs import setup_logging
+    from penstock.service.launcher import Launcher, plan
+    from penstock.service.supervisor import Supervisor
+
+    server = deployment.server
+    setup_logging(server["log_level"], server["log_format"])
+    for warning in deployment.warnings:
+        log.warning("%s", warning)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher takes over: leave, tidily
+    directory = find_checkpoint(deployment.model)
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
+            for i in range(deployment.frontends)
+        ]
+        if sys.stdout.isatty():
+            _show(deployment, listeners)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder())))
+        fields = partial(_engine_fields, directory, server["seed"] or 0)
+        programs = plan(deployment, directory, folder, listeners, fields)
+        supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
+        return Launcher(programs, supervisor, SystemClock(), {"engine": _engine_environment(deployment)}).run()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+
+
+def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:
+    """Fields of `EngineOptions` or `ModelledOptions`. The noise of each modelled engine is its own."""
+    if not group.modelled:
+        return engine_options(directory, dict(group.options))
+    fields = dict(group.options)
+    fields["prefix_cache"] = fields.pop("enable_prefix_caching")
+    return {"model": str(directory), "seed": seed + number_, **fields}
+
+
+def _engine_environment(deployment: Deployment) -> Mapping[str, str]:
+    """CPU engines share the cores; left alone, each would start a thread for every core."""
+    engines = sum(group.count for group in deployment.groups if group.device == "cpu")
+    if engines < 2:
+        return os.environ
+    threads = max(1, len(os.sched_getaffinity(0)) // engines)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+
+
+def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> None:
+    """What runs where, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    host, port = deployment.server["host"], deployment.server["port"]
+    ports = [listener.getsockname()[1] for listener in listeners] or [
+        port and port + i for i in range(deployment.frontends)
+    ]
+    table = Table(title=f"penstock up: {', '.join(deployment.names)}", title_justify="left", box=None, padding=(0, 2))
+    for column in ("process", "count", "pool", "device or address"):
+        table.add_column(column, justify="right" if column == "count" else "left")
+    table.add_row("frontend", str(len(ports)), "", ", ".join(f"{host}:{p or 'a free port'}" for p in ports))
+    table.add_row("master", "1", "", f"dispatch {deployment.dispatch}")
+    for group in deployment.groups:
+        table.add_row(group.name, str(group.count), group.pool, group.device)
+    if deployment.orphans is not None:
+        table.add_row("keeper", "1", "", f"holds blocks of dead engines for {deployment.orphans:g} s")
+    if deployment.transport is not None:
+        table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
+    Console().print(table)

@@ -1,0 +1,244 @@
+"""Between an engine and those who give it work: frontends, and the master that decides."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.core.layout import KVLayout
+from penstock.core.request import Request, TokenOutput
+from penstock.core.wire import PROTOCOL
+from penstock.core.wire.codec import decoder
+
+Pool = Literal["any", "prefill", "decode"]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One life of an engine, as other engines reach it."""
+
+    name: str
+    incarnation: int
+    address: str  # of its transport, such as unix:/run/a.sock or tcp:10.0.0.7:7001
+
+
+# --- commands
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Somebody makes itself known, and says again every second that it lives.
+
+    An engine answers the first with `Ready`. It gives up the requests of a frontend it has not heard for `LEASE`
+    seconds, or whose next life it hears.
+    """
+
+    sender: str = "frontend"  # its name; also its ZMQ routing id
+    incarnation: int = 0
+    kind: Literal["frontend", "master", "probe"] = "frontend"
+    protocol: int = PROTOCOL
+
+
+class Enqueue(msgspec.Struct, tag=True, frozen=True):
+    """Run a request here; with `decode`, read its prompt here and hand it over to that instance.
+
+    Attributes:
+        to: incarnation of the engine it is meant for.
+        generation: which attempt this is.
+    """
+
+    to: int
+    request: Request
+    generation: int = 0
+    decode: Peer | None = None
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    to: int
+    request_ids: list[str]
+
+
+class Link(msgspec.Struct, tag=True, frozen=True):
+    """Connect to a peer before it is needed."""
+
+    to: int
+    peer: Peer
+
+
+class Unlink(msgspec.Struct, tag=True, frozen=True):
+    """A peer has gone, or will get no more from here."""
+
+    to: int
+    peer: Peer
+
+
+class SetPool(msgspec.Struct, tag=True, frozen=True):
+    """Which work the master means to place here from now on. Changes nothing about what runs."""
+
+    to: int
+    pool: Pool
+    generation: int  # of the decision; an older one is ignored
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Take nothing new. What runs goes on; `Snapshot.draining` with nothing running or waiting is the end."""
+
+    to: int
+
+
+class AskCache(msgspec.Struct, tag=True, frozen=True):
+    """Send every key, as a `CacheDelta` with `whole`."""
+
+    to: int
+
+
+class Inspect(msgspec.Struct, tag=True, frozen=True):
+    """Check every invariant and answer with an `Inspection`."""
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Stop now; what runs is lost."""
+
+
+Command = Hello | Enqueue | Cancel | Link | Unlink | SetPool | Drain | AskCache | Inspect | Shutdown
+LEASE = 5.0  # seconds without a Hello after which a frontend is taken for dead
+
+
+# --- events
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The engine can serve.
+
+    Attributes:
+        peer: how other engines reach it; an empty address when it takes no part in hand-offs.
+        root_key: parent of every first block's prefix key.
+        max_model_len: prompt and output tokens of one sequence together.
+        vocab_size: token ids are below it.
+        num_blocks: KV blocks that it may hold.
+        token_budget: tokens in one step at most.
+        drawn_ids: of a modelled device, the first and the last token id that it may draw.
+    """
+
+    peer: Peer
+    pool: Pool = "any"
+    layout: KVLayout | None = None
+    root_key: bytes = b""
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    token_budget: int
+    device: str
+    dtype: str
+    drawn_ids: tuple[int, int] | None = None
+    protocol: int = PROTOCOL
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Load now, and totals since the engine started."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
+    preemptions: int
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # prompt tokens found
+    steps: int
+
+
+class StepReport(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought this frontend. `step_tokens` is 0 in the heartbeat that an idle engine sends."""
+
+    incarnation: int
+    outputs: list[TokenOutput]
+    stats: EngineStats
+    step_tokens: int = 0
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The engine would not take a request: it is invalid, meant for an earlier life, or nothing new is taken."""
+
+    incarnation: int
+    request_id: str
+    message: str
+    why: Literal["invalid", "stale", "draining"] = "invalid"
+
+
+class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An engine's load as the master sees it, about every 50 ms while it changes and twice a second while it does not.
+
+    Attributes:
+        sequence: counts up within an incarnation.
+        waiting_tokens: tokens that are still to be computed for the waiting requests.
+        prefill_tokens: the same, for those that run.
+        running_tokens: tokens whose KV the running requests hold.
+        free_blocks: that can be handed out, idle cached ones included.
+        reserved_blocks: set aside for requests that are being handed over to it.
+        leaving: requests whose prompt is read and that are being handed over from it.
+        ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
+            per token after it, and time between the last two steps; None before there is one.
+        factors: part of a step ("prefill_ms_per_token", "decode_ms") -> recent mean.
+    """
+
+    incarnation: int
+    sequence: int
+    pool: Pool
+    pool_generation: int
+    draining: bool
+    running: int
+    waiting: int
+    leaving: int
+    waiting_tokens: int
+    prefill_tokens: int
+    running_tokens: int
+    free_blocks: int
+    reserved_blocks: int
+    num_blocks: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    interval_ms: float | None
+    factors: dict[str, float]
+
+
+class CacheDelta(msgspec.Struct, tag=True, frozen=True):
+    """Prefix keys that became findable here, and that no longer are.
+
+    Attributes:
+        sequence: counts up by one within an incarnation; a gap is a reason to `AskCache`.
+        whole: `added` is everything, and what was known before is void.
+    """
+
+    incarnation: int
+    sequence: int
+    added: list[bytes]
+    removed: list[bytes]
+    tier: str = "device"
+    whole: bool = False
+
+
+class LinkFailed(msgspec.Struct, tag=True, frozen=True):
+    """A link to a peer was refused or lost; `message` holds both sides' values."""
+
+    incarnation: int
+    peer: Peer
+    message: str
+
+
+class Inspection(msgspec.Struct, tag=True, frozen=True):
+    """What an engine holds, after all its `check`s passed; `broken` says which one did not."""
+
+    incarnation: int
+    counts: dict[str, int]  # requests, held_blocks, idle_blocks, free_blocks, leases, ranges_used, ..., open_files
+    broken: str = ""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine is about to exit with an error, or will not speak with this sender."""
+
+    message: str
+
+
+Event = Ready | StepReport | Refused | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+
+decode_command = decoder(Command).decode
+decode_event = decoder(Event).decode

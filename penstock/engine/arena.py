@@ -1,0 +1,82 @@
+"""Reserved addresses, and physical blocks behind them.
+
+The arena is one stretch of addresses: first every block of the pool, in its own order, then the slots of the virtual
+ranges. It counts in slots of one block: slot b < num_blocks is the pool's block b, so a block table and a virtual
+range are two ways to name places of the same tensor. Reserving costs nothing but addresses; reading a slot that is not
+mapped ends the process, which is what a wrong kernel deserves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.transfer.memory import PoolMemory
+
+_NONE, _READ_WRITE = 0, 1 | 2
+_SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE, _POPULATE = 0x1, 0x2, 0x10, 0x20, 0x4000, 0x8000
+
+_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock while it calls
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Arena:
+    """`num_slots` slots behind the blocks of a pool. Raises OSError when the system refuses addresses or a mapping."""
+
+    def __init__(self, memory: PoolMemory, num_slots: int) -> None:
+        self.num_blocks = memory.num_blocks
+        self.num_slots = num_slots
+        self.block_bytes = memory.block_bytes
+        self.nbytes = (self.num_blocks + num_slots) * self.block_bytes
+        self._fd = os.dup(memory.fd)
+        self._address = _mmap(None, self.nbytes, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
+        self.close = weakref.finalize(self, _close, self._address, self.nbytes, self._fd)
+        self._place(0, 0, self.num_blocks, 0)
+
+    def map(self, slot: int, block: int, count: int = 1, *, populate: bool = True) -> None:
+        """Blocks [block, block + count) lie behind slots [slot, slot + count) from now on.
+
+        With `populate` their pages are in the process's page table when this returns; without, each is faulted in when
+        it is first touched.
+        """
+        assert self.num_blocks <= slot <= slot + count <= self.num_blocks + self.num_slots
+        assert 0 <= block <= block + count <= self.num_blocks
+        self._place(slot, block, count, _POPULATE if populate else 0)
+
+    def unmap(self, slot: int, count: int = 1) -> None:
+        """Nothing lies behind these slots any more."""
+        assert self.num_blocks <= slot <= slot + count <= self.num_blocks + self.num_slots
+        start = self._address + slot * self.block_bytes
+        _mmap(start, count * self.block_bytes, _NONE, _FIXED | _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
+
+    def clear(self, slot: int) -> None:
+        """Write zeros to a mapped slot."""
+        ctypes.memset(self._address + slot * self.block_bytes, 0, self.block_bytes)
+
+    def buffer(self) -> ctypes.Array[ctypes.c_char]:
+        """All of it, for tensors over it; keeps the arena alive."""
+        buffer = (ctypes.c_char * self.nbytes).from_address(self._address)
+        buffer._arena = self  # type: ignore[attr-defined]
+        return buffer
+
+    def _place(self, slot: int, block: int, count: int, flags: int) -> None:
+        size = self.block_bytes
+        _mmap(self._address + slot * size, count * size, _READ_WRITE, _FIXED | _SHARED | flags, self._fd, block * size)
+
+
+def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    got = _libc.mmap(address, length, protection, flags, fd, offset)
+    if got == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {length} bytes: {os.strerror(number)}")
+    return got
+
+
+def _close(address: int, nbytes: int, fd: int) -> None:
+    _libc.munmap(address, nbytes)
+    os.close(fd)

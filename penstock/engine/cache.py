@@ -1,0 +1,190 @@
+"""The KV memory as the tensor that kernels see, and the two ways to address it.
+
+    table        a sequence's blocks lie anywhere; kernels are given their ids
+    contiguous   they lie behind consecutive slots of a virtual range; kernels are given the first
+
+Either way the tensor is [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim]. The layout's order decides only its strides:
+"block" keeps a head's tokens together, "token" keeps a token's layers and heads together, at a constant stride from
+token to token as far as blocks are consecutive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.core.layout import KVLayout
+from penstock.core.plan import BLOCK_TOKENS, StepPlan
+from penstock.engine.arena import Arena
+from penstock.engine.mapper import MapCounters, Mapper
+from penstock.engine.memory import MAPPINGS
+from penstock.kv.ranges import Change, Ranges
+from penstock.nn.config import DTYPES, DecoderConfig
+
+if TYPE_CHECKING:
+    from penstock.transfer.memory import PoolMemory
+
+PAGE = 4096  # bytes: a CPU's mapping unit
+MOST_RANGES = 8192
+MOST_ADDRESSES = 16 << 40  # bytes of ranges; a process has 128 TiB of addresses
+# strides' order, from the outermost dimension in memory to the innermost
+ORDERS = {"block": (0, 1, 2, 3, 4, 5), "token": (0, 4, 1, 2, 3, 5)}
+
+
+def make_layout(config: DecoderConfig, dtype: torch.dtype, order: str, model: str) -> KVLayout:
+    """How a model's KV lies in a block.
+
+    Args:
+        model: the checkpoint's digest.
+    """
+    exact = config.num_layers * 2 * config.num_kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
+    return KVLayout(
+        model=model,
+        order=order,
+        dtype=str(dtype).removeprefix("torch."),
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_bytes=-(-exact // PAGE) * PAGE,
+    )
+
+
+def as_blocks(memory: Tensor, layout: KVLayout) -> Tensor:
+    """[elements] of whole blocks -> [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim], in place."""
+    per_block = layout.block_bytes // memory.itemsize
+    sizes = (memory.numel() // per_block, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    strides = [per_block, 0, 0, 0, 0, 0]
+    step = 1
+    for dimension in reversed(ORDERS[layout.order][1:]):
+        strides[dimension] = step
+        step *= sizes[dimension]
+    return memory.as_strided(sizes, strides)
+
+
+class KVCache:
+    """Blocks addressed by table.
+
+    Attributes:
+        layout: of a block.
+        slots: what kernels see, [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim].
+        blocks: the physical blocks, its first part or all of it.
+    """
+
+    address_mode = "table"
+
+    def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int) -> None:
+        """`memory` is [elements], of the layout's dtype."""
+        self.layout = layout
+        self.slots = as_blocks(memory, layout)
+        self.blocks = self.slots[:num_blocks]
+        self._flat = memory.view(len(self.slots), -1)
+
+    @classmethod
+    def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
+        """Memory of its own, which is not cleared: a plan names the blocks that must be before they are used."""
+        dtype = DTYPES[layout.dtype]
+        elements = num_blocks * (layout.block_bytes // dtype.itemsize)
+        return cls(torch.empty(elements, dtype=dtype, device=device), layout, num_blocks)
+
+    @classmethod
+    def over_pool(cls, layout: KVLayout, memory: PoolMemory) -> KVCache:
+        return cls(_tensor(Arena(memory, 0), layout), layout, memory.num_blocks)
+
+    def prepare(self, plan: StepPlan) -> list[Sequence[int]]:
+        """Clear what the plan says. Returns each sequence's slots, as a `range` where they are consecutive."""
+        self._clear(plan.fresh_blocks)
+        return [s.blocks for s in plan.sequences]
+
+    def close(self) -> None:
+        """Let go of the memory. The cache is not used again."""
+        del self.slots, self.blocks, self._flat
+
+    def counts(self) -> dict[str, int]:
+        """Ranges by state and mapped slots (see `Ranges.counts`); empty when blocks are addressed by table."""
+        return {}
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything is accounted for."""
+
+    def _clear(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._flat.index_fill_(0, torch.tensor(slots, device=self._flat.device), 0)
+
+
+class ContiguousCache(KVCache):
+    """A pool's blocks, and virtual ranges in which they are consecutive for the sequence that owns the range.
+
+    A sequence that gets no range (see kv/ranges.py) is addressed by table, beside others that have one.
+    """
+
+    address_mode = "contiguous"
+
+    def __init__(
+        self, layout: KVLayout, memory: PoolMemory, *, max_sequences: int, range_blocks: int, budget: int = MAPPINGS
+    ) -> None:
+        num_ranges = max(1, min(max_sequences, MOST_RANGES, MOST_ADDRESSES // (range_blocks * layout.block_bytes)))
+        self.ranges = Ranges(num_ranges, range_blocks, budget, base=memory.num_blocks)
+        self._arena = Arena(memory, num_ranges * range_blocks)
+        self._mapper = Mapper(self._arena)
+        super().__init__(_tensor(self._arena, layout), layout, memory.num_blocks)
+
+    @property
+    def counters(self) -> MapCounters:
+        return self._mapper.counters
+
+    def prepare(self, plan: StepPlan) -> list[Sequence[int]]:
+        for owner in plan.released:
+            self.ranges.release(owner)
+        changes: list[Change] = []
+        placed: list[Sequence[int]] = []
+        for s in plan.sequences:
+            first, more = self.ranges.place(s.request_id, s.blocks)
+            changes += more
+            placed.append(s.blocks if first is None else range(first, first + len(s.blocks)))
+        self._mapper.now(changes)
+        self._clear(self._look_ahead(plan, placed))
+        return placed
+
+    def _look_ahead(self, plan: StepPlan, placed: Sequence[Sequence[int]]) -> list[int]:
+        """Have the thread map what the next step will probably need, and clear what of it is fresh.
+
+        Returns the slots that must be cleared for this step: where a block is mapped already it costs no page faults.
+        """
+        fresh = set(plan.fresh_blocks)
+        changes: list[Change] = []
+        now: list[int] = []
+        later: list[int] = []
+        for s, slots in zip(plan.sequences, placed, strict=True):
+            if fresh:
+                now += _take(fresh, s.blocks, slots, s.start // BLOCK_TOKENS)
+            if s.ahead and isinstance(slots, range):
+                changes += self.ranges.extend(s.request_id, s.ahead)
+                mapped = len(self.ranges.blocks(s.request_id)) - len(s.blocks)
+                later += _take(fresh, s.ahead, range(slots.stop, slots.stop + mapped), 0)
+        self._mapper.ahead(changes, later)
+        return now + list(fresh)
+
+    def close(self) -> None:
+        self._mapper.close()
+        super().close()
+
+    def counts(self) -> dict[str, int]:
+        return self.ranges.counts()
+
+    def check(self) -> None:
+        self.ranges.check()
+
+
+def _tensor(arena: Arena, layout: KVLayout) -> Tensor:
+    """[elements] over all of an arena, which lives as long as the tensor, whatever becomes of the pool."""
+    return torch.frombuffer(arena.buffer(), dtype=DTYPES[layout.dtype])
+
+
+def _take(fresh: set[int], blocks: Sequence[int], slots: Sequence[int], start: int) -> list[int]:
+    """Slots of the fresh ones among blocks[start:], which are fresh no more; there may be fewer slots than blocks."""
+    taken = [(block, slot) for block, slot in zip(blocks[start:], slots[start:], strict=False) if block in fresh]
+    fresh.difference_update(block for block, _ in taken)
+    return [slot for _, slot in taken]

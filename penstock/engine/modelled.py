@@ -1,0 +1,430 @@
+"""An engine of a modelled device: real scheduling, blocks and wire; digests for KV, and steps as long as they would be.
+
+What it computes is `core.digest`, over the digests that are in the blocks at that moment, so a block that is not what
+it should be changes the text. How long a step takes is `sched.steptime`, with seeded noise: what is left of that after
+the arithmetic is slept. No torch here: such a process starts in well under a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core import digest
+from penstock.core.clock import Clock
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.request import TokenLogprobs
+from penstock.engine.digests import DigestArithmetic
+from penstock.engine.ledger import ledger_of
+from penstock.engine.loop import Engine
+from penstock.kv.keys import root_key
+from penstock.kv.pool import BlockPool, Published
+from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.sequence import blocks_for
+from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
+from penstock.transfer.memory import PoolMemory
+from penstock.transfer.pool import OpenPool, Pool, private_pool
+
+log = logging.getLogger("penstock.engine")
+PREFIX = "modelled:"
+BLOCK_BYTES = 4096  # a page, of which the digests take an eighth
+MOST_TOKENS = 8192  # in a step, however fast the device is
+MEMORY_SHARE = 0.9  # of the modelled device's memory, for weights and KV together
+LATE_SHARE = 0.05  # of modelled time; beyond it the pace is not to be believed
+REPORT_EVERY = 30.0  # modelled seconds between two looks at it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledOptions:
+    """What a user may decide about an engine of a modelled device; None leaves it to the engine.
+
+    Attributes:
+        model: a Hugging Face folder, of which only config.json, generation_config.json and tokenizer.json are read.
+        device: "modelled:" and a name in `sched.steptime.DEVICES`.
+        geometry: the model whose times are modelled, a name in `sched.steptime.GEOMETRIES`; None is `model`'s own.
+        slowdown: factor on all times, at least 1: for a host that cannot keep up with so many devices.
+        noise: standard deviation of a step's time, relative to it.
+        seed: of the noise.
+        max_model_len, max_num_seqs, max_num_batched_tokens, step_time_limit_ms: see `EngineOptions`; the limit is in
+            the device's own time, before the slowdown.
+        kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
+        prefix_cache: whether computed prefixes are found again.
+    """
+
+    model: str
+    device: str = "modelled:h200"
+    geometry: str | None = None
+    slowdown: float = 1.0
+    noise: float = 0.0
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    step_time_limit_ms: float = 100.0
+    kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModelled:
+    """See `engine.build.Built`."""
+
+    engine: Engine
+    runner: PacedRunner
+    layout: KVLayout
+    pool: Pool
+
+    def close(self) -> None:
+        """Let go of the KV memory; nothing runs afterwards."""
+        self.runner.close()
+        self.pool.close()
+
+
+def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool = private_pool) -> BuiltModelled:
+    """Raises ConfigError on an option or a folder that cannot be served."""
+    _check(options)
+    device, directory = _device(options.device), Path(options.model)
+    config = _read_json(directory / "config.json")
+    shape = _shape(options.geometry, config)
+    times = StepTime(device, shape)
+    num_blocks, model_len = _size(options, device, shape, config)
+    budget = _token_budget(options, times, model_len)
+    layout = KVLayout(
+        model=_identity(config, shape),
+        order="digest",
+        dtype="uint64",
+        layers=1,
+        kv_heads=1,
+        head_dim=1,
+        block_bytes=BLOCK_BYTES,
+    )
+    vocab_size = _positive(config, "vocab_size")
+    token_ids = ordinary_ids(directory, vocab_size)
+    pool = open_pool(layout, num_blocks)
+    runner = PacedRunner(
+        pool.memory,
+        times,
+        clock,
+        device=options.device,
+        vocab_size=vocab_size,
+        token_ids=token_ids,
+        positions=model_len,
+        slowdown=options.slowdown,
+        noise=options.noise,
+        rng=random.Random(options.seed),
+    )
+    limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
+    blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.keeper)
+    if options.prefix_cache:
+        blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
+    root = root_key(layout.model, layout.dtype)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache)
+    log.info(
+        "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
+        "slowed down %g times",
+        options.geometry or "the model's own geometry",
+        options.device,
+        blocks.num_blocks,
+        blocks.cached,
+        model_len,
+        budget,
+        options.slowdown,
+    )
+    return BuiltModelled(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, pool)
+
+
+# --- running
+
+
+@dataclass(slots=True)
+class Pacing:
+    """Whether steps took as long as they should, in seconds since the start.
+
+    Attributes:
+        modelled: what all steps should have taken.
+        late_steps, late: steps whose arithmetic alone took longer, and by how much together.
+        overslept: by how much the system woke us too late, together.
+    """
+
+    steps: int = 0
+    modelled: float = 0.0
+    late_steps: int = 0
+    late: float = 0.0
+    overslept: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Time beyond what was modelled, as a share of it."""
+        return (self.late + self.overslept) / self.modelled if self.modelled else 0.0
+
+
+class PacedRunner:
+    """Runs plans in the time that a device would take. All it computes with are the plan and the digests in the pool.
+
+    Of how a token is to be drawn, only the seed and whether the draw is greedy matter; penalties and the like would
+    need logits, and there are none. The model is sure of itself: every token's probability is reported as 1.
+
+    Args:
+        memory: the pool; each block begins with BLOCK_TOKENS digests of 8 bytes.
+        times: what a step takes, in ms.
+        token_ids: that may be drawn.
+        positions: the longest sequence.
+        slowdown, noise, rng: see `ModelledOptions`.
+        sleep: lets so many seconds pass.
+    """
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        times: StepTime,
+        clock: Clock,
+        *,
+        device: str,
+        vocab_size: int,
+        token_ids: range,
+        positions: int,
+        slowdown: float = 1.0,
+        noise: float = 0.0,
+        rng: random.Random,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
+        self.token_ids = token_ids
+        self.pacing = Pacing()
+        self._reported = Pacing()
+        self._arithmetic = DigestArithmetic(positions, vocab_size)
+        words = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(memory.num_blocks, -1)
+        self._digests = words[:, :BLOCK_TOKENS]
+        self._times, self._clock, self._sleep = times, clock, sleep
+        self._slowdown, self._noise, self._rng = slowdown, noise, rng
+        self._last_ids: set[str] = set()
+        self._ended = clock.now()  # the last step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        begin = self._begin(plan)
+        if plan.fresh_blocks:
+            self._digests[list(plan.fresh_blocks)] = 0
+        contexts = self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else []
+        sampled = [(s, c) for s, c in zip(plan.sequences, contexts, strict=True) if s.sample]
+        tokens = [
+            digest.draw(c, s.start + len(s.tokens), self.token_ids, None if s.params.greedy else s.seed)
+            for s, c in sampled
+        ]
+        result = StepResult(tokens, [_certain(s, t) for (s, _), t in zip(sampled, tokens, strict=True)])
+        self._pace(begin, self._duration(plan))
+        return result
+
+    def counts(self) -> dict[str, int]:
+        """Its pacing, for whoever inspects the engine."""
+        pacing = self.pacing
+        return {
+            "modelled_steps": pacing.steps,
+            "modelled_ms": round(pacing.modelled * 1e3),
+            "late_steps": pacing.late_steps,
+            "late_ms": round(pacing.late * 1e3),
+            "overslept_ms": round(pacing.overslept * 1e3),
+        }
+
+    def check(self) -> None:
+        """It holds nothing that could be lost."""
+
+    def close(self) -> None:
+        """Let go of the memory. The runner is not used again."""
+        del self._digests
+
+    def _begin(self, plan: StepPlan) -> float:
+        """When the step began. One that goes on with what the last one did began right after that, as far as what the
+        engine did in between is part of the overhead that every step has on the device too."""
+        now, ids = self._clock.now(), {s.request_id for s in plan.sequences}
+        goes_on, self._last_ids = not ids.isdisjoint(self._last_ids), ids
+        overhead = self._times.device.overhead_ms / 1e3 * self._slowdown
+        return max(self._ended, now - overhead) if goes_on else now
+
+    def _duration(self, plan: StepPlan) -> float:
+        """Seconds that the step is to take."""
+        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
+        decodes = [s.start + 1 for s in plan.sequences if len(s.tokens) == 1]
+        rows = sum(s.sample for s in plan.sequences)
+        ms = self._times.step_ms(prefills, len(decodes), sum(decodes), rows)
+        # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
+        noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
+        return ms / 1e3 * self._slowdown * noise
+
+    def _pace(self, begin: float, duration: float) -> None:
+        """Returns `duration` seconds after `begin`, or at once when that has passed, and keeps account."""
+        pacing = self.pacing
+        left = begin + duration - self._clock.now()
+        pacing.steps += 1
+        pacing.modelled += duration
+        if left > 0:
+            self._sleep(left)
+            pacing.overslept += max(0.0, self._clock.now() - begin - duration)
+        else:
+            pacing.late_steps += 1
+            pacing.late -= left
+        self._ended = self._clock.now()
+        if pacing.modelled - self._reported.modelled >= REPORT_EVERY:
+            self._report()
+
+    def _report(self) -> None:
+        """Warn when the time since the last look cannot be believed."""
+        new, old = self.pacing, self._reported
+        modelled = new.modelled - old.modelled
+        late, overslept = new.late - old.late, new.overslept - old.overslept
+        if late + overslept > LATE_SHARE * modelled:
+            log.warning(
+                "this host cannot keep the pace: of %.1f s, steps were %.2f s late (%d of %d) and woken %.2f s late; "
+                "a greater slowdown would be honest",
+                modelled,
+                late,
+                new.late_steps - old.late_steps,
+                new.steps - old.steps,
+                overslept,
+            )
+        self._reported = Pacing(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
+
+
+def _certain(step: SequenceStep, token: int) -> TokenLogprobs | None:
+    asked = step.params.logprobs
+    return None if asked is None else TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)][:asked])
+
+
+# --- reading what was asked for
+
+
+def ordinary_ids(directory: Path, vocab_size: int) -> range:
+    """The longest run of token ids that are plain text: no added tokens, nothing that ends an output, no gaps.
+
+    Raises ConfigError when the folder has no tokenizer.json, or not of the usual form.
+    """
+    file = directory / "tokenizer.json"
+    tokenizer = _read_json(file)
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = set(vocabulary.values()) if isinstance(vocabulary, dict) else set(range(len(vocabulary)))
+        ids -= {added["id"] for added in tokenizer.get("added_tokens", ())}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: its vocabulary cannot be read ({error!r})", "model") from None
+    generation = directory / "generation_config.json"
+    for source in (directory / "config.json", *([generation] if generation.is_file() else [])):
+        ends = _read_json(source).get("eos_token_id")
+        ids -= set(ends) if isinstance(ends, list) else {ends}
+    best = run = range(0)
+    for token in sorted(i for i in ids if 0 <= i < vocab_size):
+        run = range(run.start if token == run.stop else token, token + 1)
+        best = max(best, run, key=len)
+    if not best:
+        raise ConfigError(f"{file}: it has no ordinary token below {vocab_size}", "model")
+    return best
+
+
+def _check(options: ModelledOptions) -> None:
+    """Ranges, in the flags' names."""
+    ranges = {
+        "max-num-seqs": (options.max_num_seqs, 1, 65536),
+        "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
+        "slowdown": (options.slowdown, 1.0, 1e6),
+        "noise": (options.noise, 0.0, 1.0),
+        "kv-blocks": (1 if options.kv_blocks is None else options.kv_blocks, 1, 1 << 28),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+    if options.kv_blocks is not None and options.kv_cache_memory is not None:
+        raise ConfigError("kv-blocks: given beside kv-cache-memory, only one of them can hold", "kv-blocks")
+
+
+def _device(name: str) -> DeviceModel:
+    device = DEVICES.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    if device is None:
+        allowed = ", ".join(PREFIX + known for known in DEVICES)
+        raise ConfigError(f"device: {name!r}, modelled devices are {allowed}", "device")
+    return device
+
+
+def _shape(name: str | None, config: dict[str, Any]) -> ModelShape:
+    if name is None:
+        return read_shape(config)
+    if name not in GEOMETRIES:
+        raise ConfigError(f"geometry: {name!r}, allowed are {', '.join(GEOMETRIES)}", "geometry")
+    return GEOMETRIES[name]
+
+
+def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, config: dict[str, Any]) -> tuple[int, int]:
+    """(blocks, longest sequence served)."""
+    most, asked = _positive(config, "max_position_embeddings"), options.max_model_len
+    if asked is not None and not 2 <= asked <= most:
+        raise ConfigError(f"max-model-len: {asked}, this checkpoint allows 2 to {most}", "max-model-len")
+    model_len = asked or most
+    free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
+    per_block = shape.kv_bytes_per_token * BLOCK_TOKENS
+    if (options.kv_cache_memory or per_block) > free:
+        raise ConfigError(
+            f"device: {options.device} has {device.memory / 1e9:.0f} GB, of which {max(free, 0) / 1e9:.1f} GB are left "
+            f"for the KV cache beside {shape.weight_bytes / 1e9:.1f} GB of weights",
+            "kv-cache-memory" if options.kv_cache_memory else "device",
+        )
+    if options.kv_blocks is not None:
+        num_blocks = options.kv_blocks
+    elif options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // per_block
+    else:
+        num_blocks = min(free // per_block, options.max_num_seqs * blocks_for(model_len))
+    longest = num_blocks * BLOCK_TOKENS
+    if longest < (asked or 2):
+        raise ConfigError(
+            f"max-model-len: {asked or 2} tokens need {blocks_for(asked or 2)} blocks of KV cache, {num_blocks} "
+            "are there",
+            "max-model-len",
+        )
+    return num_blocks, min(model_len, longest)
+
+
+def _token_budget(options: ModelledOptions, times: StepTime, model_len: int) -> int:
+    asked = options.max_num_batched_tokens
+    if asked is None:
+        high = max(min(MOST_TOKENS, model_len), options.max_num_seqs)
+        return times.largest_prefill(options.step_time_limit_ms, options.max_num_seqs, high)
+    if asked < options.max_num_seqs:
+        raise ConfigError(
+            f"max-num-batched-tokens: {asked}, at least max-num-seqs ({options.max_num_seqs}) is needed, "
+            "so that every running sequence gets a token in every step",
+            "max-num-batched-tokens",
+        )
+    return asked
+
+
+def _identity(config: dict[str, Any], shape: ModelShape) -> str:
+    """Names the modelled model, wherever its folder lies."""
+    text = f"{json.dumps(config, sort_keys=True)} {shape}"
+    return blake2b(text.encode(), digest_size=16, person=b"penstock.model").hexdigest()
+
+
+def _positive(config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {name} is {value!r}, a positive whole number is needed", "model")
+    return value
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})", "model") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: must hold a JSON object", "model")
+    return value

@@ -1,0 +1,21 @@
+"""The instance with the fewest tokens on its hands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.sched.cluster.base import Demand, InstanceLoad, Random, Stage
+
+
+class LeastLoaded:
+    """A cost is in tokens: those that are still to be computed, and those that are held. Among equals the lot decides,
+    so that a burst does not always begin with the first."""
+
+    name = "least-loaded"
+
+    def choose(
+        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
+    ) -> tuple[str, Mapping[str, float]]:
+        costs = {c.name: float(c.pending_tokens + c.held_tokens) for c in candidates}
+        least = min((costs[c.name], c.requests) for c in candidates)
+        return rng.choice([c.name for c in candidates if (costs[c.name], c.requests) == least]), costs

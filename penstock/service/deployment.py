@@ -1,0 +1,326 @@
+"""A deployment, described by one YAML file: a model, the instances that run it, and how the clients reach them.
+
+What each setting may be is in the tables that `parse` is given, which the command line makes of the same options as its
+flags. What is here is which sections there are, and what goes together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.wire.engine import Pool
+from penstock.service.settings_file import Setting, SettingsFile, Spot
+
+# part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
+GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
+RESERVED_NAMES = ("keeper", "master", "frontend")
+HIGHEST_PORT = 65535
+ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a keeper's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The settings of each section.
+
+    Attributes:
+        top: of the file itself; at least model, frontends, host, port.
+        engine: of an instance on a real device; at least device.
+        modelled: of one on a modelled device; at least device.
+        instances: of a group besides those: name, count, pool.
+        faults: of `transport.faults`, `partition` of the section in it.
+    """
+
+    top: Sequence[Setting]
+    limits: Sequence[Setting]
+    engine: Sequence[Setting]
+    modelled: Sequence[Setting]
+    instances: Sequence[Setting]
+    policies: Sequence[Setting]
+    transport: Sequence[Setting]
+    faults: Sequence[Setting]
+    partition: Sequence[Setting]
+    keeper: Sequence[Setting]
+    restart: Sequence[Setting]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Instances that are alike.
+
+    Attributes:
+        options: every engine option that its kind of device has, by key; "device" among them.
+    """
+
+    name: str
+    count: int
+    pool: Pool
+    options: Mapping[str, Any]
+
+    @property
+    def device(self) -> str:
+        return str(self.options["device"])
+
+    @property
+    def modelled(self) -> bool:
+        return _kind(self.device) == "modelled"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its KV blocks are in the host's memory, where a keeper can hold them and others can reach them."""
+        return _kind(self.device) != "cuda"
+
+    @property
+    def instances(self) -> list[str]:
+        """Their names."""
+        return [f"{self.name}-{i}" for i in range(self.count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How engines hand requests over to each other.
+
+    Attributes:
+        faults: what goes wrong on the way on purpose; for tests.
+    """
+
+    kind: str
+    faults: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """
+    Attributes:
+        backoff: seconds before a process that died is started again; doubles with every death in a row.
+        limit: deaths in a row that are made good.
+    """
+
+    backoff: float
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """
+    Attributes:
+        frontends: how many; number i listens on port + i, or each on a free one when port is 0.
+        server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
+        lease: seconds that a hand-off may hear nothing from its other side.
+        transport: None when no instance hands requests over.
+        orphans: seconds that the keeper holds the blocks of an engine that died; None when there is no keeper.
+        warnings: about settings that are allowed and probably not meant.
+    """
+
+    model: str
+    frontends: int
+    server: Mapping[str, Any]
+    groups: tuple[Group, ...]
+    dispatch: str
+    lease: float
+    transport: Transport | None
+    orphans: float | None
+    restart: Restart
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """That clients may use for the model."""
+        return list(self.server["served_model_name"] or (self.model,))
+
+
+def parse(name: str, text: str, tables: Tables, overrides: dict[str, Any] | None = None) -> Deployment:
+    """
+    Args:
+        name: of the file, for messages.
+        overrides: values of settings at the top by key, that go before the file's.
+
+    Raises:
+        ConfigError: one line "FILE:LINE: key.path: value, allowed is ..." for each mistake.
+    """
+    return _Parser(SettingsFile(name, text), tables).parse(overrides or {})
+
+
+class _Parser:
+    def __init__(self, file: SettingsFile, tables: Tables) -> None:
+        self.file, self.tables = file, tables
+        self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
+        sections = ("limits", "engine", "instances", "policies", "transport", "keeper", "restart")
+        self.spots = file.section(file.root, [*_names(tables.top), *sections])
+        self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
+
+    def parse(self, overrides: dict[str, Any]) -> Deployment:
+        file, tables, spots = self.file, self.tables, self.spots
+        top = _defaults(tables.top) | file.values(spots, tables.top) | overrides
+        limits = self._section("limits", tables.limits)
+        dispatch = self._section("policies", tables.policies)["dispatch"]
+        transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "faults"])
+        transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
+        faults = self._faults(transport_spots.get("faults"))
+        orphans = self._section("keeper", tables.keeper)["orphans"]
+        restart = Restart(**self._section("restart", tables.restart))
+        groups = self._groups()
+        for needed in ("model", "instances"):
+            if needed not in spots:
+                file.complain(file.root, f"{needed}: missing, and there is no default")
+        self._check_ports(top)
+        self._check_groups(groups)
+        linked = "transport" in spots or any(group.pool != "any" for group in groups)
+        file.finish()
+        model, frontends = top.pop("model"), top.pop("frontends")
+        return Deployment(
+            model=model,
+            frontends=frontends,
+            server=top | limits,
+            groups=tuple(groups),
+            dispatch=dispatch,
+            lease=transport["lease"],
+            transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
+            orphans=orphans if any(group.shares_memory for group in groups) else None,
+            restart=restart,
+            warnings=("transport.faults: messages between engines are damaged on purpose",) if faults else (),
+        )
+
+    def _section(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
+        spots = self.file.section(self.spots.get(name), _names(settings))
+        return _defaults(settings) | self.file.values(spots, settings)
+
+    def _faults(self, spot: Spot | None) -> dict[str, Any] | None:
+        """Only what is given, because what is not does not happen."""
+        spots = self.file.section(spot, [*_names(self.tables.faults), "partition"])
+        faults = self.file.values(spots, self.tables.faults)
+        if "partition" in spots:
+            partition = self.file.section(spots["partition"], _names(self.tables.partition))
+            faults["partition"] = _defaults(self.tables.partition) | self.file.values(partition, self.tables.partition)
+        return faults or None
+
+    def _groups(self) -> list[Group]:
+        file = self.file
+        shared_spots = file.section(self.spots.get("engine"), self.engine_settings)
+        shared = file.values(shared_spots, self.engine_settings.values())
+        return [self._group(spot, shared_spots, shared) for spot in file.items(self.spots.get("instances"))]
+
+    def _group(self, spot: Spot, shared_spots: Mapping[str, Spot], shared: dict[str, Any]) -> Group:
+        """
+        Args:
+            shared_spots, shared: options under `engine`, which hold where the group does not give its own.
+        """
+        file, tables = self.file, self.tables
+        spots = file.section(spot, [*_names(tables.instances), *self.engine_settings])
+        head = _defaults(tables.instances) | file.values(spots, tables.instances)
+        given = file.values(spots, self.engine_settings.values())
+        device = (_defaults(tables.engine) | shared | given)["device"]
+        settings = tables.modelled if _kind(device) == "modelled" else tables.engine
+        for name in spots.keys() & (self.engine_settings.keys() - set(_names(settings))):
+            file.complain(spots[name], f"{spots[name].shown}, allowed is nothing with device {device}")
+        default_name = "engine" if head["pool"] == "any" else head["pool"]
+        head["name"] = head["name"] or default_name
+        self.group_spots.append({"": spot, **shared_spots, **spots})
+        known = {setting.key for setting in settings}
+        options = _defaults(settings) | {key: value for key, value in {**shared, **given}.items() if key in known}
+        return Group(options=options, **head)
+
+    # --- what does not go together
+
+    def _check_ports(self, top: Mapping[str, Any]) -> None:
+        last = top["port"] + top["frontends"] - 1
+        if top["port"] and last > HIGHEST_PORT:
+            spot = self.spots.get("port", self.spots.get("frontends", self.file.root))
+            self.file.complain(
+                spot,
+                f"{top['port']}, allowed is at most {HIGHEST_PORT - top['frontends'] + 1} "
+                f"with {top['frontends']} frontends, each on a port of its own",
+            )
+
+    def _check_groups(self, groups: Sequence[Group]) -> None:
+        if not groups and "instances" in self.spots:
+            self.file.complain(self.spots["instances"], "empty, allowed is a list of at least one group")
+        self._check_names(groups)
+        self._check_pools(groups)
+        self._check_devices(groups)
+        self._check_sizes(groups)
+        self._check_gpu_memory(groups)
+
+    def _check_names(self, groups: Sequence[Group]) -> None:
+        seen = set()
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            spot = spots.get("name", spots[""])
+            if not GROUP_NAME.fullmatch(group.name) or group.name in RESERVED_NAMES:
+                self.file.complain(
+                    spot,
+                    f"{group.name!r}, allowed are up to 32 small letters, digits, dashes, dots and underscores, "
+                    f"except {', '.join(RESERVED_NAMES)}",
+                )
+            elif group.name in seen:
+                self.file.complain(spot, f"a second group called {group.name!r}, allowed is a name of its own")
+            seen.add(group.name)
+
+    def _check_pools(self, groups: Sequence[Group]) -> None:
+        """What is read in the pool "prefill" must go on somewhere, and what "decode" goes on with must be read."""
+        pools = {group.pool for group in groups}
+        for pool, other in (("decode", "prefill"), ("prefill", "decode")):
+            if pool in pools and not pools & {other, "any"}:
+                at = next(i for i, group in enumerate(groups) if group.pool == pool)
+                self.file.complain(
+                    self.group_spots[at]["pool"],
+                    f"{pool!r}, allowed only beside instances of the pool {other!r} or 'any'",
+                )
+
+    def _check_devices(self, groups: Sequence[Group]) -> None:
+        """What needs memory of the host, and what must be the same everywhere."""
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            device = spots.get("device", spots[""])
+            if not group.shares_memory:
+                if "keeper" in self.spots:
+                    self.file.complain(self.spots["keeper"], _not_on(group, "a keeper"))
+                if "transport" in self.spots:
+                    self.file.complain(self.spots["transport"], _not_on(group, "a transport"))
+                if group.pool != "any":
+                    self.file.complain(spots["pool"], _not_on(group, f"the pool {group.pool!r}"))
+            if group.modelled != groups[0].modelled:
+                self.file.complain(device, f"{group.device!r}, allowed is only modelled or no modelled devices")
+        sharing = [at for at, group in enumerate(groups) if group.shares_memory and not group.modelled]
+        for name in ONE_LAYOUT:
+            given = [self.group_spots[at][name] for at in sharing if name in self.group_spots[at]]
+            for spot in given[1:]:
+                if spot.shown != given[0].shown:
+                    self.file.complain(spot, f"{spot.shown}, allowed is {given[0].shown} as in {given[0].path}")
+
+    def _check_sizes(self, groups: Sequence[Group]) -> None:
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            if group.modelled and group.options["kv_blocks"] and group.options["kv_cache_memory"]:
+                spot = spots["kv-blocks"]
+                self.file.complain(spot, f"{spot.shown}, allowed is nothing beside kv-cache-memory")
+
+    def _check_gpu_memory(self, groups: Sequence[Group]) -> None:
+        """Shares of one GPU add up, unless the cache's size is given."""
+        shares: dict[str, float] = defaultdict(float)
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            if group.shares_memory or group.options["kv_cache_memory"] is not None:
+                continue
+            device = "cuda:0" if group.device == "cuda" else group.device
+            shares[device] += group.count * group.options["gpu_memory_utilization"]
+            if shares[device] > 1 + 1e-9:
+                spot = spots.get("gpu-memory-utilization", spots.get("device", spots[""]))
+                self.file.complain(
+                    spot, f"the shares of {device} add up to {shares[device]:g}, allowed is at most 1 in all"
+                )
+
+
+def _not_on(group: Group, what: str) -> str:
+    return f"{what} holds blocks in the host's memory, and group {group.name!r} has them on {group.device}"
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _names(settings: Iterable[Setting]) -> list[str]:
+    return [setting.name for setting in settings]
+
+
+def _defaults(settings: Iterable[Setting]) -> dict[str, Any]:
+    return {setting.key: setting.default for setting in settings}

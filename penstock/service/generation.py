@@ -1,0 +1,158 @@
+"""A client's request while it is served: its outputs as they come, and what is written down about it at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from penstock.core.clock import Clock
+from penstock.core.errors import PenstockError, http_row
+from penstock.core.request import Request, TokenOutput
+from penstock.core.sampling import SamplingParams
+from penstock.obs.logs import Format, RequestRecord, log_request
+from penstock.obs.metrics import Metrics
+from penstock.service.output import Delta, OutputStream, Usage
+from penstock.text.tokenizer import Tokenizer
+
+CLIENT_LEFT = 499  # in the log, where others write it too
+
+
+class Owner(Protocol):
+    """What a generation needs of its frontend."""
+
+    tokenizer: Tokenizer
+    served_names: list[str]
+    metrics: Metrics
+    clock: Clock
+    log_format: Format
+
+    def release(self, sequence_ids: Sequence[str]) -> None:
+        """Forget sequences, and have engines drop them."""
+
+
+class Generation:
+    """The outputs of one request, as an async iterator of deltas, all outputs interleaved.
+
+    Ends when every output has ended or the request was cancelled; raises what the engine's loss brought.
+
+    Attributes:
+        usage: grows with the deltas.
+    """
+
+    def __init__(
+        self, frontend: Owner, request_id: str, sequences: list[Request], params: SamplingParams, arrival: float
+    ) -> None:
+        self.usage = Usage(prompt_tokens=len(sequences[0].prompt))
+        self._frontend = frontend
+        self._request_id = request_id
+        self._sequences = sequences
+        self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(len(sequences))]
+        self._open = len(sequences)
+        self._deltas: deque[Delta] = deque()
+        self._error: PenstockError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._arrival = arrival
+        self._first: float | None = None
+        self._newest: list[float | None] = [None] * len(sequences)
+        self._tpots: list[float] = []
+        self._record: dict[str, Any] = {}
+        self._routes: list[str] = []
+        self._recorded = False
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._deltas.popleft()
+
+    def cancel(self) -> None:
+        """End it now. Harmless after the end."""
+        self._frontend.release(
+            [s.id for s, stream in zip(self._sequences, self._streams, strict=True) if not stream.finished]
+        )
+        self._end("abort" if self._open else None)
+
+    def fail(self, error: PenstockError) -> None:
+        """End it with an error; called by the frontend."""
+        self._frontend.release([s.id for s in self._sequences])
+        self._error = error
+        self._end(None)
+
+    def routed(self, route: str) -> None:
+        """One of its sequences runs there; called by the frontend."""
+        if route not in self._routes:
+            self._routes.append(route)
+
+    def receive(self, index: int, output: TokenOutput, now: float) -> None:
+        """What a step brought; called by the frontend."""
+        stream = self._streams[index]
+        delta = stream.feed(output)
+        self._count(index, delta, output, now)
+        self._deltas.append(delta)
+        if stream.finished:
+            self._open -= 1
+            if output.finish is None:  # a stop string ended it, of which the engine knows nothing
+                self._frontend.release([self._sequences[index].id])
+            if not self._open:
+                self._end(delta.finish_reason)
+        self._rouse()
+
+    def _count(self, index: int, delta: Delta, output: TokenOutput, now: float) -> None:
+        metrics, tokens = self._frontend.metrics, len(delta.tokens)
+        if tokens:
+            before, self._newest[index] = self._newest[index], now
+            self.usage.completion_tokens += tokens
+            if before is None:
+                self.usage.cached_tokens = max(self.usage.cached_tokens, output.cached_tokens)
+                self._record.setdefault("ttft", now - self._arrival)
+                self._first = self._first or now
+                metrics.observe_first_token(now - self._arrival)
+                before, tokens = now, tokens - 1
+            metrics.observe_inter_token(now - before, tokens)
+        if output.timing is not None:
+            self._record |= {
+                "queue": output.timing.queue,
+                "prefill": output.timing.prefill,
+                "decode": output.timing.decode,
+            }
+
+    def _end(self, finish_reason: str | None) -> None:
+        """Log and count the request, once."""
+        self._open = 0
+        self._rouse()
+        if self._recorded:
+            return
+        self._recorded = True
+        frontend, usage = self._frontend, self.usage
+        last = max((t for t in self._newest if t is not None), default=None)
+        steps = usage.completion_tokens // len(self._sequences) - 1
+        if last is not None and self._first is not None and steps > 0:
+            self._record["tpot"] = (last - self._first) / steps
+        record = RequestRecord(
+            request_id=self._request_id,
+            model=frontend.served_names[0],
+            instance=",".join(self._routes),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=finish_reason,
+            e2e=frontend.clock.now() - self._arrival,
+            seed=self._sequences[0].seed,
+            status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
+            **self._record,
+        )
+        frontend.metrics.observe_request(record)
+        log_request(record, frontend.log_format)
+
+    def _rouse(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

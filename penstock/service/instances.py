@@ -1,0 +1,72 @@
+"""The instances that a frontend or a master speaks with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.wire.engine import Pool, Ready
+
+SILENT_AFTER = 2.0  # seconds without a word after which an instance is said to be silent
+STUCK_AFTER = 60.0  # seconds without a word after which it is taken for lost
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an instance's engine listens.
+
+    Attributes:
+        address: a ZMQ endpoint, such as ipc:///run/d0 or tcp://10.0.0.7:6000.
+        pool: what it is configured for.
+    """
+
+    name: str
+    address: str
+    pool: Pool = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A connection has ended. Whatever was under way on it may be lost; everything that came was received before."""
+
+    message: str
+
+
+@dataclass(slots=True)
+class Instance:
+    """An instance as a frontend knows it.
+
+    Attributes:
+        ready: what its engine said of itself; None while nobody serves there.
+        said: the same, of the life before when nobody serves there now.
+        heard: when its newest word came, in the clock's seconds.
+        lost: why its last life is over; "" before the first has begun, and while one lasts.
+    """
+
+    name: str
+    pool: Pool
+    ready: Ready | None = None
+    said: Ready | None = None
+    heard: float = 0.0
+    lost: str = ""
+
+    def state(self, now: float) -> str:
+        """ "starting", "ready", "silent", "stuck" or "lost"."""
+        if self.lost:
+            return "lost"
+        if self.ready is None:
+            return "starting"
+        return "stuck" if self.stuck(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
+
+    def serves(self, now: float) -> bool:
+        return self.ready is not None and not self.stuck(now)
+
+    def stuck(self, now: float) -> bool:
+        return self.ready is not None and now - self.heard > STUCK_AFTER
+
+    def trouble(self, now: float) -> str:
+        """Why it does not serve although it did, or should; "" otherwise."""
+        return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
+
+    def is_life(self, incarnation: int) -> bool:
+        """Whether that life is the present one."""
+        return self.ready is not None and self.ready.peer.incarnation == incarnation

@@ -1,0 +1,194 @@
+"""The processes of a deployment on this machine: their command lines, and the loop that keeps them running."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from penstock.core.clock import Clock
+from penstock.core.wire.codec import encode
+from penstock.core.wire.engine import Shutdown
+from penstock.service.deployment import Deployment, Group
+from penstock.service.supervisor import Action, Program, Role, Supervisor
+
+log = logging.getLogger("penstock.up")
+LOOK = 0.05  # seconds between two looks at the processes
+
+
+def plan(
+    deployment: Deployment,
+    directory: Path,
+    folder: Path,
+    listeners: Sequence[socket.socket],
+    engine_fields: Callable[[Group, int], dict[str, Any]],
+) -> list[Program]:
+    """Every process of the deployment, in the order in which they start.
+
+    Args:
+        directory: of the model.
+        folder: for sockets; short, because the path of one has at most 107 bytes.
+        listeners: bound, one for each frontend. They stay open here, so that a frontend keeps its port over its lives.
+        engine_fields: group and number of an instance among all -> fields of its engine's options.
+    """
+    common = {
+        "parent": os.getpid(),
+        "log_level": deployment.server["log_level"],
+        "log_format": deployment.server["log_format"],
+    }
+    keeper, master = folder / "keeper", f"ipc://{folder}/master"
+    places = [(group, name) for group in deployment.groups for name in group.instances]
+    instances = [{"name": name, "address": f"ipc://{folder}/{name}", "pool": group.pool} for group, name in places]
+    programs = []
+    if deployment.orphans is not None:
+        settings = common | {"path": str(keeper), "orphan_seconds": deployment.orphans}
+        programs.append(_program("keeper", "keeper", settings, socket=keeper))
+    for number, (group, name) in enumerate(places):
+        settings = common | instances[number] | {"options": engine_fields(group, number), "lease_s": deployment.lease}
+        settings |= {"keeper": None, "transport": None}
+        if group.shares_memory:
+            settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
+        needs = "keeper" if group.shares_memory else None
+        programs.append(_program(name, "engine", settings, address=settings["address"], needs=needs))
+    settings = {"dispatch": deployment.dispatch, "seed": deployment.server["seed"], "instances": instances}
+    programs.append(_program("master", "master", common | settings | {"address": master}))
+    for number, listener in enumerate(listeners):
+        settings = {"name": f"frontend-{number}", "listen_fd": listener.fileno(), "master": master}
+        settings |= {"instances": instances, "server": _server(deployment, directory, listener, number)}
+        programs.append(_program(settings["name"], "frontend", common | settings, descriptors=(settings["listen_fd"],)))
+    return programs
+
+
+def _program(name: str, role: Role, settings: Mapping[str, Any], **more: Any) -> Program:
+    command = (sys.executable, "-m", f"penstock.cli.{role}", json.dumps(settings))
+    return Program(name=name, role=role, command=command, **more)
+
+
+def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
+    if deployment.transport is None:
+        return None
+    kind = deployment.transport.kind
+    address = "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:{path}"
+    return {"kind": kind, "address": address, "faults": deployment.transport.faults}
+
+
+def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
+    """A frontend's `ServerOptions`. Each draws its own seeds for requests without one."""
+    options = {key: value for key, value in deployment.server.items() if key != "served_model_name"}
+    if options["seed"] is not None:
+        options["seed"] += number
+    return options | {
+        "directory": str(directory),
+        "names": deployment.names,
+        "port": listener.getsockname()[1],
+    }
+
+
+class Launcher:
+    """Runs programs until a signal, or until one of them cannot be kept running.
+
+    Args:
+        environments: role -> environment of its processes, where it is not this process's own.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        supervisor: Supervisor,
+        clock: Clock,
+        environments: Mapping[Role, Mapping[str, str]],
+    ) -> None:
+        self._programs = {program.name: program for program in programs}
+        self._supervisor, self._clock, self._environments = supervisor, clock, environments
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
+        self._signals: list[int] = []
+        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def run(self) -> int:
+        """Returns the exit code: 0 after SIGTERM or SIGINT, else what the supervisor ended with. Nothing is left."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, lambda number, _: self._signals.append(number))
+        try:
+            while not self._supervisor.over:
+                self._look()
+                for action in self._supervisor.actions(self._clock.now()):
+                    self._act(action)
+                time.sleep(LOOK)
+        finally:
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+            if self._zmq is not None:
+                self._zmq.destroy(linger=0)
+        if self._supervisor.failure:
+            log.error("the deployment has ended: %s", self._supervisor.failure)
+        else:
+            log.info("stopped")
+        return self._supervisor.exit_code
+
+    def _look(self) -> None:
+        """Tell the supervisor what has happened since the last look."""
+        now = self._clock.now()
+        while self._signals:
+            follows = "running requests are ended" if self._supervisor.stopping else "running requests may finish"
+            log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
+            self._supervisor.stop(now)
+        for name, process in list(self._processes.items()):
+            code = process.poll()
+            if code is not None:
+                del self._processes[name]
+                self._starting.pop(name, None)
+                expected = self._supervisor.stopping
+                sentence = self._supervisor.exited(name, code, now)
+                log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+        for name, path in list(self._starting.items()):
+            if path.exists():
+                del self._starting[name]
+                self._supervisor.is_up(name)
+
+    def _act(self, action: Action) -> None:
+        match action.what:
+            case "start":
+                self._start(self._programs[action.name])
+            case "stop":
+                self._stop(self._programs[action.name])
+            case "kill":
+                log.warning("killing %s", action.name)
+                self._processes[action.name].kill()
+
+    def _start(self, program: Program) -> None:
+        if program.socket is not None:
+            program.socket.unlink(missing_ok=True)
+            self._starting[program.name] = program.socket
+        # a group of its own, because a terminal's Ctrl-C must reach only us: frontends drain before the others stop
+        process = subprocess.Popen(
+            program.command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=program.descriptors,
+            process_group=0,
+            env=self._environments.get(program.role),
+        )
+        log.info("%s is process %d", program.name, process.pid)
+        self._processes[program.name] = process
+
+    def _stop(self, program: Program) -> None:
+        if program.address is None:
+            self._processes[program.name].terminate()
+            return
+        if self._zmq is None:
+            self._zmq = zmq.Context()
+        link = self._zmq.socket(zmq.DEALER)
+        link.connect(program.address)
+        link.send(encode(Shutdown()))

@@ -1,0 +1,181 @@
+"""Who of a deployment's processes is started, stopped or killed, and when: decisions, told of exits and of time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.service.deployment import Restart
+
+Role = Literal["keeper", "engine", "master", "frontend"]
+STOP_ORDER: tuple[Role, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
+CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again
+STEADY = 60.0  # seconds after which a life counts as a success, and the deaths before it are forgotten
+MOST_BACKOFF = 30.0  # seconds
+STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
+DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A process of the deployment, over all its lives.
+
+    Attributes:
+        command: the command line.
+        descriptors: file descriptors that it inherits.
+        address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
+        socket: made by it when it can be reached. One that an earlier life left is removed before the next starts.
+        needs: the program whose socket must be there first, and whose end is the end of this one's life too.
+    """
+
+    name: str
+    role: Role
+    command: tuple[str, ...]
+    descriptors: tuple[int, ...] = ()
+    address: str | None = None
+    socket: Path | None = None
+    needs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    what: Literal["start", "stop", "kill"]
+    name: str
+
+
+@dataclass(slots=True)
+class _Place:
+    """One program's state. It runs, or waits until `due`, or has ended for good."""
+
+    program: Program
+    due: float | None = 0.0
+    since: float | None = None  # start of the life that runs now
+    up: bool = False  # those that need it may start
+    fallen: bool = False  # what it needs has ended
+    killed: bool = False
+    deaths: int = 0  # in a row
+
+    @property
+    def running(self) -> bool:
+        return self.since is not None
+
+
+class Supervisor:
+    """Call `exited`, `is_up` and `stop` as things happen, and do what `actions` says, a few times a second.
+
+    Args:
+        drain_timeout: seconds that running requests get to finish.
+
+    Attributes:
+        over: nothing runs any more and nothing will.
+        exit_code: 0 when it was told to stop; else what the deployment ended with.
+        failure: why it ended by itself; "" when it did not.
+    """
+
+    def __init__(self, programs: Sequence[Program], restart: Restart, drain_timeout: float) -> None:
+        self._places = {program.name: _Place(program) for program in programs}
+        self._restart = restart
+        self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to end by themselves
+        self._stopping: Role | None = None  # the role whose turn it is
+        self._deadline: float | None = None  # of that role; None before it was told
+        self.over = False
+        self.exit_code = 0
+        self.failure = ""
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping is not None
+
+    def is_up(self, name: str) -> None:
+        """The program can be reached."""
+        self._places[name].up = True
+
+    def exited(self, name: str, code: int, now: float) -> str:
+        """A process has ended; returns a sentence that says so, and what follows.
+
+        Args:
+            code: as `subprocess` has it: -N when signal N ended it.
+        """
+        place = self._places[name]
+        assert place.since is not None, f"{name} does not run"
+        lived, fallen = now - place.since, place.fallen
+        place.since, place.due, place.up, place.fallen, place.killed = None, None, False, False, False
+        how = f"{name} ended with {_shown(code)}"
+        if self.stopping:
+            return how
+        for other in self._places.values():
+            other.fallen |= other.running and other.program.needs == name
+        if code == CANNOT_BE_SERVED:
+            self._fail(f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
+            return self.failure
+        if fallen:
+            place.due = now
+            return f"{how} because {place.program.needs} did, and starts again"
+        place.deaths = 1 if lived >= STEADY else place.deaths + 1
+        if place.deaths > self._restart.limit:
+            times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
+            self._fail(f"{name} ended {times}, the last time with {_shown(code)}", 1, now)
+            return self.failure
+        delay = min(self._restart.backoff * 2 ** (place.deaths - 1), MOST_BACKOFF)
+        place.due = now + delay
+        return f"{how} and starts again in {delay:g} s"
+
+    def stop(self, now: float) -> None:
+        """Drain and end everything. Said again: do not wait for running requests any longer."""
+        if not self.stopping:
+            self._stopping = STOP_ORDER[0]
+            for place in self._places.values():
+                place.due = None
+        elif self._stopping == "frontend":  # one that is told twice ends its requests
+            self._patience, self._deadline = STOP_GRACE, None
+
+    def actions(self, now: float) -> list[Action]:
+        """What is to be done now. Nothing is said twice."""
+        return self._stop_next(now) if self._stopping is not None else self._start_due(now)
+
+    def _start_due(self, now: float) -> list[Action]:
+        actions = []
+        for name, place in self._places.items():
+            if place.fallen and not place.killed:
+                place.killed = True
+                actions.append(Action("kill", name))
+            needs = place.program.needs
+            if place.due is not None and place.due <= now and (needs is None or self._places[needs].up):
+                place.due, place.since = None, now
+                actions.append(Action("start", name))
+        return actions
+
+    def _stop_next(self, now: float) -> list[Action]:
+        while self._stopping is not None:
+            running = [p for p in self._places.values() if p.running and p.program.role == self._stopping]
+            if running:
+                return self._stop_role(running, now)
+            at = STOP_ORDER.index(self._stopping) + 1
+            if at == len(STOP_ORDER):
+                break
+            self._stopping, self._deadline = STOP_ORDER[at], None
+        self.over = True
+        return []
+
+    def _stop_role(self, running: Sequence[_Place], now: float) -> list[Action]:
+        if self._deadline is None:
+            self._deadline = now + (self._patience if self._stopping == "frontend" else STOP_GRACE)
+            return [Action("stop", place.program.name) for place in running]
+        late = [place for place in running if now >= self._deadline and not place.killed]
+        for place in late:
+            place.killed = True
+        return [Action("kill", place.program.name) for place in late]
+
+    def _fail(self, why: str, code: int, now: float) -> None:
+        self.failure, self.exit_code = why, code
+        self.stop(now)
+
+
+def _shown(code: int) -> str:
+    try:
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,331 @@
+"""Sequences on their way through the engines: where each is sent, what comes back, and what a loss does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from penstock.core.clock import Clock
+from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
+from penstock.core.request import TokenOutput
+from penstock.core.wire.engine import (
+    Cancel,
+    Command,
+    Enqueue,
+    Event,
+    Failed,
+    Peer,
+    Ready,
+    Refused,
+    Shutdown,
+    StepReport,
+)
+from penstock.core.wire.master import Place, Placed
+from penstock.obs.metrics import Metrics
+from penstock.service.flight import Flight
+from penstock.service.generation import Generation
+from penstock.service.instances import Endpoint, Instance, LinkLost
+from penstock.service.placement import Placement
+
+log = logging.getLogger("penstock.frontend")
+TICK = 0.25  # seconds
+MASTER_LEARNS = 1.0  # seconds until it has heard of an instance that is ready
+ATTEMPTS = 4  # places that a sequence is sent to until one takes it
+
+
+class Link(Protocol):
+    """What a frontend needs of its wire to an engine."""
+
+    def send(self, message: Command, /) -> None: ...
+    async def receive(self) -> Event | LinkLost: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Held:
+    """A sequence that is not over.
+
+    Attributes:
+        generation, index: whose it is, and which of its outputs.
+        keys: prefix keys of the prompt's full blocks.
+        arrival: of the request, by the clock.
+        failed_at: instances that did not take it.
+    """
+
+    generation: Generation
+    index: int
+    flight: Flight
+    keys: list[bytes]
+    arrival: float
+    failed_at: list[str] = field(default_factory=list)
+
+
+class Traffic:
+    """
+    Args:
+        endpoints: of every instance.
+        links: to each, by name.
+        placement: says where sequences run.
+
+    Attributes:
+        held: the sequences that are not over, by id.
+        pace: seconds from one sequence's end to the next, lately.
+        changed: set when an instance begins or ends to serve.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        links: Mapping[str, Link],
+        placement: Placement,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self.instances = {e.name: Instance(e.name, e.pool) for e in endpoints}
+        self.held: dict[str, Held] = {}
+        self.pace = 0.0
+        self.changed = asyncio.Event()
+        self._links = links
+        self._placement = placement
+        self._metrics = metrics
+        self._clock = clock
+        self._ended_at = clock.now()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._placing: set[asyncio.Task[None]] = set()
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be placed; "" when it can."""
+        return self._placement.trouble
+
+    def start(self) -> None:
+        """Begin to listen to the engines; call it inside the event loop."""
+        self._placement.start()
+        self._tasks = [asyncio.create_task(self._listen(instance)) for instance in self.instances.values()]
+        self._tasks.append(asyncio.create_task(self._keep_time()))
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._placing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._placement.close()
+        for link in self._links.values():
+            link.close()
+
+    def stop_engines(self) -> None:
+        for link in self._links.values():
+            link.send(Shutdown())
+
+    def add(self, held: Held) -> None:
+        """Have a sequence run; its generation gets what comes of it."""
+        self.held[held.flight.request.id] = held
+        self._find_place(held)
+
+    def release(self, sequence_ids: Sequence[str]) -> None:
+        """Forget sequences that are not wanted any longer, and have the engines drop them."""
+        for sequence_id in sequence_ids:
+            held = self.held.get(sequence_id)
+            if held is not None:
+                self._forget(held)
+                for peer in held.flight.peers:
+                    self._cancel(peer, [sequence_id])
+
+    def _forget(self, held: Held) -> None:
+        del self.held[held.flight.request.id]
+        self._placement.ended([held.flight.request.id])
+
+    def _cancel(self, peer: Peer, sequence_ids: list[str]) -> None:
+        if self.instances[peer.name].is_life(peer.incarnation):
+            self._links[peer.name].send(Cancel(peer.incarnation, sequence_ids))
+
+    # --- places
+
+    def _find_place(self, held: Held) -> None:
+        task = asyncio.create_task(self._place(held))
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
+
+    async def _place(self, held: Held) -> None:
+        try:
+            while held.flight.attempt < ATTEMPTS:
+                placed = await self._placed(held)
+                if held.flight.request.id not in self.held:
+                    return  # cancelled meanwhile
+                missing = [p.name for p in (placed.prefill, placed.decode) if p is not None and not self._reaches(p)]
+                if not missing:
+                    self._launch(held, placed)
+                    return
+                held.failed_at += missing  # the master has not noticed yet
+                held.flight.again()
+            raise Unavailable("no instance took this request")
+        except PenstockError as error:
+            held.generation.fail(error)
+        except Exception as error:
+            log.exception("a sequence could not be placed")
+            held.generation.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
+
+    async def _placed(self, held: Held) -> Placed:
+        """The master's answer. That nobody can take it is believed after a while: the master may only just begin to
+        know the instances."""
+        until = self._clock.now() + MASTER_LEARNS
+        while True:
+            try:
+                return await self._placement.place(self._question(held))
+            except Unavailable:
+                serving = any(instance.serves(self._clock.now()) for instance in self.instances.values())
+                if held.failed_at or not serving or self._clock.now() > until:
+                    raise
+            await asyncio.sleep(MASTER_LEARNS / 20)
+
+    def _question(self, held: Held) -> Place:
+        request = held.flight.request
+        return Place(
+            request.id,
+            len(request.prompt),
+            request.max_tokens,
+            held.keys,
+            request.priority,
+            held.flight.attempt,
+            self._clock.now() - held.arrival,
+            held.failed_at,
+        )
+
+    def _reaches(self, peer: Peer) -> bool:
+        instance = self.instances.get(peer.name)
+        return instance is not None and instance.is_life(peer.incarnation)
+
+    def _launch(self, held: Held, placed: Placed) -> None:
+        flight = held.flight
+        flight.launch(placed.prefill, placed.decode)
+        self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
+        held.generation.routed(flight.route)
+        self._links[placed.prefill.name].send(
+            Enqueue(placed.prefill.incarnation, flight.request, flight.attempt, placed.decode)
+        )
+
+    # --- the engines' events
+
+    async def _listen(self, instance: Instance) -> None:
+        while True:
+            try:
+                event = await self._links[instance.name].receive()
+            except msgspec.DecodeError as error:
+                self.instance_lost(instance.name, f"a message from the engine could not be read: {error}")
+                continue
+            try:
+                self._handle(instance, event)
+            except Exception as error:  # nobody else would notice
+                log.exception("the frontend failed")
+                self.instance_lost(instance.name, f"the frontend failed: {type(error).__name__}")
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self.tick()
+
+    def tick(self) -> None:
+        """End what has waited in vain."""
+        now = self._clock.now()
+        for held in [held for held in self.held.values() if held.flight.overdue(now)]:
+            held.generation.fail(EngineFailure("the engine failed during this request, and nothing came of it since"))
+        for instance in self.instances.values():
+            if instance.ready is not None and instance.stuck(now):
+                self._lose(instance, instance.ready.peer, instance.trouble(now))
+
+    def _handle(self, instance: Instance, event: Event | LinkLost) -> None:
+        instance.heard = self._clock.now()
+        match event:
+            case StepReport() if instance.is_life(event.incarnation):
+                self._metrics.observe_stats(instance.name, event.stats, event.step_tokens)
+                self._deliver(instance.name, event)
+            case Ready():
+                self._greet(instance, event)
+            case Refused():
+                self._refused(instance, event)
+            case Failed(message=message) | LinkLost(message=message):
+                self.instance_lost(instance.name, message)
+
+    def _greet(self, instance: Instance, ready: Ready) -> None:
+        if instance.ready is not None:
+            self.instance_lost(instance.name, "another life of the engine has begun")
+        instance.ready = instance.said = ready
+        instance.lost, instance.pool = "", ready.pool
+        self.changed.set()
+
+    def instance_lost(self, name: str, reason: str) -> None:
+        """An engine is gone: its requests end with an error unless another engine has them by now."""
+        instance = self.instances[name]
+        instance.lost = instance.lost or reason
+        ready, instance.ready = instance.ready, None
+        if ready is not None:
+            log.warning("%s is lost: %s", name, reason)
+            self._metrics.observe_loss(name)
+            self._lose(instance, ready.peer, reason)
+        self.changed.set()
+
+    def _lose(self, instance: Instance, life: Peer, reason: str) -> None:
+        now = self._clock.now()
+        for held in list(self.held.values()):
+            peer = next(
+                (p for p in held.flight.peers if p.name == life.name and p.incarnation == life.incarnation), None
+            )
+            if peer is not None:
+                try:
+                    held.flight.lose(peer, reason, now)
+                except EngineFailure as error:
+                    held.generation.fail(error)
+
+    def _refused(self, instance: Instance, refused: Refused) -> None:
+        held = self.held.get(refused.request_id)
+        prefill = held.flight.prefill if held is not None else None
+        if held is None or prefill is None or prefill.name != instance.name or held.flight.received:
+            return
+        if refused.why == "invalid":
+            held.generation.fail(InvalidRequest(refused.message))
+        else:  # it never ran there
+            held.failed_at.append(instance.name)
+            held.flight.again()
+            self._find_place(held)
+
+    def _deliver(self, name: str, report: StepReport) -> None:
+        unknown = [o.request_id for o in report.outputs if o.request_id not in self.held and o.finish is None]
+        if unknown:  # cancelled while the step ran, or while it was handed over
+            self._links[name].send(Cancel(report.incarnation, unknown))
+        for output in report.outputs:
+            held = self.held.get(output.request_id)
+            if held is not None:
+                self._receive(held, name, report.incarnation, output)
+
+    def _receive(self, held: Held, name: str, incarnation: int, output: TokenOutput) -> None:
+        flight, now = held.flight, self._clock.now()
+        before = flight.handed_over
+        try:
+            pieces = flight.accept(name, incarnation, output, now)
+            if flight.handed_over and not before:
+                self._metrics.observe_handoff()
+            for piece in pieces:
+                if piece.finish is not None:
+                    self._finished(held, now)
+                held.generation.receive(held.index, piece, now)
+                if output.request_id not in self.held:
+                    break  # a stop string ended it, whatever comes after
+        except EngineFailure as error:
+            held.generation.fail(error)
+        except Exception:  # of this one request: the others go on
+            log.exception("request %s failed", output.request_id)
+            held.generation.fail(EngineFailure("the answer could not be put together"))
+
+    def _finished(self, held: Held, now: float) -> None:
+        self._forget(held)
+        self.pace += 0.1 * (now - self._ended_at - self.pace)
+        self._ended_at = now
+        flight = held.flight
+        unaware = flight.prefill if flight.handed_over else flight.decode
+        if unaware in flight.peers and unaware is not None:
+            self._cancel(unaware, [flight.request.id])

@@ -1,0 +1,20 @@
+"""Bytes that move, and memory that outlives its user. Knows blocks and layouts, no tensors.
+
+Memory that outlives an engine:
+
+    memory.py         the blocks of a pool, as bytes in a memfd
+    records.py        what each block contains, in a second memfd
+    pool.py           an engine's pool: private to it, or a share of the keeper's
+    keeper.py         the server that owns the pools of a host
+    keeper_client.py  an engine's end of it
+    keeper_link.py    how the two of them frame messages
+
+Blocks that move between engines:
+
+    transports.py     what every transport does, and the menu of them
+    shared.py, tcp.py the two that there are: one host's pool, or bytes over sockets
+    carrier.py        links between engines, over which messages and bytes go
+    faulty.py         a carrier that loses, delays, doubles and spoils
+    connection.py, frames.py, addresses.py
+                      a socket of a link, what lies on it, where it leads
+"""

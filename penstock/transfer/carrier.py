@@ -1,0 +1,478 @@
+"""Links between engines: messages and blocks' bytes over sockets, on one I/O thread; the engine thread never waits.
+
+A link is a few connections, dialled by one side and used by both. The first carries messages; pushes, and the commit
+that must not overtake them, go over the others, each request always over the same one. The first connection
+introduces the two sides (`Greet`), the others join once that went well. A link is lost as soon as one of its
+connections is. Nothing is sent twice: what a lost link had not delivered is gone, as the hand-off protocol expects.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from penstock.core.errors import ConfigError, EngineFailure
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import PeerMessage, decode_peer
+from penstock.transfer.addresses import dial, listen, remove_socket_file, socket_file, tune
+from penstock.transfer.connection import Connection, Received, Staging
+from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, make_frame, read_greet
+from penstock.transfer.link import CONNECT_SECONDS, Arrival, Counters, Life, Link, LinkDown
+
+log = logging.getLogger(__name__)
+
+GREET_SECONDS = 3.0  # who has connected must have said who it is; later than its own patience ends
+STAGING_BYTES = 32 << 20  # of received payloads per link, made as they are needed
+MAX_SOCKETS = 64
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Carrier:
+    """
+    Args:
+        me: our greeting; its address is where to listen.
+        sockets: connections per link.
+        payload_bytes: of a push's payload; 0 when no bytes travel.
+    """
+
+    def __init__(self, me: Greet, sockets: int, payload_bytes: int) -> None:
+        self._listener, address = listen(me.address)
+        self._me = msgspec.structs.replace(me, address=address)
+        self._socket_file = socket_file(address)
+        self._sockets = sockets
+        self._payload_bytes = payload_bytes
+        self.address = address
+        self.counters = Counters()
+        self._links: dict[Life, list[Link]] = {}
+        self._current: dict[str, int] = {}  # name -> incarnation that greeted last
+        self._replaced: set[Life] = set()  # lives that were followed by another
+        self._numbers = count(1)
+        self._connections: set[Connection] = set()
+        self._unflushed: set[Connection] = set()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = count()
+        self._commands: deque[Callable[[], object]] = deque()
+        self._arrived: deque[Arrival | LinkDown] = deque()
+        self._told = 0  # arrivals that were announced
+        self._news = 0  # arrivals so far
+        self._arrival_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._command_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, _READ, self._accept)
+        self._selector.register(self._command_event, _READ, self._woken)
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._thread.start()
+
+    # --- the engine thread
+
+    def connect(self, peer: Peer) -> None:
+        self._do(partial(self._link, peer))
+
+    def disconnect(self, peer: Peer) -> None:
+        self._do(partial(self._unlink, peer))
+
+    def send(self, peer: Peer, message: PeerMessage, payload: memoryview | None = None) -> None:
+        """The payload is read when its turn comes, not now."""
+        frame = make_frame(message, self._me.incarnation, peer.incarnation, payload)
+        self._do(partial(self._send, peer, frame))
+
+    def receive(self) -> list[Arrival | LinkDown]:
+        if self._closing:
+            return []
+        if self._failure is not None:
+            raise EngineFailure(f"the transfer thread failed: {self._failure!r}") from self._failure
+        try:
+            os.eventfd_read(self._arrival_event)
+        except BlockingIOError:
+            return []
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def fileno(self) -> int:
+        return self._arrival_event
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._command_event, 1)
+        self._thread.join()
+        os.close(self._arrival_event)
+        os.close(self._command_event)
+
+    def _do(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
+        if not self._closing:
+            os.eventfd_write(self._command_event, 1)
+
+    # --- the I/O thread: everything below
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+            self._run_commands()  # what was sent just before
+            self._flush_all()
+        except BaseException as error:
+            log.exception("the transfer thread failed")
+            self._failure = error
+            os.eventfd_write(self._arrival_event, 1)
+        finally:
+            for connection in list(self._connections):
+                self._drop_connection(connection)
+            self._selector.close()
+            self._listener.close()
+            remove_socket_file(self._socket_file)
+
+    def _turn(self) -> None:
+        wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        for key, events in self._selector.select(wait):
+            if isinstance(key.data, Connection):
+                self._guard(key.data, partial(self._ready, key.data, events))
+            else:
+                key.data()
+        self._run_commands()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heappop(self._timers)[2]()
+        self._flush_all()
+        if self._told != self._news:
+            self._told = self._news
+            os.eventfd_write(self._arrival_event, 1)
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._command_event)
+
+    def _run_commands(self) -> None:
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+
+    def _later(self, seconds: float, command: Callable[[], None]) -> None:
+        heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), command))
+
+    def _tell(self, news: Arrival | LinkDown) -> None:
+        self._arrived.append(news)
+        self._news += 1
+
+    def _guard(self, connection: Connection, step: Callable[[], None]) -> None:
+        """Bad bytes and broken sockets end one connection, and with it its link."""
+        try:
+            if not connection.closed:
+                step()
+        except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
+            self._broken(connection, error)
+
+    # --- links
+
+    def _link(self, peer: Peer) -> Link | None:
+        """The link to a peer, dialled if there is none. None, and a LinkDown, for a life that another has followed."""
+        life = (peer.name, peer.incarnation)
+        if life in self._replaced:
+            message = f"{peer.name}: life {peer.incarnation} was followed by {self._current[peer.name]}"
+            self._tell(LinkDown(peer, message))
+            return None
+        if life not in self._links:
+            link = Link(peer, next(self._numbers), self._sockets, True, self._staging())
+            self._links[life] = [link]
+            self._later(CONNECT_SECONDS, partial(self._give_up, link))
+            self._dial(link, 0)
+        return self._links[life][0] if life in self._links else None
+
+    def _unlink(self, peer: Peer) -> None:
+        self._flush_all()
+        for link in self._links.pop((peer.name, peer.incarnation), []):
+            self._end(link)
+
+    def _send(self, peer: Peer, frame: Frame) -> None:
+        link = self._link(peer)
+        if link is None:
+            self.counters.dropped["link_down"] += 1
+        elif link.up:
+            self._transmit(link.lane(frame.message), frame)
+        else:
+            link.pending.append(frame)
+
+    def _staging(self) -> Staging | None:
+        if not self._payload_bytes:
+            return None
+        slots = max(2 * self._sockets, STAGING_BYTES // self._payload_bytes)
+        return Staging(slots, self._payload_bytes, partial(self._do, self._feed_starved))
+
+    def _give_up(self, link: Link) -> None:
+        if not link.lost and not link.up:
+            self._lose(link, f"{link.peer.name} at {link.peer.address} did not answer in time")
+
+    def _lose(self, link: Link, message: str, refused: bool = False) -> None:
+        """A link has ended by itself. The engine hears of it unless another one to the same life goes on."""
+        if link.lost:
+            return
+        life = (link.peer.name, link.peer.incarnation)
+        others = self._links.get(life, [])
+        others.remove(link)
+        if others:
+            for frame in link.pending:
+                self._send(link.peer, frame)
+            link.pending.clear()
+        else:
+            self._links.pop(life, None)
+            self._tell(LinkDown(link.peer, message, refused))
+        self._end(link)
+
+    def _end(self, link: Link) -> None:
+        link.lost = True
+        if link.pending:
+            self.counters.dropped["link_down"] += len(link.pending)
+            link.pending.clear()
+        for connection in link.connections:
+            if connection is not None:
+                self._drop_connection(connection)
+
+    # --- connections
+
+    def _dial(self, link: Link, index: int) -> None:
+        if link.lost:
+            return
+        try:
+            connection = Connection(dial(link.peer.address))
+        except (OSError, ConfigError) as error:
+            self._undialled(link, index, error)
+            return
+        connection.link, connection.index, connection.connecting = link, index, True
+        link.connections[index] = connection
+        self._watch(connection)
+
+    def _undialled(self, link: Link, index: int, error: Exception) -> None:
+        """Nobody listens there yet, perhaps."""
+        link.connections[index] = None
+        if index or isinstance(error, ConfigError) or time.monotonic() + link.retry > link.deadline:
+            self._lose(link, f"{link.peer.name} at {link.peer.address} cannot be reached: {error}")
+            return
+        self._later(link.retry, partial(self._dial, link, 0))
+        link.retry *= 2
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # the stranger has left already, or there are too many open files
+            log.warning("cannot accept a connection: %s", error)
+            return
+        sock.setblocking(False)
+        tune(sock)
+        connection = Connection(sock)
+        self._watch(connection)
+        self._later(GREET_SECONDS, partial(self._send_away, connection))
+
+    def _send_away(self, connection: Connection) -> None:
+        if connection.link is None:
+            self._drop_connection(connection)
+
+    def _ready(self, connection: Connection, events: int) -> None:
+        if connection.connecting:
+            failed = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            connection.connecting = False
+            self._greet(connection)
+        elif events & _READ:
+            self._take(connection, connection.read())
+        if events & _WRITE and not connection.closed:
+            self._unflushed.add(connection)
+        self._watch(connection)
+
+    def _take(self, connection: Connection, frames: Iterator[Received]) -> None:
+        for received in frames:
+            self._hear(connection, received)
+            if connection.closed:
+                return
+
+    def _feed_starved(self) -> None:
+        for connection in [c for c in self._connections if c.starved]:
+            self._guard(connection, partial(self._take, connection, connection.frames()))
+            self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Registers it for what it waits for."""
+        if connection.closed:
+            return
+        self._connections.add(connection)
+        interest = _WRITE if connection.connecting or connection.backlog else 0
+        if not connection.connecting and not connection.starved:
+            interest |= _READ
+        if interest == connection.interest:
+            return
+        if not interest:
+            self._selector.unregister(connection.sock)
+        elif connection.interest:
+            self._selector.modify(connection.sock, interest, connection)
+        else:
+            self._selector.register(connection.sock, interest, connection)
+        connection.interest = interest
+
+    def _drop_connection(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._unflushed.discard(connection)
+        if connection.interest:
+            self._selector.unregister(connection.sock)
+            connection.interest = 0
+        if not connection.closed:
+            connection.close()
+
+    def _broken(self, connection: Connection, error: Exception) -> None:
+        link = connection.link
+        if link is not None and link.dialled and not connection.ready and isinstance(error, OSError):
+            self._drop_connection(connection)
+            self._undialled(link, connection.index, error)
+            return
+        if not isinstance(error, OSError | EOFError):
+            self.counters.dropped["garbage"] += 1
+            log.warning("broken bytes from %s: %s", link.peer.name if link else "a stranger", error)
+        self._drop_connection(connection)
+        if link is not None:
+            self._lose(link, f"link to {link.peer.name} at {link.peer.address} ended: {error}")
+
+    # --- frames out
+
+    def _greet(self, connection: Connection) -> None:
+        link = connection.link
+        assert link is not None
+        me = msgspec.structs.replace(self._me, link=link.number, socket=connection.index, sockets=len(link.connections))
+        self._transmit(connection, make_frame(me, me.incarnation, link.peer.incarnation))
+
+    def _transmit(self, connection: Connection, frame: Frame) -> None:
+        """Puts a frame on its way. Faults come between here and the socket."""
+        if connection.closed:
+            self.counters.dropped["link_down"] += 1
+            return
+        self.counters.frames_sent += 1
+        connection.queue(frame)
+        self._unflushed.add(connection)
+
+    def _flush_all(self) -> None:
+        while self._unflushed:
+            connection = self._unflushed.pop()
+            self._guard(connection, partial(self._flush, connection))
+
+    def _flush(self, connection: Connection) -> None:
+        if connection.backlog and not connection.connecting:
+            self.counters.bytes_sent += connection.flush()
+        self._watch(connection)
+
+    # --- frames in
+
+    def _hear(self, connection: Connection, received: Received) -> None:
+        """A whole frame has come. Faults come between the socket and here."""
+        header = received.header
+        self.counters.frames_received += 1
+        self.counters.bytes_received += HEADER_BYTES + header.body + header.payload
+        if not header.intact(received.body):
+            self.counters.dropped["corrupt"] += 1
+        elif not connection.ready:
+            self._greeted(connection, received)
+        else:
+            self._heard(connection, received)
+
+    def _heard(self, connection: Connection, received: Received) -> None:
+        header, link = received.header, connection.link
+        assert link is not None
+        if (header.sender, header.to) != (link.peer.incarnation, self._me.incarnation):
+            self.counters.dropped["stale"] += 1
+            return
+        message = decode_peer(received.body)
+        if received.payload is None:
+            self._tell(Arrival(link.peer, message))
+            return
+        assert received.payload.buffer is not None
+        self._tell(Arrival(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
+
+    def _greeted(self, connection: Connection, received: Received) -> None:
+        """The other side has said who it is: as an answer when we dialled, else as the first word."""
+        greet = read_greet(received.body)
+        peer = Peer(greet.name, greet.incarnation, greet.address)
+        known = connection.link
+        refusal = (
+            self._me.difference(greet)
+            if isinstance(greet, Greet)
+            else f"protocol: {self._me.protocol} here, {greet.protocol} there"
+        )
+        if known is not None and (known.peer.name, known.peer.incarnation) != (peer.name, peer.incarnation):
+            self.counters.dropped["stale"] += 1
+            self._lose(
+                known,
+                f"at {known.peer.address} lives {peer.name}/{peer.incarnation} now, "
+                f"not {known.peer.name}/{known.peer.incarnation}",
+            )
+        elif known is None and (received.header.to != self._me.incarnation or self._is_replaced(peer)):
+            self.counters.dropped["stale"] += 1
+            self._answer_and_close(connection, peer)
+        elif refusal:
+            log.warning("link with %s refused: %s", peer.name, refusal)
+            if known is None:
+                self._answer_and_close(connection, peer)
+                self._tell(LinkDown(peer, refusal, True))
+            else:
+                self._lose(known, refusal, True)
+        else:
+            assert isinstance(greet, Greet)
+            self._welcome(connection, greet, peer)
+
+    def _is_replaced(self, peer: Peer) -> bool:
+        return (peer.name, peer.incarnation) in self._replaced
+
+    def _answer_and_close(self, connection: Connection, peer: Peer) -> None:
+        self._transmit(connection, make_frame(self._me, self._me.incarnation, peer.incarnation))
+        self._guard(connection, partial(self._flush, connection))
+        self._drop_connection(connection)
+
+    def _welcome(self, connection: Connection, greet: Greet, peer: Peer) -> None:
+        self._follow(peer)
+        link = connection.link
+        if link is None:
+            link = self._join(connection, greet, peer)
+            self._greet(connection)
+        connection.ready = True
+        connection.accept_payloads(link.staging)
+        if link.dialled and connection.index == 0:
+            for index in range(1, len(link.connections)):
+                self._dial(link, index)
+        if link.up:
+            while link.pending:
+                frame = link.pending.popleft()
+                self._transmit(link.lane(frame.message), frame)
+
+    def _join(self, connection: Connection, greet: Greet, peer: Peer) -> Link:
+        """The link that an accepted connection is part of. ValueError when it cannot be."""
+        life = (peer.name, peer.incarnation)
+        known = [k for k in self._links.get(life, []) if not k.dialled and k.number == greet.link]
+        if greet.socket == 0 and not known and 0 < greet.sockets <= MAX_SOCKETS:
+            link = Link(peer, greet.link, greet.sockets, False, self._staging())
+            self._links.setdefault(life, []).append(link)
+            self._later(GREET_SECONDS, partial(self._give_up, link))
+        elif known and 0 < greet.socket < len(known[0].connections) and known[0].connections[greet.socket] is None:
+            link = known[0]
+        else:
+            raise ValueError(f"a greeting for connection {greet.socket} of {greet.sockets} of link {greet.link}")
+        connection.link, connection.index = link, greet.socket
+        link.connections[greet.socket] = connection
+        return link
+
+    def _follow(self, peer: Peer) -> None:
+        """A new life of an instance ends what we had with the one before."""
+        before = self._current.get(peer.name)
+        self._current[peer.name] = peer.incarnation
+        if before is None or before == peer.incarnation:
+            return
+        self._replaced.add((peer.name, before))
+        for link in list(self._links.get((peer.name, before), [])):
+            self._lose(link, f"{peer.name}: life {before} was followed by {peer.incarnation}")

@@ -1,0 +1,78 @@
+"""The bytes of a pool of blocks: one memfd that every process of a host can map."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+PAGE = 4096  # bytes
+
+
+class PoolMemory:
+    """`num_blocks` blocks of `block_bytes` bytes each, mapped whole.
+
+    The memory is sparse: a block costs address space until its pages are written, and only then memory.
+
+    Attributes:
+        fd: the memfd; owned, and closed by `close`.
+        address: where the mapping starts.
+        buffer: all of it, writable.
+    """
+
+    def __init__(self, fd: int, num_blocks: int, block_bytes: int) -> None:
+        self.fd = fd
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        size = num_blocks * block_bytes
+        assert os.fstat(fd).st_size >= size > 0, "the memory is smaller than the blocks it is said to hold"
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.buffer = memoryview(self._map)
+
+    @classmethod
+    def private(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
+        """New memory, all zeros, whose size nobody can change. Others see it once they are given the fd."""
+        fd = os.memfd_create("penstock-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, num_blocks * block_bytes)
+            # whoever maps it would die of a SIGBUS if another process made it shorter
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, num_blocks, block_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def block(self, block: int) -> memoryview:
+        """The bytes of one block, writable."""
+        assert 0 <= block < self.num_blocks, f"block {block} of {self.num_blocks}"
+        return self.buffer[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def checksum(self, block: int) -> int:
+        """64 bits of XXH3 over a block's bytes. It finds accidents; it is no proof against an attacker."""
+        from xxhash import xxh3_64_intdigest  # an engine on its own never needs it
+
+        return xxh3_64_intdigest(self.block(block))
+
+    @property
+    def resident_bytes(self) -> int:
+        """How much of it is really there."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def punch(self, first: int, count: int) -> None:
+        """Return the memory of `count` blocks from `first` on to the system; they read as zeros, for everybody."""
+        assert self.block_bytes % PAGE == 0
+        self._map.madvise(mmap.MADV_REMOVE, first * self.block_bytes, count * self.block_bytes)
+
+    def close(self) -> None:
+        """Let go of it. The mapping itself stays until the last view of it is gone, a tensor's say."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            del self._map  # whoever has a view holds it

@@ -1,0 +1,40 @@
+"""Blocks between engines of one host: their keeper's pool has them already, so a push only changes who holds one."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.core.wire.handoff import Push
+from penstock.transfer.link import Arrival
+from penstock.transfer.pool import Pool
+
+
+class SharedBlocks:
+    """No bytes travel. The generation proves that a block is still in the use that was pushed."""
+
+    shares = True
+    sockets = 1
+    payload_bytes = 0
+
+    def __init__(self, pool: Pool, layout: KVLayout) -> None:
+        if pool.keeper is None:
+            raise ConfigError("transport: shared, needs a pool in a keeper; allowed without one: tcp", "transport")
+        self._keeper = pool.keeper
+        memory = os.fstat(pool.memory.fd)
+        self.pool_name = f"{memory.st_dev}:{memory.st_ino}"  # the memfd's, the same for everybody who maps it
+
+    def stamp(self, block: int) -> tuple[int, int]:
+        return self._keeper.records.generation(block), 0
+
+    def payload(self, push: Push) -> memoryview | None:
+        return None
+
+    def land(self, push: Push, arrival: Arrival, into: int) -> int | None:
+        if push.key:
+            record = self._keeper.records.get(push.block)
+            # none when the sender does not cache prefixes; the generation alone proves the use then
+            if record is not None and record.key != push.key:
+                return None
+        return push.block if self._keeper.hold([(push.block, push.generation)], [into]) else None

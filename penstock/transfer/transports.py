@@ -1,0 +1,154 @@
+"""How a request's KV gets from one engine to another: what every transport does, and the menu of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import PeerMessage, Push
+from penstock.transfer.carrier import Carrier
+from penstock.transfer.faulty import Faults, FaultyCarrier
+from penstock.transfer.frames import Greet
+from penstock.transfer.link import Arrival, Counters, LinkDown
+from penstock.transfer.pool import Pool
+from penstock.transfer.shared import SharedBlocks
+from penstock.transfer.tcp import CopiedBlocks
+
+
+class Transport(Protocol):
+    """The engine thread calls everything here and never waits for a peer; I/O is on a thread of the transport's own.
+
+    Messages may be lost, late, doubled or out of order, and a link may end at any time. A message is never altered, and
+    never from or for another life of an engine.
+
+    Attributes:
+        address: where peers reach it; "unix:/path" or "tcp:host:port".
+        shares: whether a pushed block stays the same physical block, so that the sender must not write to it again.
+        counters: totals for the metrics.
+    """
+
+    address: str
+    shares: bool
+    counters: Counters
+
+    def connect(self, peer: Peer) -> None:
+        """Begin to make a link. Success is silent; failure arrives as `LinkDown`, within about two seconds."""
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the link, if there is one. The peer hears of it as `LinkDown`, this side does not."""
+
+    def send(self, peer: Peer, message: PeerMessage) -> None:
+        """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
+        are read when they are sent, so the block must not change until the peer has answered the commit."""
+
+    def receive(self) -> list[Arrival | LinkDown]:
+        """Whatever has come since last asked. EngineFailure when the I/O thread has failed."""
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something."""
+
+    def stamp(self, block: int) -> tuple[int, int]:
+        """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
+
+    def land(self, arrival: Arrival, into: int) -> int | None:
+        """Make a pushed block ours, once per arrival.
+
+        Args:
+            arrival: of a `Push`.
+            into: a block that we hold.
+
+        Returns:
+            The block that has the contents now and is to be used instead of `into`: `into` itself, or the pushed block
+            when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
+
+        Raises:
+            Unavailable: the keeper has gone.
+        """
+
+    def close(self) -> None:
+        """End every link and release everything. May be called twice."""
+
+
+class BlockPath(Protocol):
+    """What makes one transport different from another: how a block gets across.
+
+    Attributes:
+        sockets: connections per link.
+        payload_bytes: that travel with a push.
+        pool_name: see `Greet.pool`.
+    """
+
+    shares: bool
+    sockets: int
+    payload_bytes: int
+    pool_name: str
+
+    def stamp(self, block: int) -> tuple[int, int]: ...
+    def payload(self, push: Push) -> memoryview | None: ...
+    def land(self, push: Push, arrival: Arrival, into: int) -> int | None: ...
+
+
+class LinkedTransport:
+    """A carrier for messages, a path for blocks. See `Transport`."""
+
+    def __init__(self, carrier: Carrier, path: BlockPath) -> None:
+        self._carrier = carrier
+        self._path = path
+        self.address = carrier.address
+        self.shares = path.shares
+        self.counters = carrier.counters
+        self.connect = carrier.connect
+        self.disconnect = carrier.disconnect
+        self.receive = carrier.receive
+        self.fileno = carrier.fileno
+        self.close = carrier.close
+        self.stamp = path.stamp
+
+    def send(self, peer: Peer, message: PeerMessage) -> None:
+        self._carrier.send(peer, message, self._path.payload(message) if isinstance(message, Push) else None)
+
+    def land(self, arrival: Arrival, into: int) -> int | None:
+        assert isinstance(arrival.message, Push)
+        block = self._path.land(arrival.message, arrival, into)
+        if arrival.payload is not None:
+            arrival.payload.release()
+        if block is None:
+            self.counters.dropped["unverified"] += 1
+        return block
+
+
+TRANSPORTS: dict[str, Callable[[Pool, KVLayout], BlockPath]] = {"shared": SharedBlocks, "tcp": CopiedBlocks}
+
+
+def open_transport(
+    kind: str,
+    address: str,
+    name: str,
+    incarnation: int,
+    layout: KVLayout,
+    pool: Pool,
+    faults: dict[str, Any] | None = None,
+) -> Transport:
+    """Listens at `address` ("tcp:HOST:0" takes any free port) and starts the I/O thread.
+
+    Args:
+        name, incarnation: of this engine.
+        faults: see `faulty.Faults`; None for a carrier that does its best.
+
+    Raises:
+        ConfigError: an unknown kind or fault, an address that cannot be had, a pool that does not fit the kind.
+    """
+    if kind not in TRANSPORTS:
+        raise ConfigError(f"transport: {kind!r}, allowed: {', '.join(TRANSPORTS)}", "transport")
+    path = TRANSPORTS[kind](pool, layout)
+    if path.shares and not address.startswith("unix:"):
+        raise ConfigError(f"address: {address}, transport {kind} stays on one host: unix:/path", "address")
+    me = Greet(name=name, incarnation=incarnation, address=address, transport=kind, layout=layout, pool=path.pool_name)
+    if faults is None:
+        carrier = Carrier(me, path.sockets, path.payload_bytes)
+    else:
+        carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults))
+    return LinkedTransport(carrier, path)

@@ -1,0 +1,104 @@
+"""The same requests in every shape of deployment: one engine, two or prefill apart from decode, over each transport."""
+
+import json
+import random
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.transfer.transports import TRANSPORTS
+from tests.helpers.deployments import DEMO, colocated, deployed, disaggregated
+from tests.helpers.servers import serving
+
+WORDS = [
+    "return",
+    "the",
+    "list",
+    "of",
+    "open",
+    "files",
+    "and",
+    "raise",
+    "an",
+    "error",
+    "if",
+    "a",
+    "key",
+    "is",
+    "missing",
+]
+CLIENTS = 24
+ROOMY = DEMO | {"kv-cache-memory": "256M"}  # so that nothing has to stay where it is
+
+
+def make_requests(count):
+    """Prompts from a few to some hundred tokens, half of which begin alike; greedy and seeded."""
+    rng = random.Random(7)
+    common = " ".join(rng.choices(WORDS, k=150))
+    requests = []
+    for i in range(count):
+        prompt = (common if rng.random() < 0.5 else "") + " ".join(
+            rng.choices(WORDS, k=rng.choice([1, 5, 40, 120, 400]))
+        )
+        body = {"model": "demo", "prompt": prompt, "max_tokens": rng.choice([1, 2, 7, 30, 64]), "ignore_eos": True}
+        body |= {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
+        requests.append(body)
+    return requests
+
+
+def answers(url, requests):
+    """Text and end of each, asked for by many clients at once."""
+
+    def ask(body):
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as response:
+            choice = json.loads(response.read())["choices"][0]
+        return choice["text"], choice["finish_reason"]
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(ask, requests))
+
+
+@pytest.fixture(scope="module")
+def one_engine():
+    """What one engine answers, by number of requests."""
+    known = {}
+
+    def ask(count):
+        if count not in known:
+            flags = [word for name, value in DEMO.items() for word in (f"--{name}", str(value))]
+            with serving("demo", *flags) as server:
+                known[count] = answers(server.url, make_requests(count))
+        return known[count]
+
+    return ask
+
+
+COUNTS = [pytest.param(60, id="60"), pytest.param(200, id="200", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_two_engines_give_the_text_of_one(one_engine, count):
+    expected = one_engine(count)
+    with deployed(colocated()) as up:
+        assert answers(up.url, make_requests(count)) == expected
+        assert all(up.metric("prefix_cache_queries_total", engine=f"engine-{i}") for i in range(2)), "one did it all"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, kind, count):
+    expected = one_engine(count)
+    with deployed(disaggregated(kind=kind, engine=ROOMY)) as up:
+        assert answers(up.url, make_requests(count)) == expected
+        moved = sum(body["max_tokens"] > 1 for body in make_requests(count))
+        assert up.metric("handoffs_total") > 0.9 * moved, "hardly anything was handed over"
+
+
+def test_nothing_is_shared_where_prefix_caching_is_off(one_engine):
+    engine = ROOMY | {"enable-prefix-caching": False}
+    with deployed(disaggregated(engine=engine)) as up:
+        assert answers(up.url, make_requests(60)) == one_engine(60)
+        assert up.metric("handoffs_total") > 30

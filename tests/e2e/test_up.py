@@ -1,0 +1,161 @@
+"""`penstock up` with real processes."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.deployments import PACED, colocated, deployed
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+ASK = {"model": "demo", "prompt": "import os", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def up():
+    """Two engines, for the tests that leave them serving."""
+    with deployed(colocated(2, policies={"dispatch": "round-robin"}, seed=1)) as running:
+        yield running
+
+
+def until(condition, timeout=40):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def gone(pid):
+    """No such process, or one that only waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def complete(up, frontend=0, **more):
+    return httpx.post(up.urls[frontend] + "/v1/completions", json={**ASK, **more}, timeout=30)
+
+
+def test_it_answers_chat_and_completions(up):
+    assert sorted(up.pids()) == ["engine-0", "engine-1", "frontend-0", "keeper", "master"]
+    client = openai.OpenAI(base_url=up.url + "/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "What does os.path.join do?"}]
+    whole = client.chat.completions.create(model="demo", messages=messages, max_tokens=20, temperature=0)
+    chunks = client.chat.completions.create(model="demo", messages=messages, max_tokens=20, temperature=0, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content != ""
+    texts = {client.completions.create(**ASK).choices[0].text for _ in range(4)}
+    assert len(texts) == 1, "whichever engine it was"
+
+
+def test_a_killed_engine_comes_back_and_serves(up):
+    earlier = up.kill("engine-0")
+    up.wait_for("engine-0 ended with SIGKILL and starts again")
+    assert up.wait_restarted("engine-0", earlier) != earlier
+    until(lambda: complete(up).status_code == 200)
+    before = sum("instance=engine-0" in line for line in up.lines)
+
+    def back():
+        complete(up)
+        return sum("instance=engine-0" in line for line in up.lines) > before
+
+    until(back)
+
+
+def test_a_killed_frontend_comes_back_on_its_port(up):
+    earlier = up.kill("frontend-0")
+    up.wait_restarted("frontend-0", earlier)
+
+    def answered():
+        try:
+            return complete(up).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(answered)
+
+
+def test_a_killed_master_comes_back(up):
+    earlier = up.kill("master")
+    up.wait_restarted("master", earlier)
+    until(lambda: complete(up).status_code == 200)
+
+
+def test_a_killed_keeper_takes_its_engines_along_and_all_come_back(up):
+    pids = up.pids()
+    up.kill("keeper")
+    for name in ("engine-0", "engine-1"):
+        up.wait_restarted(name, pids[name])
+    until(lambda: complete(up).status_code == 200)
+
+
+def test_a_signal_drains_and_leaves_nothing():
+    with deployed(colocated(1, engine=PACED, frontends=2)) as up:
+        assert len(set(up.urls)) == 2
+        assert complete(up, frontend=1).json()["choices"][0]["text"] == complete(up).json()["choices"][0]["text"]
+        pids = up.pids()
+        body = {**ASK, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            up.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert up.process.wait(30) == 0
+        assert len(pids) == 5
+        assert all(map(gone, pids.values()))
+        assert not up.folder.exists()
+        assert not any("Traceback" in line for line in up.lines)
+
+
+def test_nobody_outlives_a_killed_launcher():
+    with deployed(colocated(1, engine=PACED)) as up:
+        pids = up.pids()
+        up.process.kill()
+        until(lambda: all(map(gone, pids.values())))
+
+
+def penstock_up(*arguments):
+    command = [sys.executable, "-m", "penstock.cli.main", "up", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_pass_their_check(recipe):
+    done = penstock_up(recipe, "--check")
+    assert done.returncode == 0, done.stderr
+    assert "penstock up: demo" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("flags", [["--check"], []])
+def test_a_bad_file_is_told_by_line_and_key(tmp_path, flags):
+    file = tmp_path / "bad.yaml"
+    file.write_text("model: demo\nport: http\ninstances:\n  - count: 2\n    max-num-seq: 3\n")
+    done = penstock_up(file, *flags)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"{file}:2: port: 'http', allowed is a whole number from 0 to 65535",
+        f"{file}:5: instances[0].max-num-seq: no such setting, did you mean max-num-seqs?",
+    ]
+
+
+def test_a_file_that_is_not_there_is_one_line():
+    done = penstock_up("/no/such.yaml")
+    assert done.returncode == 2
+    assert done.stderr == "penstock: /no/such.yaml: cannot be read (No such file or directory)\n"
+
+
+def test_what_only_an_engine_can_find_out_ends_with_2_too(tmp_path):
+    file = tmp_path / "up.yaml"
+    file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")
+    done = penstock_up(file)
+    assert done.returncode == 2
+    assert "--max-model-len: 99999999, this checkpoint allows" in done.stderr
+    assert "engine-0 ended with exit code 2: it cannot be served" in done.stderr
+    assert "Traceback" not in done.stderr

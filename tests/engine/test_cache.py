@@ -1,0 +1,201 @@
+"""KV memory: what lies behind a slot is the block that it should be, in either address mode, whoever comes and goes."""
+
+import ctypes
+import gc
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.layout import KVLayout
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
+from penstock.engine.arena import Arena
+from penstock.engine.cache import ContiguousCache, KVCache
+from penstock.engine.mapper import Mapper
+from penstock.kv.ranges import Change
+from penstock.nn.loader import load_model
+from penstock.transfer.memory import PoolMemory
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engines import Collector, make_engine, make_request
+
+LAYOUT = KVLayout(model="", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
+
+
+@pytest.fixture
+def memory():
+    memory = PoolMemory.private(12, 4096)
+    for block in range(12):
+        memory.block(block)[:] = bytes([block + 1]) * 4096
+    yield memory
+    memory.close()
+
+
+def read(arena: Arena, slot: int, count: int = 1) -> list[int]:
+    """First byte of every block, less one."""
+    return [ord(arena.buffer()[s * 4096]) - 1 for s in range(slot, slot + count)]
+
+
+def test_slots_show_the_blocks_that_lie_behind_them(memory):
+    arena = Arena(memory, 8)
+    assert read(arena, 0, 12) == list(range(12))
+    arena.map(12, 7)
+    arena.map(13, 2, 3)
+    assert read(arena, 12, 4) == [7, 2, 3, 4]
+    arena.map(14, 7, populate=False)
+    assert read(arena, 12, 4) == [7, 2, 7, 4]
+    ctypes.memset(arena._address + 12 * 4096, 99, 1)
+    assert memory.block(7)[0] == 99, "one memory, however it is addressed"
+    assert read(arena, 14) == [98]
+    arena.clear(13)
+    assert not any(memory.block(2))
+
+
+def test_what_is_not_mapped_cannot_be_read():
+    code = """
+from penstock.engine.arena import Arena
+from penstock.transfer.memory import PoolMemory
+arena = Arena(PoolMemory.private(2, 4096), 2)
+arena.map(2, 0)
+arena.buffer()[2 * 4096]
+arena.unmap(2)
+print("so far so good", flush=True)
+arena.buffer()[2 * 4096]
+print("read")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "so far so good\n", done.stderr
+    assert done.returncode < 0
+
+
+def test_an_arena_lives_as_long_as_what_looks_at_it(memory):
+    gc.collect()  # what other tests left
+    before = open_things()
+    arena = Arena(memory, 8)
+    buffer = arena.buffer()
+    del arena
+    gc.collect()
+    assert buffer[0] == b"\x01"
+    assert open_things() > before
+    del buffer
+    gc.collect()
+    assert open_things() == before
+
+
+def open_things() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_thread_has_mapped_when_now_returns(memory):
+    arena = Arena(memory, 8)
+    mapper = Mapper(arena)
+    mapper.now([Change(12, 5), Change(13, 6), Change(14, 1)])
+    assert mapper.counters.calls == 2  # 5 and 6 are neighbours
+    mapper.ahead([Change(15, 2), Change(13, None)], clear=[15])
+    mapper.now([Change(12, 9)])
+    assert read(arena, 12) == [9]
+    assert read(arena, 14, 2) == [1, -1]
+    c = mapper.counters
+    assert (c.mapped, c.unmapped, c.ahead, c.calls) == (5, 1, 1, 5)
+    assert c.exposed > 0
+    mapper.close()
+
+
+def test_a_mapping_that_fails_is_not_passed_over(memory):
+    arena = Arena(memory, 2)
+    mapper = Mapper(arena)
+    spare, arena._fd = arena._fd, os.open("/dev/null", os.O_RDONLY)
+    mapper.ahead([Change(12, 1)], clear=[])
+    with pytest.raises(OSError, match="mmap of 4096 bytes"):
+        mapper.now([])
+    os.close(arena._fd)
+    arena._fd = spare
+
+
+def step(name: str, blocks: list[int], ahead: list[int]) -> SequenceStep:
+    start = (len(blocks) - 1) * 64
+    return SequenceStep(name, start, [1], tuple(blocks), True, SamplingParams(), 0, ahead=tuple(ahead))
+
+
+PLANS = st.lists(
+    st.tuples(
+        st.dictionaries(
+            st.sampled_from("abcd"),
+            st.tuples(st.lists(st.integers(0, 11), min_size=1, max_size=4, unique=True), st.integers(0, 2)),
+            max_size=4,
+        ),
+        st.sets(st.sampled_from("abcd")),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans=PLANS, budget=st.integers(1, 14), max_sequences=st.integers(1, 4))
+def test_kernels_see_what_the_plan_says(plans, budget, max_sequences):
+    memory = PoolMemory.private(12, 4096)
+    cache = ContiguousCache(LAYOUT, memory, max_sequences=max_sequences, range_blocks=4, budget=budget)
+    memory.close()
+    for wanted, released in plans:
+        for block in range(12):
+            cache.blocks[block] = float(block)
+        steps = [step(name, b[: len(b) - a] or b, b[len(b) - a :] * (a < len(b))) for name, (b, a) in wanted.items()]
+        for s, slots in zip(steps, cache.prepare(StepPlan(tuple(steps), (), tuple(released))), strict=True):
+            ids = list(slots)
+            assert [cache.slots[i].unique().tolist() for i in ids] == [[float(block)] for block in s.blocks]
+            if not isinstance(slots, range):
+                assert ids == list(s.blocks)
+        cache.check()
+    cache.close()
+
+
+def test_fresh_blocks_are_clear_wherever_they_are_needed(memory):
+    cache = ContiguousCache(LAYOUT, memory, max_sequences=2, range_blocks=4)
+    cache.prepare(StepPlan((step("a", [1, 2], [3]),), (2, 3, 7)))
+    assert cache.ranges.blocks("a") == [1, 2, 3]
+    cache.prepare(StepPlan((step("a", [1, 2, 3], []),)))
+    dirty = [block for block in range(12) if cache.blocks[block].any()]
+    assert dirty == [block for block in range(12) if block not in (2, 3, 7)]
+    assert cache.counters.ahead == 1
+
+
+@pytest.mark.parametrize("order", ["block", "token"])
+def test_orders_differ_in_nothing_but_strides(order):
+    layout = KVLayout(model="", order=order, dtype="float32", layers=3, kv_heads=2, head_dim=4, block_bytes=16384)
+    cache = KVCache.on_device(layout, 2, torch.device("cpu"))
+    assert cache.slots.shape == (2, 3, 2, 2, 64, 4)
+    cache.slots.copy_(torch.arange(cache.slots.numel()).view(cache.slots.shape))
+    assert cache.slots.flatten().unique().numel() == 2 * 3 * 2 * 2 * 64 * 4, "places overlap"
+    token, layer = cache.slots.stride(4), cache.slots.stride(1)
+    assert (token, layer) == ((4, 2 * 2 * 64 * 4) if order == "block" else (3 * 2 * 2 * 4, 2 * 2 * 4))
+
+
+def test_an_engine_over_budget_computes_the_same(tmp_path):
+    pytest.importorskip("transformers")
+    model = load_model(write_checkpoint(tmp_path, "qwen3"), torch.device("cpu"))
+    rng = random.Random(0)
+    shared = [rng.randrange(1, 300) for _ in range(130)]
+    requests = [
+        make_request(f"r{i}", shared + [rng.randrange(1, 300) for _ in range(rng.randrange(5, 200))], max_tokens=70)
+        for i in range(12)
+    ]
+    by_table = Collector(make_engine(model, address_mode="table")).run(*requests)
+    for budget in (1000, 12):
+        engine = make_engine(model, mapping_budget=budget)
+        collector = Collector(engine)
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            collector.step()
+            engine.runner.cache.check()
+        assert collector.tokens == by_table
+        counts = engine.runner.cache.ranges.counts()
+        assert counts["mapped"] <= budget
+        assert engine.runner.cache.counters.mapped > 0
+        assert (engine.runner.cache.counters.unmapped > 0) == (budget == 12)

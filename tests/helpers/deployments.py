@@ -1,0 +1,214 @@
+"""A real `penstock up` with its processes, and a way to get at each of them by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.servers import READY
+
+# quick to start, and small
+DEMO = {"device": "cpu", "dtype": "float32", "max-model-len": 4096, "max-num-seqs": 64}
+DEMO |= {"max-num-batched-tokens": 512, "kv-cache-memory": "64M"}
+# quicker still: no torch; about 4 ms a token
+PACED = {
+    "device": "modelled:h200",
+    "geometry": "qwen3-8b",
+    "max-model-len": 4096,
+    "max-num-seqs": 64,
+    "kv-blocks": 1024,
+}
+
+
+class UpProcesses:
+    """
+    Attributes:
+        url, urls: of the first frontend, and of all by their order.
+        lines: what all processes wrote to standard error so far.
+        folder: where their sockets are.
+    """
+
+    def __init__(self, file: Path, *arguments: str, new_group: bool = False, frontends: int = 1) -> None:
+        command = [sys.executable, "-m", "penstock.cli.main", "up", str(file), "--port", "0", *arguments]
+        # one thread: several engines and tests share the cores
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
+        )
+        self.lines: list[str] = []
+        self._new: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.urls: list[str] = []
+        try:
+            for _ in range(frontends):
+                self.wait_for(READY)
+            self.urls = [f"http://127.0.0.1:{port}" for port in self._ports()]
+            for instance in self.settings("master")["instances"]:
+                known = f"{instance['name']} is ready: "  # says the master
+                self._until(lambda known=known: any(known in line for line in self.lines), 90)
+            self.folder = Path(self.settings("master")["address"].removeprefix("ipc://")).parent
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            self._new.put(line)
+        self._new.put(None)
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    def _ports(self) -> list[int]:
+        names = sorted((n for n in self.pids() if n.startswith("frontend-")), key=lambda n: int(n.split("-")[1]))
+        return [self.settings(name)["server"]["port"] for name in names]
+
+    # --- the log
+
+    def wait_for(self, pattern: re.Pattern[str] | str, timeout: float = 90) -> re.Match[str]:
+        """The first match in a line that was not looked at before."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                line = self._new.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {pattern!r} within {timeout} s:\n" + "".join(self.lines)) from None
+            assert line is not None, "the deployment ended:\n" + "".join(self.lines)
+            if found := re.search(pattern, line):
+                return found
+
+    # --- the processes
+
+    def _told(self) -> dict[int, tuple[str, dict[str, Any]]]:
+        """Process id -> name and settings, of everything that runs under the launcher."""
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for pid in children:
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if "-m" in words:  # not between fork and exec, and no zombie
+                    settings = json.loads(words[words.index("-m") + 2])
+                    name = settings.get("name") or words[words.index("-m") + 1].rpartition(".")[2]
+                    found[int(pid)] = (name, settings)
+        return found
+
+    def pids(self) -> dict[str, int]:
+        """Every process that runs now, by name: keeper, master, frontend-0, engine-0, ..."""
+        return {name: pid for pid, (name, _) in self._told().items()}
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What a process was told when it started."""
+        return next(settings for known, settings in self._told().values() if known == name)
+
+    @property
+    def keeper_path(self) -> Path:
+        return self.folder / "keeper"
+
+    def engine_address(self, name: str) -> str:
+        """ZMQ endpoint of an engine."""
+        return f"ipc://{self.folder / name}"
+
+    def kill(self, name: str, how: int = signal.SIGKILL) -> int:
+        """Send a signal and return the process id that got it."""
+        pid = self.pids()[name]
+        os.kill(pid, how)
+        return pid
+
+    def wait_restarted(self, name: str, earlier: int, timeout: float = 30) -> int:
+        """Wait until another process than `earlier` has that name; returns its id."""
+        self._until(lambda: self.pids().get(name, earlier) != earlier, timeout)
+        return self.pids()[name]
+
+    def _until(self, condition: Callable[[], bool], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen:\n" + "".join(self.lines)
+            time.sleep(0.02)
+
+    # --- HTTP
+
+    def get(self, path: str, frontend: int = 0) -> str:
+        with urllib.request.urlopen(self.urls[frontend] + path, timeout=30) as response:
+            return response.read().decode()
+
+    def metric(self, name: str, frontend: int = 0, **labels: str) -> float:
+        """Sum of a `penstock:` metric over the series that have these labels."""
+        total = 0.0
+        for line in self.get("/metrics", frontend).splitlines():
+            found = re.fullmatch(rf"penstock:{name}(?:{{(.*)}})? (\S+)", line)
+            if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
+                total += float(found[2])
+        return total
+
+    def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
+        """Send a signal and return the exit code; by then everything was written."""
+        self.process.send_signal(how)
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+    def close(self) -> None:
+        """Make an end, whatever the state."""
+        if self.process.poll() is None:
+            try:
+                self.stop()
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # the others end when they see it
+                self.process.wait()
+
+
+@contextlib.contextmanager
+def deployed(content: Mapping[str, Any] | Path, *arguments: str, new_group: bool = False) -> Iterator[UpProcesses]:
+    """A deployment that serves, on free ports.
+
+    Args:
+        content: of the file, or an existing file.
+        arguments: further flags of `penstock up`.
+        new_group: so that a signal can be sent to the whole group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, settings = content, content
+        if isinstance(content, Path):
+            settings = yaml.safe_load(content.read_text())
+        else:
+            file = Path(folder) / "up.yaml"
+            file.write_text(yaml.safe_dump(dict(content), sort_keys=False))
+        frontends = settings.get("frontends", 1)
+        up = UpProcesses(file, *arguments, new_group=new_group, frontends=frontends)
+        try:
+            yield up
+        finally:
+            up.close()
+
+
+def colocated(count: int = 2, **top: Any) -> dict[str, Any]:
+    """Demo engines that do all of the work each. With `engine=PACED`, modelled ones; so below."""
+    return {"model": "demo", "engine": DEMO, "instances": [{"count": count}]} | top
+
+
+def disaggregated(prefill: int = 1, decode: int = 1, kind: str = "shared", **top: Any) -> dict[str, Any]:
+    """Demo engines, some for prompts and some for answers."""
+    instances = [{"pool": "prefill", "count": prefill}, {"pool": "decode", "count": decode}]
+    return {"model": "demo", "engine": DEMO, "instances": instances, "transport": {"kind": kind}} | top

@@ -1,0 +1,173 @@
+"""Two engines' ends of a link, without the engines. As a program: one end in a process of its own."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.core.layout import KVLayout
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push
+from penstock.transfer.keeper import KeeperServer
+from penstock.transfer.pool import Pool, keeper_pool, private_pool
+from penstock.transfer.transports import Arrival, LinkDown, Transport, open_transport
+
+BLOCK_BYTES = 16 << 10
+LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=2, kv_heads=1, head_dim=16, block_bytes=BLOCK_BYTES)
+KEY = b"0123456789abcdef"
+
+
+@contextmanager
+def keeper(path: Path) -> Iterator[str]:
+    """A keeper in a thread of its own, at `path`."""
+    server, over = KeeperServer(str(path)), threading.Event()
+    thread = threading.Thread(target=server.run, args=(over.is_set, 0.02))
+    thread.start()
+    try:
+        yield str(path)
+    finally:
+        over.set()
+        thread.join()
+        server.close()
+
+
+class End:
+    """One engine's side: its transport, its pool, and what has come so far."""
+
+    def __init__(self, transport: Transport, pool: Pool, name: str, incarnation: int) -> None:
+        self.transport = transport
+        self.pool = pool
+        self.peer = Peer(name, incarnation, transport.address)
+        self.news: list[Arrival | LinkDown] = []
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        return [news for news in self.news if isinstance(news, Arrival)]
+
+    @property
+    def messages(self) -> list[PeerMessage]:
+        return [arrival.message for arrival in self.arrivals]
+
+    @property
+    def downs(self) -> list[LinkDown]:
+        return [news for news in self.news if isinstance(news, LinkDown)]
+
+    def until(self, reached: Callable[[], Any], seconds: float = 10.0) -> None:
+        """Receives until `reached()`; AssertionError after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < deadline, f"not reached in {seconds} s; so far {self.news}"
+            select.select([self.transport], [], [], 0.02)
+            self.news += self.transport.receive()
+
+    def fill(self, block: int, seed: int, key: bytes = KEY) -> bytes:
+        """Writes a full block and records it; returns its bytes."""
+        data = contents(seed)
+        self.pool.memory.block(block)[:] = data
+        if self.pool.keeper is not None and key:
+            self.pool.keeper.records.put(block, key, bytes(16), self.pool.memory.checksum(block))
+        return data
+
+    def push(self, to: Peer, block: int, index: int = 0, request: str = "r", key: bytes = KEY) -> Push:
+        message = Push(Lease(request, 0), index, key, block, *self.transport.stamp(block))
+        self.transport.send(to, message)
+        return message
+
+
+@contextmanager
+def ends(
+    kind: str, folder: Path, *names: str, faults: dict[str, Any] | None = None, **other: Any
+) -> Iterator[list[End]]:
+    """Open ends of one kind; the first has the faults. `other`: arguments of open_transport for all."""
+    opened: list[End] = []
+    with ExitStack() as stack:
+        path = stack.enter_context(keeper(folder / "keeper.sock")) if kind == "shared" else ""
+        for number, name in enumerate(names or ("a", "b")):
+            arguments = {"layout": LAYOUT, "faults": faults if number == 0 else None, **other}
+            pool = stack.enter_context(closing(open_pool(kind, path, name, number + 1)))
+            where = address(kind, folder, name)
+            transport = stack.enter_context(
+                closing(open_transport(kind, where, name, number + 1, pool=pool, **arguments))
+            )
+            opened.append(End(transport, pool, name, number + 1))
+        yield opened
+
+
+def open_pool(kind: str, keeper_path: str, name: str, incarnation: int) -> Pool:
+    """16 blocks."""
+    if kind == "tcp":
+        return private_pool(LAYOUT, 16)
+    return keeper_pool(keeper_path, name, incarnation)(LAYOUT, 16)
+
+
+def contents(seed: int) -> bytes:
+    """Of a block."""
+    return bytes((seed + i * 7) % 251 for i in range(256)) * (BLOCK_BYTES // 256)
+
+
+def address(kind: str, folder: Path, name: str) -> str:
+    return "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:{folder}/{name}.sock"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def transfer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "transfer"]
+
+
+@contextmanager
+def far_process(
+    kind: str, folder: Path, keeper_path: str = "", where: str = "", prefix: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
+    """An end named "far", incarnation 2, in a process of its own; see `main`. `prefix`: of its command line."""
+    options = {"kind": kind, "address": where or address(kind, folder, "far"), "keeper": keeper_path}
+    command = [*prefix, sys.executable, "-m", "tests.helpers.links", json.dumps(options)]
+    root = Path(__file__).parents[2]
+    far = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert far.stdout is not None
+    assert far.stdin is not None
+    try:
+        yield far, Peer("far", 2, far.stdout.readline().strip())
+    finally:
+        far.stdin.close()
+        far.wait(10)
+        far.stdout.close()
+
+
+def main(kind: str, address: str, keeper: str) -> None:
+    """Lands every push and answers every Commit, until its input ends.
+
+    Prints its address, then for each Commit {"landed": blocks, "right": those that are what `End.fill` writes for their
+    index}.
+    """
+    pool = open_pool(kind, keeper, "far", 2)
+    end = End(open_transport(kind, address, "far", 2, LAYOUT, pool), pool, "far", 2)
+    print(end.transport.address, flush=True)
+    landed: dict[int, bytes] = {}
+    while sys.stdin not in select.select([end.transport, sys.stdin], [], [])[0]:
+        for news in end.transport.receive():
+            if isinstance(news, LinkDown):
+                continue
+            if isinstance(news.message, Push):
+                block = end.transport.land(news, pool.blocks[0])
+                if block is not None:
+                    landed[news.message.index] = bytes(pool.memory.block(block))
+            elif isinstance(news.message, Commit):
+                right = sum(data == contents(index) for index, data in landed.items())
+                print(json.dumps({"landed": len(landed), "right": right}), flush=True)
+                end.transport.send(news.peer, Committed(news.message.lease))
+    end.transport.close()
+    pool.close()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,302 @@
+"""Both ends of a hand-off over a channel that loses, delays, doubles, reorders and corrupts, and ends that die."""
+
+import random
+import zlib
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.plan import BLOCK_TOKENS, StepResult
+from penstock.core.request import FinishReason
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import Commit, Committed, PeerMessage, Push
+from penstock.kv.depot import Depot, DepotSource
+from penstock.kv.pool import BlockPool
+from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.handoff import Handoffs
+from tests.helpers.engines import make_request
+
+LEASE = 1.0
+TICK = 0.05
+
+
+def draw(tokens):
+    """The next token is a function of everything before it."""
+    return zlib.crc32(repr(list(tokens)).encode()) % 5000
+
+
+def expected(request):
+    tokens = list(request.prompt)
+    while len(tokens) - len(request.prompt) < request.max_tokens:
+        tokens.append(draw(tokens))
+    return tokens[len(request.prompt) :]
+
+
+@dataclass
+class Faults:
+    drop: float = 0.0
+    duplicate: float = 0.0
+    corrupt: float = 0.0
+    delay: float = 0.0  # seconds at most; different delays reorder
+    partition: tuple[float, float] = (0.0, 0.0)
+    kill: tuple[str, float] | None = None
+    cancel: float | None = None  # when the clients leave
+
+
+@dataclass
+class Arrival:
+    peer: Peer
+    message: PeerMessage
+    payload: list | None
+
+
+@dataclass
+class Network:
+    faults: Faults
+    rng: random.Random
+    now: float = 0.0
+    queue: list = field(default_factory=list)
+
+    def send(self, sender, receiver, message, payload):
+        start, end = self.faults.partition
+        if start <= self.now < end or self.rng.random() < self.faults.drop:
+            return
+        for _ in range(1 + (self.rng.random() < self.faults.duplicate)):
+            copy = payload
+            if payload is not None and self.rng.random() < self.faults.corrupt:
+                copy = [*payload[:-1], -1]
+            due = self.now + self.rng.random() * self.faults.delay
+            self.queue.append((due, receiver.name, Arrival(sender, message, copy)))
+
+    def deliver(self):
+        due = [q for q in self.queue if q[0] <= self.now]
+        self.queue = [q for q in self.queue if q[0] > self.now]
+        return sorted(due, key=lambda q: q[0])
+
+
+class Node:
+    """An engine without a device; it is runner, carrier and host at once."""
+
+    def __init__(self, name, world, blocks, source, memory):
+        self.peer = Peer(name, 1, "")
+        self.world, self.memory, self.source = world, memory, source
+        self.shares = source is not None
+        limits = Limits(token_budget=world.budget, max_sequences=8, max_model_len=600)
+        self.scheduler = Scheduler(limits, BlockPool(blocks, source), prefix_cache=world.prefix_cache)
+        self.handoffs = Handoffs(self.scheduler, self, self, LEASE)
+        self.joins = 0
+
+    # carrier
+    def send(self, peer, message):
+        payload = list(self.memory[message.block]) if isinstance(message, Push) and not self.shares else None
+        self.world.network.send(self.peer, peer, message, payload)
+
+    def stamp(self, block):
+        generation = self.source.depot.generation(block) if self.shares else 0
+        return generation, zlib.crc32(repr(self.memory[block]).encode())
+
+    def land(self, arrival, into):
+        push = arrival.message
+        if self.shares:
+            return push.block if self.source.hold([(push.block, push.generation)], [into]) else None
+        if zlib.crc32(repr(arrival.payload).encode()) != push.checksum:
+            return None
+        self.memory[into] = list(arrival.payload)
+        return into
+
+    # host
+    def knows(self, frontend):
+        return frontend == "frontend"
+
+    def spent(self, request_id):
+        return 0.0, 0.0
+
+    def departed(self, request_id):
+        pass
+
+    def joined(self, request, frontend, generation, queue, prefill):
+        self.joins += 1
+
+    def failed(self, output):
+        self.world.receive(self.peer.name, output)
+
+    # engine
+    def step(self):
+        if not self.scheduler.has_work:
+            return
+        plan = self.scheduler.schedule()
+        if not plan.sequences:
+            return
+        for block in plan.fresh_blocks:
+            self.memory[block] = [None] * BLOCK_TOKENS
+        tokens = []
+        for s in plan.sequences:
+            for i, token in enumerate(s.tokens, s.start):
+                self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = token
+            if s.sample:
+                end = s.start + len(s.tokens)
+                tokens.append(draw([self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]))
+        for output in self.scheduler.update(plan, StepResult(tokens, [None] * len(tokens))):
+            self.world.receive(self.peer.name, output)
+        self.handoffs.progress(self.world.network.now)
+
+    def check(self):
+        self.scheduler.check()
+        self.handoffs.check()
+
+
+class World:
+    def __init__(self, seed, faults, *, shared, requests=6, budget=96, prefix_cache=True, room=40):
+        self.rng = random.Random(seed)
+        self.budget, self.prefix_cache = budget, prefix_cache
+        self.network = Network(faults, self.rng)
+        self.depot = Depot(2 * room) if shared else None
+        self.nodes = {}
+        memory = {}
+        for name in ("prefiller", "decoder"):
+            if shared:
+                self.depot.attach(name, 1, room)
+                blocks, source = self.depot.lease(name, room), DepotSource(self.depot, name)
+            else:
+                blocks, source, memory = range(room), None, {}
+            self.nodes[name] = Node(name, self, blocks, source, memory)
+        common = [self.rng.randrange(5000) for _ in range(200)]
+        self.requests = {}
+        for i in range(requests):
+            shared_part = common[: self.rng.choice([0, 64, 150, 200])]
+            prompt = shared_part + [self.rng.randrange(5000) for _ in range(self.rng.randrange(1, 200))]
+            self.requests[f"r{i}"] = make_request(f"r{i}", prompt, max_tokens=self.rng.randrange(1, 40))
+        self.texts = {name: [] for name in self.requests}
+        self.ended = {}
+        self.cancelled = set()
+
+    def receive(self, node, output):
+        text, request = self.texts[output.request_id], self.requests[output.request_id]
+        assert expected(request)[output.start : output.start + len(output.tokens)] == output.tokens, "a wrong token"
+        if output.finish is FinishReason.ERROR:
+            self.ended.setdefault(output.request_id, "error")
+            return
+        text += output.tokens[max(0, len(text) - output.start) :]
+        if output.finish is not None:
+            self.ended[output.request_id] = "full"
+
+    def run(self):
+        prefiller, decoder = self.nodes["prefiller"], self.nodes["decoder"]
+        for request in self.requests.values():
+            prefiller.scheduler.add(request, departs=True)
+            prefiller.handoffs.begin(0.0, request, 0, "frontend", decoder.peer)
+        network, faults = self.network, self.network.faults
+        while network.now < 25 * LEASE:
+            network.now += TICK
+            if faults.kill and network.now >= faults.kill[1] and faults.kill[0] in self.nodes:
+                self.kill(faults.kill[0])
+            if faults.cancel is not None and network.now >= faults.cancel and not self.cancelled:
+                self.cancel()
+            for _, receiver, arrival in network.deliver():
+                if node := self.nodes.get(receiver):
+                    node.handoffs.on(network.now, arrival)
+            for node in self.nodes.values():
+                node.step()
+                node.handoffs.tick(network.now)
+                node.check()
+            self.check_owners()
+
+    def kill(self, name):
+        victim = self.nodes.pop(name)
+        if self.depot is not None:
+            self.depot.detach(name, [])
+            self.depot.expire(name)
+        for node in self.nodes.values():
+            node.handoffs.lost(victim.peer, for_good=True)
+
+    def cancel(self):
+        self.cancelled = set(self.requests) - set(self.ended)
+        for node in self.nodes.values():
+            for request_id in self.cancelled:
+                node.handoffs.cancel(request_id, "frontend")
+                node.scheduler.cancel(request_id)
+
+    def check_owners(self):
+        """Nobody runs what another engine runs."""
+        if len(self.nodes) == 2:
+            here, there = self.nodes["prefiller"].scheduler, self.nodes["decoder"].scheduler
+            for request_id in self.requests:
+                assert not there.holds(request_id) or not here.holds(request_id) or here.leaving(request_id)
+
+    def check_end(self):
+        for node in self.nodes.values():
+            assert not node.handoffs.busy, "a hand-off never ends"
+            assert not node.scheduler.has_work
+            assert node.scheduler.pool.used == 0, "a block leaks"
+        if self.depot is not None:
+            self.depot.check()
+        for request_id, request in self.requests.items():
+            if self.ended.get(request_id) == "full":
+                assert self.texts[request_id] == expected(request)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_every_request_moves_and_none_changes(shared, prefix_cache):
+    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    long_ones = sum(r.max_tokens > 1 for r in world.requests.values())
+    assert world.nodes["decoder"].joins == long_ones == world.nodes["prefiller"].handoffs.completed
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    faults=st.builds(
+        Faults,
+        drop=st.sampled_from([0.0, 0.1, 0.5]),
+        duplicate=st.sampled_from([0.0, 0.3]),
+        corrupt=st.sampled_from([0.0, 0.3, 1.0]),
+        delay=st.sampled_from([0.0, 0.2, 3.0]),
+        partition=st.sampled_from([(0.0, 0.0), (0.2, 0.6), (0.3, 9.0), (0.0, 99.0)]),
+        kill=st.sampled_from([None, ("prefiller", 0.3), ("decoder", 0.2), ("decoder", 0.5), ("decoder", 1.2)]),
+        cancel=st.sampled_from([None, None, 0.1, 0.4]),
+    ),
+    prefix_cache=st.booleans(),
+    room=st.sampled_from([14, 40]),
+)
+def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room):
+    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room)
+    world.run()
+    world.check_end()
+    if faults.kill is None and faults.cancel is None:
+        assert set(world.ended) == set(world.requests), "a client waits for ever"
+    if not any((faults.drop, faults.corrupt, faults.delay, faults.partition[1], faults.kill, faults.cancel)):
+        assert set(world.ended.values()) <= {"full"}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+def test_a_full_decoder_leaves_requests_where_they_are(shared):
+    world = World(3, Faults(), shared=shared, room=14)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    assert world.nodes["prefiller"].handoffs.abandoned > 0
+
+
+def test_lost_answers_are_asked_for_again():
+    world = World(5, Faults(), shared=False, requests=1)
+    lost = []
+
+    def lossy(sender, receiver, message, payload, send=world.network.send):
+        if isinstance(message, Committed | Commit) and len(lost) < 4:
+            lost.append(message)
+        else:
+            send(sender, receiver, message, payload)
+
+    world.network.send = lossy
+    world.run()
+    world.check_end()
+    assert world.ended == {"r0": "full"}
+    assert len(lost) == 4
+    assert world.nodes["decoder"].joins == 1

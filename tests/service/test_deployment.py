@@ -1,0 +1,193 @@
+"""The deployment file: what it means, and one line for each mistake."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli.deployment import TABLES
+from penstock.core.errors import ConfigError
+from penstock.engine.modelled import ModelledOptions
+from penstock.service.deployment import parse
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SMALLEST = "model: demo\ninstances:\n  - count: 2\n"
+
+
+def read(text, **overrides):
+    return parse("up.yaml", text, TABLES, overrides)
+
+
+def mistakes(text, **overrides):
+    with pytest.raises(ConfigError) as caught:
+        read(text, **overrides)
+    return str(caught.value).splitlines()
+
+
+def test_the_smallest_file_takes_every_default():
+    deployment = read(SMALLEST)
+    (group,) = deployment.groups
+    assert group.instances == ["engine-0", "engine-1"]
+    assert (group.pool, group.device, group.options["max_num_seqs"]) == ("any", "cpu", 128)
+    assert deployment.names == ["demo"]
+    assert deployment.server["port"] == 8000
+    assert deployment.server["drain_timeout"] == 30
+    assert (deployment.frontends, deployment.dispatch) == (1, "least-loaded")
+    assert deployment.transport is None, "nothing is handed over"
+    assert deployment.orphans == 60
+    assert not deployment.warnings
+
+
+def test_every_section():
+    deployment = read(
+        """
+model: demo
+served-model-name: [a, b]
+host: 0.0.0.0
+port: 7000
+frontends: 2
+api_key: secret
+seed: 5
+limits: {max-queued-requests: 9, drain-timeout: 3}
+engine: {device: "modelled:h200", max-num-seqs: 7, noise: 0}
+instances:
+  - {pool: prefill, count: 2, max-num-seqs: 8, enable-prefix-caching: no}
+  - {name: writers, pool: decode, kv-blocks: 64, geometry: qwen3-8b}
+policies: {dispatch: round-robin}
+transport:
+  kind: tcp
+  lease: 2.5
+  faults: {drop: 0.5, only: [Push, Commit], partition: {after: 3}}
+keeper: {orphans: 7}
+restart: {backoff: 0.1, limit: 0}
+"""
+    )
+    assert deployment.names == ["a", "b"]
+    assert deployment.server["api_key"] == ("secret",)
+    assert deployment.server["max_queued_requests"] == 9
+    prefill, writers = deployment.groups
+    assert prefill.instances == ["prefill-0", "prefill-1"]
+    assert prefill.options["max_num_seqs"] == 8, "the group goes before what holds for all"
+    assert prefill.options["enable_prefix_caching"] is False
+    assert writers.instances == ["writers-0"]
+    assert (writers.options["max_num_seqs"], writers.options["kv_blocks"]) == (7, 64)
+    assert (deployment.transport.kind, deployment.lease) == ("tcp", 2.5)
+    faults = {"drop": 0.5, "only": ("Push", "Commit"), "partition": {"after": 3, "for_s": None}}
+    assert deployment.transport.faults == faults
+    assert "on purpose" in deployment.warnings[0]
+    assert (deployment.orphans, deployment.restart.backoff, deployment.restart.limit) == (7, 0.1, 0)
+
+
+def test_a_flag_goes_before_the_file():
+    assert read(SMALLEST + "port: 7000\n", port=0).server["port"] == 0
+
+
+def test_an_anchor_and_a_blank_value_are_fine():
+    text = "model: demo\nseed:\nengine: &e {dtype: float32}\ninstances:\n  - *e\n  - {name: b, <<: 1}\n"
+    assert mistakes(text)[0].startswith("up.yaml:6: instances[1].<<: no such setting")
+    assert read(text.replace(", <<: 1", "")).groups[0].options["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "up.yaml:1: model: missing"),
+        ("- 1", "up.yaml:1: a list, allowed are settings"),
+        (SMALLEST + "port: 99999", "up.yaml:4: port: '99999', allowed is a whole number from 0 to 65535"),
+        (SMALLEST + "port: [1, 2]", "up.yaml:4: port: a list, allowed is a whole number"),
+        (SMALLEST + "host: [a, b]", "up.yaml:4: host: a list, allowed is one value"),
+        (SMALLEST + "host: {a: b}", "up.yaml:4: host: a section, allowed is one value"),
+        (SMALLEST + "prot: 1", "up.yaml:4: prot: no such setting, did you mean port?"),
+        (SMALLEST + "zzz: 1", "up.yaml:4: zzz: no such setting, allowed are api-key, "),
+        (SMALLEST + "? [a]\n: 1", "up.yaml:4: ?: no such setting"),
+        (SMALLEST + "seed: 1\nseed: 2", "up.yaml:5: seed: given twice, first in line 4"),
+        (SMALLEST + "limits: 5", "up.yaml:4: limits: '5', allowed are settings"),
+        (SMALLEST + "limits:\n  drain-timeout: soon", "up.yaml:5: limits.drain-timeout: 'soon', allowed is a whole"),
+        (SMALLEST + "policies: {dispatch: best}", "up.yaml:4: policies.dispatch: 'best', allowed is round-robin, "),
+        (
+            SMALLEST + "    max-num-seq: 1",
+            "up.yaml:4: instances[0].max-num-seq: no such setting, did you mean max-num-s",
+        ),
+        (SMALLEST + "    pool: both", "up.yaml:4: instances[0].pool: 'both', allowed is any, prefill, decode"),
+        (
+            SMALLEST + "    device: tpu",
+            "up.yaml:4: instances[0].device: 'tpu', allowed is cpu, cuda, cuda:N, modelled:",
+        ),
+        (SMALLEST + "    noise: 0.1", "up.yaml:4: instances[0].noise: '0.1', allowed is nothing with device cpu"),
+        (SMALLEST + "    name: Über", "up.yaml:4: instances[0].name: 'Über', allowed are up to 32 small letters"),
+        (SMALLEST + "    name: master", "up.yaml:4: instances[0].name: 'master', allowed are"),
+        (SMALLEST + "  - count: 1", "up.yaml:4: instances[1]: a second group called 'engine'"),
+        (SMALLEST + "    pool: decode", "up.yaml:4: instances[0].pool: 'decode', allowed only beside"),
+        (SMALLEST + "    pool: prefill", "up.yaml:4: instances[0].pool: 'prefill', allowed only beside"),
+        (SMALLEST + "engine: {device: cuda}\nkeeper: {}", "up.yaml:5: keeper: a keeper holds blocks in the host's"),
+        (SMALLEST + "    device: cuda", "up.yaml:4: instances[0].device: the shares of cuda:0 add up to 1.8"),
+        (
+            SMALLEST + "  - {name: b, device: 'modelled:h200'}",
+            "up.yaml:4: instances[1].device: 'modelled:h200', allowed",
+        ),
+        (
+            SMALLEST + "    dtype: float32\n  - {name: b, dtype: bfloat16}",
+            "up.yaml:5: instances[1].dtype: 'bfloat16', allowed is 'float32' as in instances[0].dtype",
+        ),
+        (SMALLEST + "port: 65535\nfrontends: 3", "up.yaml:4: port: 65535, allowed is at most 65533"),
+        (
+            SMALLEST + "transport: {faults: {drop: 2}}",
+            "up.yaml:4: transport.faults.drop: '2', allowed is a number from",
+        ),
+        (
+            SMALLEST + "transport: {faults: {stall: Posh}}",
+            "up.yaml:4: transport.faults.stall: 'Posh', allowed is Reserve",
+        ),
+        ("model: /no/such\ninstances: [{}]", "up.yaml:1: model: '/no/such', allowed is a checkpoint folder"),
+        ("model: demo\ninstances: {}", "up.yaml:2: instances: a section, allowed is a list"),
+        ("model: demo\ninstances: []", "up.yaml:2: instances: empty"),
+        ("model: [", "up.yaml:1: this is no YAML: "),
+        ("model: demo\n\tx: 1", "up.yaml:2: this is no YAML: "),
+        ("model: a\n---\nmodel: b", "up.yaml:2: this is no YAML: "),
+        ("model: demo\nx: \x07", "up.yaml:2: this is no YAML: "),
+        ("[" * 3000, "up.yaml:1: "),
+    ],
+)
+def test_a_mistake_has_its_line_key_value_and_what_is_allowed(text, says):
+    assert any(line.startswith(says) for line in mistakes(text)), mistakes(text)
+
+
+def test_all_mistakes_are_told_in_the_order_of_the_file():
+    text = "model: demo\nport: x\ninstances:\n  - count: 0\n    dtype: int3\n  - pool: decode\nrestart: {limt: 3}\n"
+    assert [line.split(" ")[0] for line in mistakes(text)] == ["up.yaml:2:", "up.yaml:4:", "up.yaml:5:", "up.yaml:7:"]
+
+
+words = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
+trees = st.recursive(words, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=10)
+sections = st.sampled_from(["instances", "limits", "transport", "engine", "keeper", "port", "model", "api-key"])
+
+
+@given(st.dictionaries(sections, trees))
+def test_whatever_stands_there_the_answer_is_a_deployment_or_lines(content):
+    import yaml
+
+    said = ""
+    try:
+        read(yaml.safe_dump(content, allow_unicode=True))
+    except ConfigError as error:
+        said = str(error)
+    assert all(line.startswith("up.yaml:") for line in said.splitlines())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_are_in_order(recipe):
+    deployment = parse(recipe.name, recipe.read_text(), TABLES)
+    assert deployment.server["port"] == 8000
+    assert not deployment.warnings
+
+
+def test_there_are_recipes():
+    assert {path.stem for path in RECIPES} >= {"colocated", "disaggregated", "paced-16"}
+
+
+def test_a_modelled_engine_has_the_options_of_the_file_and_no_others():
+    ours = {option.key.replace("enable_prefix_caching", "prefix_cache") for option in TABLES.modelled}
+    theirs = {field.name for field in dataclasses.fields(ModelledOptions)}
+    assert ours == theirs - {"model", "seed"}

@@ -1,0 +1,218 @@
+"""The processes of a deployment: their command lines, and the loop around them, with small scripts in their place."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.deployment import TABLES
+from penstock.core.clock import SystemClock
+from penstock.core.wire.engine import Shutdown, decode_command
+from penstock.service.deployment import Restart, parse
+from penstock.service.launcher import Launcher, plan
+from penstock.service.supervisor import Program, Supervisor
+
+STAY = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def shell(name, script, role="frontend", **more):
+    return Program(name=name, role=role, command=("/bin/sh", "-c", script), **more)
+
+
+def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None):
+    """Run until the end, while `drive` runs beside it."""
+    supervisor = Supervisor(programs, Restart(backoff=backoff, limit=limit), drain_timeout=5)
+    thread = threading.Thread(target=drive)
+    thread.start()
+    try:
+        return Launcher(programs, supervisor, SystemClock(), environments or {}).run()
+    finally:
+        thread.join()
+
+
+def until(condition, timeout=20):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_killed_process_comes_back_and_a_signal_ends_all(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "penstock.up")
+    pids = tmp_path / "pids"
+
+    def drive():
+        until(lambda: lines(pids))
+        os.kill(int(lines(pids)[0]), signal.SIGKILL)
+        until(lambda: len(lines(pids)) == 2)
+        terminate()
+
+    programs = [shell("frontend-0", f"echo $$ >> {pids}; {STAY}"), shell("master", STAY, "master")]
+    assert launch(programs, drive) == 0
+    told = [record.getMessage() for record in caplog.records]
+    assert "frontend-0 ended with SIGKILL and starts again in 0.01 s" in told
+    assert told[-1] == "stopped"
+    assert told.index("frontend-0 ended with exit code 0") < told.index("master ended with exit code 0")
+    for pid in lines(pids):
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_that_dies_too_often_ends_the_deployment(tmp_path, caplog):
+    lives = tmp_path / "lives"
+    assert launch([shell("master", f"echo x >> {lives}; exit 7", "master"), shell("frontend-0", STAY)]) == 1
+    assert len(lines(lives)) == 4
+    assert "master ended 4 times in a row, the last time with exit code 7" in caplog.text
+
+
+def test_exit_code_2_is_handed_on(caplog):
+    assert launch([shell("master", "exit 2", "master"), shell("frontend-0", STAY)]) == 2
+    assert "it cannot be served" in caplog.text
+
+
+def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
+    path, order = tmp_path / "keeper", tmp_path / "order"
+    path.touch()  # left by an earlier life, and worth nothing
+    keeper = shell("keeper", f"sleep 0.2; echo keeper >> {order}; touch {path}; {STAY}", "keeper", socket=path)
+    user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="keeper")
+
+    def drive():
+        until(lambda: len(lines(order)) == 2)
+        terminate()
+
+    assert launch([keeper, user], drive) == 0
+    assert lines(order) == ["keeper", "user"]
+
+
+def test_an_engine_is_told_over_the_wire(tmp_path):
+    """It ignores signals, because those of a terminal or a service manager reach every process at once."""
+    address, heard = f"ipc://{tmp_path}/engine-0", tmp_path / "heard"
+    code = f"""
+import signal, zmq, pathlib
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind({address!r})
+pathlib.Path({str(heard)!r}).write_bytes(b"")
+pathlib.Path({str(heard)!r}).write_bytes(router.recv_multipart()[-1])
+"""
+    engine = Program(name="engine-0", role="engine", command=(sys.executable, "-c", code), address=address)
+
+    def drive():
+        until(heard.exists)
+        terminate()
+
+    assert launch([engine], drive) == 0
+    assert decode_command(heard.read_bytes()) == Shutdown()
+
+
+def test_a_process_has_its_descriptors_and_environment_and_a_group_of_its_own(tmp_path):
+    listener = socket.create_server(("127.0.0.1", 0))
+    out = tmp_path / "out"
+    script = f"echo $WORD $(cut -d' ' -f5 /proc/$$/stat) $$ > {out}.new; "
+    script += f"readlink /proc/$$/fd/{listener.fileno()} >> {out}.new; mv {out}.new {out}; {STAY}"
+    program = shell("engine-0", script, "engine", descriptors=(listener.fileno(),))
+
+    def drive():
+        until(out.exists)
+        terminate()
+
+    with listener:
+        assert launch([program], drive, environments={"engine": {**os.environ, "WORD": "hello"}}) == 0
+        word, group, pid = lines(out)[0].split()
+        assert word == "hello"
+        assert group == pid
+        assert lines(out)[1] == os.readlink(f"/proc/self/fd/{listener.fileno()}")
+
+
+def test_a_failure_of_our_own_leaves_no_process(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(Launcher, "_look", lambda self: 1 / 0 if lines(pid) else None)
+    with pytest.raises(ZeroDivisionError):
+        launch([shell("master", f"echo $$ > {pid}; {STAY}", "master")])
+    assert not Path(f"/proc/{lines(pid)[0]}").exists()
+
+
+# --- command lines
+
+
+def settings(deployment):
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(deployment.frontends)]
+    try:
+        programs = plan(
+            deployment, Path("/models/x"), Path("/run/p"), listeners, lambda group, n: {**group.options, "n": n}
+        )
+        ports = [listener.getsockname()[1] for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
+    assert all(p.command[:3] == (sys.executable, "-m", f"penstock.cli.{p.role}") for p in programs)
+    return {p.name: json.loads(p.command[3]) for p in programs}, {p.name: p for p in programs}, ports
+
+
+def test_what_every_process_is_told():
+    text = """
+model: demo
+seed: 3
+frontends: 2
+log-format: json
+instances: [{pool: prefill}, {pool: decode, count: 2}]
+transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
+"""
+    told, programs, ports = settings(parse("up.yaml", text, TABLES))
+    assert list(told) == ["keeper", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
+    assert all(t["parent"] == os.getpid() and t["log_format"] == "json" for t in told.values())
+    assert told["keeper"]["path"] == told["decode-1"]["keeper"] == "/run/p/keeper"
+    assert programs["keeper"].socket == Path("/run/p/keeper")
+    engine = told["decode-1"]
+    assert (engine["name"], engine["pool"], engine["lease_s"], engine["options"]["n"]) == ("decode-1", "decode", 2, 2)
+    assert engine["address"] == programs["decode-1"].address == "ipc:///run/p/decode-1"
+    faults = {"drop": 0.1, "only": ["Push"]}
+    assert engine["transport"] == {"kind": "shared", "address": "unix:/run/p/decode-1.transport", "faults": faults}
+    instances = [{key: told[n][key] for key in ("name", "address", "pool")} for n in list(told)[1:4]]
+    assert told["master"]["instances"] == told["frontend-1"]["instances"] == instances
+    assert told["master"]["address"] == told["frontend-0"]["master"]
+    server = told["frontend-1"]["server"]
+    assert (server["names"], server["directory"], server["seed"], server["port"]) == (
+        ["demo"],
+        "/models/x",
+        4,
+        ports[1],
+    )
+    assert programs["frontend-1"].descriptors == (told["frontend-1"]["listen_fd"],)
+    assert programs["frontend-0"].descriptors != programs["frontend-1"].descriptors
+
+
+def test_tcp_takes_a_free_port():
+    text = "model: demo\ninstances: [{pool: prefill}, {pool: decode}]\ntransport: {kind: tcp}"
+    told, _, _ = settings(parse("up.yaml", text, TABLES))
+    assert told["decode-0"]["transport"] == {"kind": "tcp", "address": "tcp:127.0.0.1:0", "faults": None}
+
+
+def test_on_a_gpu_there_is_no_keeper_and_no_transport():
+    told, programs, _ = settings(parse("up.yaml", "model: demo\ninstances: [{device: cuda}]", TABLES))
+    assert list(told) == ["engine-0", "master", "frontend-0"]
+    assert told["engine-0"]["keeper"] is None
+    assert told["engine-0"]["transport"] is None
+    assert programs["engine-0"].needs is None

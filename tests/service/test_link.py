@@ -1,0 +1,120 @@
+"""The wire itself: greetings, order, and that a loss is noticed at once."""
+
+import asyncio
+import tempfile
+import time
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from penstock.core.clock import SystemClock
+from penstock.core.wire import codec
+from penstock.core.wire.engine import Cancel, Failed, Hello, decode_command
+from penstock.service.instances import LinkLost
+from penstock.service.link import GREETING_INTERVAL, engine_link
+from tests.helpers.scripted import ready
+
+
+class Engine:
+    """The other end, in the same event loop."""
+
+    def __init__(self, address):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(address)
+        self.client = b""
+
+    async def hear(self):
+        self.client, data = await self.socket.recv_multipart()
+        return decode_command(data)
+
+    async def say(self, event):
+        await self.socket.send_multipart([self.client, event if isinstance(event, bytes) else codec.encode(event)])
+
+    def die(self):
+        self.socket.close(0)
+        self.context.term()
+
+
+@contextmanager
+def ends():
+    """A link and an address where engines come and go."""
+    with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
+        address, context = f"ipc://{folder}/e", zmq.asyncio.Context()
+        link = engine_link(context, address, "me", "frontend", SystemClock())
+        yield link, address
+        link.close()
+        context.term()
+
+
+def run(scenario):
+    async def go():
+        with ends() as (link, address):
+            await scenario(link, address)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def test_a_link_waits_for_its_engine_and_outlives_it():
+    async def scenario(link, address):
+        link.send(Cancel(1, ["nobody is there"]))
+        first = asyncio.create_task(link.receive())
+        lives = []
+        for life in (1, 2):
+            engine = Engine(address)
+            hello = await engine.hear()
+            assert (hello.sender, hello.kind, engine.client) == ("me", "frontend", b"me")
+            lives.append(hello.incarnation)
+            await engine.say(ready(life=life))
+            assert (await first).peer.incarnation == life
+            link.send(Cancel(life, ["a"]))
+            assert await next_cancel(engine, link) == Cancel(life, ["a"])
+            for i in range(100):
+                await engine.say(Failed(str(i)))
+            await asyncio.sleep(0.05)  # they are on their way
+            engine.die()
+            assert [(await link.receive()).message for _ in range(100)] == [str(i) for i in range(100)]
+            lost = time.monotonic()
+            assert isinstance(await link.receive(), LinkLost)
+            assert time.monotonic() - lost < GREETING_INTERVAL / 2
+            first = asyncio.create_task(link.receive())
+        assert lives[0] < lives[1]  # a connection is a life
+        first.cancel()
+
+    run(scenario)
+
+
+async def next_cancel(engine, link):
+    while isinstance(command := await engine.hear(), Hello):
+        pass
+    return command
+
+
+def test_it_says_again_and_again_that_it_lives():
+    async def scenario(link, address):
+        engine = Engine(address)
+        receiving = asyncio.create_task(link.receive())
+        first, second = await engine.hear(), await engine.hear()
+        assert first == second
+        receiving.cancel()
+        engine.die()
+
+    run(scenario)
+
+
+def test_rubbish_is_told_and_harms_nothing_after_it():
+    async def scenario(link, address):
+        engine = Engine(address)
+        receiving = asyncio.create_task(link.receive())
+        await engine.hear()
+        await engine.say(b"rubbish")
+        with pytest.raises(msgspec.DecodeError):
+            await receiving
+        await engine.say(Failed("fine"))
+        assert (await link.receive()).message == "fine"
+        engine.die()
+
+    run(scenario)

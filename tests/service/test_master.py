@@ -1,0 +1,277 @@
+"""The master as a pure controller: what happened goes in, what is to be done comes out."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, Link, LinkFailed, Peer, Unlink
+from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed
+from penstock.sched.cluster import DISPATCH
+from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.master import (
+    DEAD_AFTER,
+    PROBATION,
+    RELINK_AFTER,
+    SUSPECT_AFTER,
+    FromEngine,
+    FromFrontend,
+    Master,
+    Notice,
+    ToEngine,
+    ToFrontend,
+)
+from tests.helpers.scripted import LAYOUT, ready, snapshot
+
+
+class Cluster:
+    """A master with instances that are named after their pools: p0, d1, a0."""
+
+    POOLS = {"p": "prefill", "d": "decode", "a": "any"}  # noqa: RUF012
+
+    def __init__(self, *names, policy="least-loaded", **changes):
+        endpoints = [Endpoint(n, f"ipc://{n}", self.POOLS[n[0]]) for n in names]
+        self.master = Master(endpoints, DISPATCH[policy](), random.Random(0), incarnation=7)
+        self.now, self.count = 0.0, 0
+        self.started = {name: self.start(name, **changes) for name in names}
+
+    def engine(self, name, event):
+        return [a for a in self.master.tick(self.now, FromEngine(name, event)) if not isinstance(a, Notice)]
+
+    def start(self, name, life=1, **changes):
+        return self.engine(name, ready(name, life, self.POOLS[name[0]], **changes))
+
+    def snap(self, name, sequence=1, life=1, **values):
+        self.engine(name, snapshot(life, sequence, self.POOLS[name[0]], **values))
+
+    def frontend(self, message, name="f"):
+        actions = self.master.tick(self.now, FromFrontend(name, message))
+        self.master.check()
+        return [a.message for a in actions if isinstance(a, ToFrontend)]
+
+    def place(self, request_id=None, tokens=10, name="f", generation=0, exclude=()):
+        self.count += 1
+        request_id = request_id or f"r{self.count}"
+        (answer,) = self.frontend(Place(request_id, tokens, 10, [], 0, generation, 0.0, list(exclude)), name)
+        return answer
+
+    def tick(self, seconds=0.0):
+        self.now += seconds
+        return [a for a in self.master.tick(self.now) if not isinstance(a, Notice)]
+
+
+def peer(name, life=1):
+    return Peer(name, life, "unix:/somewhere")
+
+
+def test_who_hands_over_is_connected_to_whom_it_hands_over_to():
+    cluster = Cluster("p0", "d0", "p1", "a0", "d1")
+    told = {(a.name, a.command.peer.name) for actions in cluster.started.values() for a in actions}
+    expected = {(p, d) for p in ("p0", "p1") for d in ("d0", "d1", "a0")} | {("a0", "d0"), ("a0", "d1")}
+    assert told == expected
+    assert all(isinstance(a.command, Link) for actions in cluster.started.values() for a in actions)
+
+
+def test_a_new_life_is_connected_anew_and_the_old_one_is_taken_off():
+    cluster = Cluster("p0", "d0")
+    assert cluster.engine("d0", LinkLost("gone")) == [ToEngine("p0", Unlink(1, peer("d0")))]
+    assert cluster.place().decode is None
+    assert cluster.start("d0", life=2) == [ToEngine("p0", Link(1, peer("d0", 2)))]
+    assert cluster.place().decode == peer("d0", 2)
+    assert cluster.start("p0", life=2) == [ToEngine("p0", Link(2, peer("d0", 2)))]  # its loss was not noticed
+
+
+def test_instances_without_a_transport_are_left_alone():
+    cluster = Cluster("p0", "d0", address="")
+    assert cluster.started == {"p0": [], "d0": []}
+    assert cluster.place().decode is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layout": replace(LAYOUT, order="token")}, "d0: order: block here, token there"),
+        ({"root_key": b"else"}, "d0: prefix keys: 726f6f74 here, 656c7365 there"),
+    ],
+)
+def test_what_does_not_fit_is_not_paired_and_the_reason_says_why(changes, says):
+    cluster = Cluster("p0", "d0")
+    cluster.engine("d0", LinkLost("gone"))
+    assert cluster.start("d0", life=2, **changes) == []
+    placed = cluster.place()
+    assert placed.decode is None
+    assert placed.reason == f"no-decode: {says}"
+
+
+def test_a_failed_link_is_not_used_until_it_holds_again():
+    cluster = Cluster("p0", "d0", "d1")
+    for name in ("p0", "d0", "d1"):
+        cluster.snap(name)
+    cluster.engine("p0", LinkFailed(1, peer("d0"), "refused"))
+    assert {cluster.place().decode.name for _ in range(6)} == {"d1"}
+    cluster.engine("p0", LinkFailed(1, peer("d1", 9), "of another life"))
+    assert cluster.place().decode.name == "d1"
+    assert cluster.tick(RELINK_AFTER) == [ToEngine("p0", Link(1, peer("d0")))]
+    assert cluster.tick() == []
+    for name in ("p0", "d0", "d1"):
+        cluster.snap(name, 2)
+    assert {cluster.place().decode.name for _ in range(6)} == {"d1"}  # on probation
+    cluster.tick(PROBATION)
+    assert cluster.place().decode.name == "d0"  # the one with less to hold
+
+
+def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
+    cluster = Cluster("a0", "a1")
+    cluster.snap("a0"), cluster.snap("a1")
+    burst = [cluster.place(tokens=10).prefill.name for _ in range(10)]
+    assert burst.count("a0") == burst.count("a1") == 5
+    cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
+    life = cluster.master._lives["a0"]
+    assert life.unseen == {}
+    assert cluster.master._lives["a1"].unseen
+    cluster.frontend(Ended([f"r{i}" for i in range(1, 11)]))
+    assert (life.requests, life.held_tokens) == (0, 0)
+
+
+def test_a_decoder_is_charged_before_it_hears_of_the_request():
+    cluster = Cluster("p0", "d0", "d1")
+    names = [cluster.place(tokens=10).decode.name for _ in range(8)]
+    assert names.count("d0") == 4
+    cluster.snap("d0", running_tokens=500)
+    assert {cluster.place().decode.name for _ in range(3)} == {"d1"}
+
+
+def test_silent_and_draining_instances_get_no_work():
+    cluster = Cluster("a0", "a1")
+    cluster.now = SUSPECT_AFTER + 0.1
+    cluster.snap("a1")
+    assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
+    assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
+    cluster.snap("a0")
+    cluster.snap("a1", 2, draining=True)
+    assert {cluster.place().prefill.name for _ in range(4)} == {"a0"}
+    cluster.snap("a0", 2, draining=True)
+    answer = cluster.place()
+    assert isinstance(answer, NoPlace)
+    assert "a0 draining, a1 draining" in answer.message
+
+
+def test_when_all_are_silent_they_are_all_there_is_but_not_for_ever():
+    cluster = Cluster("a0")
+    cluster.now = SUSPECT_AFTER + 1
+    assert cluster.place().prefill.name == "a0"
+    cluster.now = DEAD_AFTER + 1
+    assert isinstance(cluster.place(), NoPlace)
+    cluster.snap("a0")
+    assert cluster.place().prefill.name == "a0"
+
+
+def test_an_instance_that_is_lost_fails_or_is_excluded_gets_nothing():
+    for event in (LinkLost("gone"), Failed("out of memory")):
+        cluster = Cluster("a0", "a1")
+        cluster.engine("a0", event)
+        assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
+        assert isinstance(cluster.place(exclude=["a1"]), NoPlace)
+        cluster.snap("a0")  # late, of the life that is over
+        assert cluster.place().prefill.name == "a1"
+
+
+def test_the_same_question_has_the_same_answer_and_a_new_attempt_a_new_one():
+    cluster = Cluster("a0", "a1")
+    first = cluster.place("r", name="f")
+    assert cluster.place("r", name="f") == first
+    other = cluster.place("r", name="f", generation=1, exclude=[first.prefill.name])
+    assert other.prefill != first.prefill
+    assert isinstance(other, Placed)
+
+
+def test_what_a_frontend_had_ends_with_it():
+    cluster = Cluster("a0")
+    assert cluster.frontend(Join("f", 1)) == [Joined(7)]
+    cluster.place(), cluster.place(name="g")
+    cluster.frontend(Join("f", 2))  # its next life
+    assert cluster.master._lives["a0"].requests == 1
+    cluster.tick(LEASE + 0.1)
+    assert cluster.master._lives["a0"].requests == 0
+    cluster.master.check()
+
+
+def test_the_index_follows_the_caches():
+    cluster = Cluster("a0")
+    keys = [b"1" * 16, b"2" * 16]
+    assert cluster.engine("a0", CacheDelta(1, 3, keys, [])) == [ToEngine("a0", AskCache(1))]
+    assert cluster.engine("a0", CacheDelta(1, 4, keys, [])) == []  # it was asked just now
+    cluster.engine("a0", CacheDelta(1, 4, keys, [], whole=True))
+    assert cluster.master.index.match(keys) == {"a0": 2}
+    cluster.engine("a0", LinkLost("gone"))
+    assert cluster.master.index.match(keys) == {}
+
+
+class Days(RuleBasedStateMachine):
+    """Whatever happens: counts are right, and nobody is sent to an instance that is not there."""
+
+    names = st.sampled_from(["p0", "p1", "d0", "d1", "a0"])
+
+    def __init__(self):
+        super().__init__()
+        self.cluster, self.lives = (
+            Cluster("p0", "p1", "d0", "d1", "a0"),
+            dict.fromkeys(("p0", "p1", "d0", "d1", "a0"), 1),
+        )
+        self.placed, self.born = {}, 1
+
+    @rule(name=names)
+    def die(self, name):
+        self.cluster.engine(name, LinkLost("gone"))
+        self.lives.pop(name, None)
+
+    @rule(name=names)
+    def live(self, name):
+        self.born += 1
+        self.lives[name] = self.born
+        self.cluster.start(name, self.born)
+
+    @rule(name=names, sequence=st.integers(1, 5), tokens=st.integers(0, 100))
+    def snap(self, name, sequence, tokens):
+        self.cluster.snap(name, sequence, self.lives.get(name, 1), running_tokens=tokens, waiting_tokens=tokens)
+
+    @rule(source=names, other=names)
+    def break_link(self, source, other):
+        message = LinkFailed(self.lives.get(source, 1), peer(other, self.lives.get(other, 1)), "lost")
+        self.cluster.engine(source, message)
+
+    @rule(request=st.integers(0, 5), generation=st.integers(0, 2))
+    def place(self, request, generation):
+        answer = self.cluster.place(f"r{request}", generation=generation)
+        known = self.placed.get(request)
+        if isinstance(answer, NoPlace):
+            assert not self.lives
+            self.placed.pop(request, None)
+        elif known is None or known.generation != generation:
+            for chosen in (answer.prefill, answer.decode):
+                assert chosen is None or self.lives[chosen.name] == chosen.incarnation
+            self.placed[request] = answer
+        else:
+            assert answer == known
+
+    @rule(request=st.integers(0, 5))
+    def end(self, request):
+        self.cluster.frontend(Ended([f"r{request}"]))
+        self.placed.pop(request, None)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0]))
+    def wait(self, seconds):
+        self.cluster.frontend(Join("f", 1))
+        self.cluster.tick(seconds)
+
+    @invariant()
+    def is_counted(self):
+        self.cluster.master.check()
+        self.cluster.master.index.check()
+
+
+TestDays = Days.TestCase
+TestDays.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

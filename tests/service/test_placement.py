@@ -1,0 +1,137 @@
+"""Frontends and a master over real wires, with scripted engines behind it."""
+
+import asyncio
+import random
+import tempfile
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from penstock.core.clock import ManualClock, SystemClock
+from penstock.core.errors import Unavailable
+from penstock.core.wire.engine import Link
+from penstock.core.wire.master import Joined, Place, Placed
+from penstock.sched.cluster import DISPATCH
+from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.link import master_link
+from penstock.service.master import Master
+from penstock.service.master_pump import MasterPump, serve_frontends
+from penstock.service.placement import PATIENCE, LocalPlacement, RemotePlacement
+from tests.helpers.scripted import ScriptedLink, ready
+
+
+def place(request_id="r", **changes):
+    return Place(request_id, 10, 10, [], **changes)
+
+
+def make_pump(*pools):
+    names = [f"{pool}-{i}" for i, pool in enumerate(pools)]
+    links = {name: ScriptedLink(name) for name in names}
+    master = Master([Endpoint(n, "", n.split("-")[0]) for n in names], DISPATCH["least-loaded"](), random.Random(0), 3)
+    pump = MasterPump(master, links, SystemClock())
+    for name, link in links.items():
+        link.say(ready(name, 1, name.split("-")[0]))
+    return pump, links
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_a_master_in_the_same_process():
+    async def scenario():
+        pump, links = make_pump("prefill", "decode")
+        placement = LocalPlacement(pump, "f")
+        placement.start()
+        with pytest.raises(Unavailable, match="absent"):
+            await placement.place(place())
+        await until(lambda: links["prefill-0"].sent)
+        assert isinstance(links["prefill-0"].sent[0], Link)
+        placed = await placement.place(place())
+        assert (placed.prefill.name, placed.decode.name, placed.policy) == ("prefill-0", "decode-1", "least-loaded")
+        placement.ended(["r"])
+        assert not pump.master._in_flight
+        await placement.close()
+        assert all(link.closed for link in links.values())
+
+    run(scenario)
+
+
+class Deployment:
+    """A master that can die and come back, and a frontend's way to it."""
+
+    def __init__(self, folder):
+        self.address, self.context = f"ipc://{folder}/m", zmq.asyncio.Context()
+        self.placement = RemotePlacement(master_link(self.context, self.address, "f", SystemClock()), SystemClock())
+
+    def start_master(self):
+        self.pump, self.links = make_pump("any")
+        self.pump.start()
+        self.masters = zmq.asyncio.Context()
+        self.serving = asyncio.create_task(serve_frontends(self.pump, self.masters, self.address))
+
+    async def stop_master(self):
+        self.serving.cancel()
+        await asyncio.gather(self.serving, return_exceptions=True)
+        await self.pump.close()
+        self.masters.term()
+
+
+def test_a_master_that_dies_is_asked_again_when_it_is_back():
+    async def scenario():
+        with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
+            deployment = Deployment(folder)
+            placement = deployment.placement
+            placement.start()
+            assert "has not answered yet" in placement.trouble
+            deployment.start_master()
+            await until(lambda: not placement.trouble)
+            await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
+            assert (await placement.place(place("a"))).prefill.name == "any-0"
+            placement.ended(["a"])
+            await until(lambda: not deployment.pump.master._in_flight)
+            await deployment.stop_master()
+            await until(lambda: placement._absent)
+            assert not placement.trouble  # for a while
+            waiting = asyncio.create_task(placement.place(place("b")))
+            await asyncio.sleep(0)
+            deployment.start_master()
+            (answer,) = await asyncio.gather(waiting, return_exceptions=True)
+            assert isinstance(answer, Placed) or "any-0 absent" in str(answer)  # the master too only just began
+            await deployment.stop_master()
+            await placement.close()
+            deployment.context.term()
+
+    run(scenario)
+
+
+class ScriptedMasterLink(ScriptedLink):
+    connected = True
+
+
+def test_a_master_that_stays_away_is_trouble():
+    async def scenario():
+        clock, link = ManualClock(), ScriptedMasterLink()
+        placement = RemotePlacement(link, clock)
+        placement.start()
+        link.say(Joined(1))
+        await until(lambda: not placement.trouble)
+        link.say(LinkLost("gone"))
+        await until(lambda: placement._absent)
+        clock.advance(PATIENCE + 0.1)
+        assert placement.trouble == "the master cannot be asked: gone"
+        link.say(Joined(2))
+        await until(lambda: not placement.trouble)
+        link.say(Joined(3, protocol=99))
+        await until(lambda: placement._absent)
+        clock.advance(PATIENCE + 0.1)
+        assert "protocol 99" in placement.trouble
+        await placement.close()
+
+    run(scenario)

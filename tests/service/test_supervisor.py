@@ -1,0 +1,195 @@
+"""Who is started, stopped and killed, and when."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.service.deployment import Restart
+from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, Supervisor
+
+KEEPER = Program(name="keeper", role="keeper", command=())
+ENGINES = [Program(name=f"engine-{i}", role="engine", command=(), needs="keeper") for i in range(2)]
+MASTER = Program(name="master", role="master", command=())
+FRONTEND = Program(name="frontend-0", role="frontend", command=())
+PROGRAMS = [KEEPER, *ENGINES, MASTER, FRONTEND]
+
+
+def supervisor(programs=PROGRAMS, backoff=1.0, limit=3):
+    return Supervisor(programs, Restart(backoff=backoff, limit=limit), drain_timeout=20)
+
+
+def said(supervisor, now):
+    return [f"{action.what} {action.name}" for action in supervisor.actions(now)]
+
+
+def running():
+    """A supervisor of which everything runs since 0."""
+    fresh = supervisor()
+    said(fresh, 0)
+    fresh.is_up("keeper")
+    said(fresh, 0)
+    return fresh
+
+
+def test_engines_start_when_their_keeper_can_be_reached():
+    fresh = supervisor()
+    assert said(fresh, 0) == ["start keeper", "start master", "start frontend-0"]
+    assert said(fresh, 1) == []
+    fresh.is_up("keeper")
+    assert said(fresh, 1) == ["start engine-0", "start engine-1"]
+    assert said(fresh, 1) == []
+
+
+def test_one_that_dies_is_started_again_later_and_later():
+    now, ours = 10.0, running()
+    for delay in (1, 2, 4):
+        assert f"SIGKILL and starts again in {delay} s" in ours.exited("engine-0", -9, now)
+        assert said(ours, now + delay - 0.01) == []
+        assert said(ours, now + delay) == ["start engine-0"]
+        now += delay
+    assert "engine-0 ended 4 times in a row, the last time with exit code 1" in ours.exited("engine-0", 1, now)
+    assert ours.stopping
+    assert ours.exit_code == 1
+    assert said(ours, now) == ["stop frontend-0"]
+
+
+def test_the_delay_has_a_bound():
+    ours = supervisor([MASTER], limit=99)
+    now = 0.0
+    for _ in range(12):
+        said(ours, now)
+        ours.exited("master", 1, now)
+        assert said(ours, now + 30) == ["start master"]
+        now += 30
+
+
+def test_a_long_life_makes_the_deaths_before_it_forgotten():
+    now, ours = 0.0, supervisor([MASTER], limit=1)
+    for _ in range(5):
+        assert said(ours, now) == ["start master"]
+        now += STEADY
+        assert "starts again in 1 s" in ours.exited("master", 1, now)
+        now += 1
+
+
+def test_none_is_forgiven_with_limit_0():
+    ours = supervisor([MASTER], limit=0)
+    said(ours, 0)
+    assert "master ended once, the last time with exit code 0" in ours.exited("master", 0, 1)
+    assert said(ours, 1) == []
+    assert (ours.over, ours.exit_code) == (True, 1)
+
+
+def test_what_cannot_be_served_ends_the_deployment_at_once():
+    ours = running()
+    assert "exit code 2: it cannot be served" in ours.exited("engine-1", 2, 1)
+    assert said(ours, 1) == ["stop frontend-0"]
+    assert ours.exit_code == 2
+
+
+def test_engines_do_not_outlive_their_keeper():
+    ours = running()
+    ours.exited("keeper", -9, 5)
+    assert said(ours, 5) == ["kill engine-0", "kill engine-1"]
+    assert said(ours, 5) == []
+    assert "because keeper did" in ours.exited("engine-0", -9, 5.1)
+    assert said(ours, 5.9) == [], "the keeper is not back"
+    assert said(ours, 6) == ["start keeper"]
+    ours.is_up("keeper")
+    assert said(ours, 6.1) == ["start engine-0"]
+    ours.exited("engine-1", -9, 6.2)
+    assert said(ours, 6.2) == ["start engine-1"], "it was not its fault, so it need not wait"
+
+
+def test_stopping_goes_from_the_clients_to_the_memory():
+    ours = running()
+    ours.exited("master", 1, 1)  # about to start again, which it no longer does
+    ours.stop(1)
+    assert said(ours, 1) == ["stop frontend-0"]
+    assert said(ours, 1 + 20 + DRAIN_GRACE - 0.1) == [], "requests may finish"
+    ours.exited("frontend-0", 0, 20)
+    assert said(ours, 20) == ["stop engine-0", "stop engine-1"]
+    ours.exited("engine-0", 0, 20)
+    assert said(ours, 20 + STOP_GRACE) == ["kill engine-1"]
+    assert said(ours, 21 + STOP_GRACE) == []
+    ours.exited("engine-1", -9, 26)
+    assert said(ours, 26) == ["stop keeper"]
+    ours.exited("keeper", 0, 26)
+    assert said(ours, 26) == []
+    assert (ours.over, ours.exit_code, ours.failure) == (True, 0, "")
+
+
+def test_a_frontend_that_does_not_drain_in_time_is_killed():
+    ours = running()
+    ours.stop(0)
+    said(ours, 0)
+    assert said(ours, 20 + DRAIN_GRACE) == ["kill frontend-0"]
+
+
+def test_a_second_signal_hurries():
+    ours = running()
+    ours.stop(0)
+    said(ours, 0)
+    ours.stop(1)
+    assert said(ours, 1) == ["stop frontend-0"]
+    assert said(ours, 1 + STOP_GRACE) == ["kill frontend-0"]
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from([p.name for p in PROGRAMS]),
+        st.sampled_from(["exit 0", "exit 1", "exit -9", "exit 2", "up", "stop"]),
+        st.floats(0, 40),
+    ),
+    max_size=60,
+)
+
+
+@given(events)
+def test_whatever_happens_it_starts_what_does_not_run_and_ends(events):
+    ours, alive, now, ended = supervisor(), set(), 0.0, False
+
+    def act():
+        for action in ours.actions(now):
+            if action.what == "start":
+                assert not ended, "nothing starts any more once it is to stop"
+                assert action.name not in alive
+                assert not action.name.startswith("engine") or "keeper" in alive
+                alive.add(action.name)
+            else:
+                assert action.name in alive
+                if action.what == "kill":
+                    alive.remove(action.name)
+                    ours.exited(action.name, -9, now)
+
+    for name, what, later in events:
+        now += later
+        act()
+        if what == "stop":
+            ours.stop(now)
+        elif what == "up" and name in alive:
+            ours.is_up(name)
+        elif what.startswith("exit") and name in alive:
+            alive.remove(name)
+            ours.exited(name, int(what.split()[1]), now)
+        ended = ours.stopping
+    ours.stop(now)
+    ended = True
+    for _ in range(60):
+        act()
+        now += STOP_GRACE
+    assert ours.over
+    assert not alive
+    assert (ours.exit_code == 0) == (ours.failure == "")
+
+
+def test_every_actionless_moment_is_quiet():
+    ours = running()
+    assert list(itertools.chain.from_iterable(said(ours, now) for now in range(100))) == []
+
+
+@pytest.mark.parametrize(("code", "word"), [(3, "exit code 3"), (-15, "SIGTERM"), (-200, "signal 200")])
+def test_how_it_ended_is_told(code, word):
+    assert f"master ended with {word}" in running().exited("master", code, 1)
