@@ -95,7 +95,7 @@ TABLES = Tables(
             for name in ("drop", "duplicate", "reorder", "corrupt")
         ),
         Option("only", messages, (), "messages that the above is for; by default all"),
-        Option("stall", one_of(*MESSAGES), None, "message of which the first never leaves"),
+        Option("stall", messages, (), "messages of which each request's first never leaves"),
     ),
     partition=(
         Option("after", integer(0), 0, "frames that pass before nothing does"),

@@ -2,6 +2,7 @@
 
 JSON:
     name, address       of this instance; the ZMQ endpoint to bind
+    shown_as            its name in the log; without one where there is only one engine
     parent              process id; without that process this one ends
     pool                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
@@ -42,7 +43,7 @@ log = logging.getLogger("penstock.engine")
 
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
-    setup_logging(settings["log_level"], settings["log_format"])
+    setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     # a terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group, and the server drains first
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

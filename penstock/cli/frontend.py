@@ -6,7 +6,8 @@ JSON:
     parent              process id; without that process this one ends
     master              the master's ZMQ endpoint; null for a master in this process
     instances           [{"name", "address", "pool"}, ...]: where the engines listen
-    server              fields of ServerOptions
+    server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
+                        of the host cannot see
 
 SIGTERM or SIGINT drains, a second one ends what still runs. An engine that is lost does not end it.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.http import ServerOptions, Site, make_site, set_up_logging
+from penstock.cli.options import words
 from penstock.core.errors import PenstockError
 from penstock.service.instances import Endpoint
 
@@ -33,10 +35,9 @@ LOOK = 0.5  # seconds between two looks at the parent
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 2 when the options cannot be served."""
     given = settings["server"]
-    options = ServerOptions(
-        **{**given, "directory": Path(given["directory"]), "api_key": tuple(given["api_key"] or ())}
-    )
-    set_up_logging(options)
+    keys = os.environ.get("PENSTOCK_API_KEY")
+    options = ServerOptions(**{**given, "directory": Path(given["directory"]), "api_key": words(keys) if keys else ()})
+    set_up_logging(options, settings["name"])
     import uvloop
 
     try:

@@ -57,10 +57,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def set_up_logging(options: ServerOptions) -> None:
+def set_up_logging(options: ServerOptions, process: str = "") -> None:
     from penstock.obs.logs import setup_logging
 
-    setup_logging(options.log_level, options.log_format)
+    setup_logging(options.log_level, options.log_format, process)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # starts and stops are told in our own words
 
 

@@ -23,6 +23,7 @@ from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from penstock.service.deployment import Deployment, Group
+    from penstock.service.supervisor import Role
 
 log = logging.getLogger("penstock.up")
 PORT = next(option for option in SERVER_OPTIONS if option.name == "port")
@@ -78,7 +79,7 @@ def _up(deployment: Deployment) -> int:
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        return Launcher(programs, supervisor, SystemClock(), {"engine": _engine_environment(deployment)}).run()
+        return Launcher(programs, supervisor, SystemClock(), _environments(deployment)).run()
 
 
 def _read(path: str) -> str:
@@ -96,6 +97,15 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
     fields = dict(group.options)
     fields["prefix_cache"] = fields.pop("enable_prefix_caching")
     return {"model": str(directory), "seed": seed + number_, **fields}
+
+
+def _environments(deployment: Deployment) -> dict[Role, Mapping[str, str]]:
+    """Of each kind of process. API keys travel here, where other users of the host do not see them."""
+    keys = ",".join(deployment.server["api_key"] or ())
+    return {
+        "engine": _engine_environment(deployment),
+        "frontend": {**os.environ, "PENSTOCK_API_KEY": keys},
+    }
 
 
 def _engine_environment(deployment: Deployment) -> Mapping[str, str]:

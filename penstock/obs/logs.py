@@ -78,10 +78,19 @@ def _seconds(value: float | None) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; a request's fields stand at the top level."""
+    """One JSON object a line; a request's fields stand at the top level.
+
+    Args:
+        process: which of several processes it is that writes; "" where there is one.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": _timestamp(record), "level": record.levelname, "logger": record.name}
+        line |= self._process
         line |= getattr(record, "fields", None) or {"message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -89,17 +98,23 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    def __init__(self, process: str) -> None:
+        shown = f" [{process.replace('%', '%%')}]" if process else ""
+        super().__init__(f"%(asctime)s %(levelname)-7s %(name)s{shown}: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return _timestamp(record)
 
 
-def setup_logging(level: str, format: Format) -> None:
-    """Send every logger of the process to standard error, once, in one format. `level` is a name such as "INFO"."""
+def setup_logging(level: str, format: Format, process: str = "") -> None:
+    """Send every logger of the process to standard error, once, in one format.
+
+    Args:
+        level: a name such as "INFO".
+        process: its name, where several write to the same place.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

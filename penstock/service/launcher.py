@@ -54,7 +54,8 @@ def plan(
         settings = common | {"path": str(keeper), "orphan_seconds": deployment.orphans}
         programs.append(_program("keeper", "keeper", settings, socket=keeper))
     for number, (group, name) in enumerate(places):
-        settings = common | instances[number] | {"options": engine_fields(group, number), "lease_s": deployment.lease}
+        settings = common | instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
+        settings["lease_s"] = deployment.lease
         settings |= {"keeper": None, "transport": None}
         if group.shares_memory:
             settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
@@ -83,8 +84,8 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
-    """A frontend's `ServerOptions`. Each draws its own seeds for requests without one."""
-    options = {key: value for key, value in deployment.server.items() if key != "served_model_name"}
+    """A frontend's `ServerOptions`, without the API keys. Each draws its own seeds for requests without one."""
+    options = {key: value for key, value in deployment.server.items() if key not in ("served_model_name", "api_key")}
     if options["seed"] is not None:
         options["seed"] += number
     return options | {

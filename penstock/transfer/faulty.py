@@ -40,7 +40,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         delay_ms: of every frame.
         drop, duplicate, reorder, corrupt: probability for each frame; corrupt flips one bit of body or payload.
         only: names of the messages that these five are for; empty: all.
-        stall: name of a message; the first of them never leaves.
+        stall: names of messages; the first of each for each request never leaves, and the log says so. Whoever waits
+            for that line knows which phase of a hand-off a request is in, until the sender asks again.
     """
 
     seed: int = 0
@@ -51,7 +52,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     corrupt: float = 0.0
     partition: Partition | None = None
     only: list[str] = []
-    stall: str | None = None
+    stall: list[str] = []
 
     @classmethod
     def parse(cls, faults: dict[str, Any]) -> Faults:
@@ -65,7 +66,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"faults.{name}: {value}, allowed: a probability from 0 to 1", f"faults.{name}")
         if parsed.delay_ms < 0:
             raise ConfigError(f"faults.delay_ms: {parsed.delay_ms}, allowed: 0 or more", "faults.delay_ms")
-        for field, names in (("only", parsed.only), ("stall", [parsed.stall] if parsed.stall else [])):
+        for field, names in (("only", parsed.only), ("stall", parsed.stall)):
             for name in names:
                 if name not in MESSAGES:
                     raise ConfigError(f"faults.{field}: {name!r}, allowed: {', '.join(MESSAGES)}", f"faults.{field}")
@@ -80,7 +81,7 @@ class FaultyCarrier(Carrier):
         self._random = Random(f"{faults.seed}:{me.name}")
         self._passed = 0  # frames, sent or heard
         self._cut: float | None = None  # when the partition began
-        self._stalled = False
+        self._stalled: set[tuple[str, str]] = set()  # message name, request id
         self._held: list[Callable[[], None]] = []  # frames that wait to be overtaken
         super().__init__(me, sockets, payload_bytes)
 
@@ -93,10 +94,10 @@ class FaultyCarrier(Carrier):
             super()._transmit(connection, frame)
             return
         self._passed += 1
-        if name == self._faults.stall and not self._stalled:
-            self._stalled = True
+        if name in self._faults.stall and (first := (name, _request_id(frame.message))) not in self._stalled:
+            self._stalled.add(first)
             self.counters.dropped["stall"] += 1
-            log.warning("stalled %s of %s", name, _request_id(frame.message))
+            log.warning("stalled %s of %s", *first)
         elif self._faults.only and name not in self._faults.only:
             super()._transmit(connection, frame)
         else:

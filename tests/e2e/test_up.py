@@ -159,3 +159,14 @@ def test_what_only_an_engine_can_find_out_ends_with_2_too(tmp_path):
     assert "--max-model-len: 99999999, this checkpoint allows" in done.stderr
     assert "engine-0 ended with exit code 2: it cannot be served" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_api_keys_are_asked_for_and_shown_to_nobody():
+    key = "sk-not-for-other-users-of-this-host"
+    with deployed(colocated(1, engine=PACED, **{"api-key": [key]})) as up:
+        assert complete(up).status_code == 401
+        answer = httpx.post(up.url + "/v1/completions", json=ASK, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in up.pids().values()]
+        assert len(lines) == 4
+        assert not any(key in line for line in lines)

@@ -106,7 +106,7 @@ class UpProcesses:
             return {}
         found = {}
         for pid in children:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # it has gone, or is just beginning
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 if "-m" in words:  # not between fork and exec, and no zombie
                     settings = json.loads(words[words.index("-m") + 2])

@@ -113,14 +113,16 @@ def test_corrupt_blocks_are_not_landed(kind, tmp_path):
         assert bad
 
 
-def test_stall_keeps_the_first_and_says_so(kind, tmp_path, caplog):
-    commits = [Commit(Lease(f"r{i}", 0), 0, [], 0, 0.0, 0.0) for i in range(3)]
-    with caplog.at_level(logging.WARNING), ends(kind, tmp_path, faults={"stall": "Commit"}) as (a, b):
-        for message in (releases(1)[0], *commits, END):
+def test_stall_keeps_the_first_of_each_request_and_says_so(kind, tmp_path, caplog):
+    commits = [Commit(Lease(f"r{i}", 0), 0, [n], 0, 0.0, 0.0) for i in range(2) for n in range(3)]
+    with caplog.at_level(logging.WARNING), ends(kind, tmp_path, faults={"stall": ["Commit", "Renew"]}) as (a, b):
+        for message in (releases(1)[0], *commits, END, END):
             a.transport.send(b.peer, message)
-        b.until(lambda: len(b.arrivals) == 4)
-        assert sorted(map(repr, b.messages)) == sorted(map(repr, (releases(1)[0], *commits[1:], END)))
-    assert [record.message for record in caplog.records if "stalled" in record.message] == ["stalled Commit of r0"]
+        b.until(lambda: len(b.arrivals) == 6)
+        passed = [m for m in commits if m.tokens != [0]]
+        assert sorted(map(repr, b.messages)) == sorted(map(repr, (releases(1)[0], *passed, END)))
+    said = [record.message for record in caplog.records if "stalled" in record.message]
+    assert said == ["stalled Commit of r0", "stalled Commit of r1", "stalled Renew of r"]
 
 
 def test_a_partition_swallows_both_directions_and_keeps_the_sockets(kind, tmp_path):
@@ -194,7 +196,7 @@ def test_all_of_them_at_once_bring_nothing_wrong(kind, tmp_path):
 def test_what_can_be_said():
     said = {
         "seed": 1, "delay_ms": 3, "drop": 0.1, "duplicate": 0, "reorder": 1, "corrupt": 0.5,
-        "partition": {"after": 3, "for_s": None}, "only": ["Push"], "stall": "Commit",
+        "partition": {"after": 3, "for_s": None}, "only": ["Push"], "stall": ["Commit"],
     }  # fmt: skip
     assert Faults.parse(said).partition == Partition(3, None)
     assert Faults.parse({}) == Faults()
@@ -207,7 +209,7 @@ def test_what_can_be_said():
         ({"corrupt": -1}, "faults.corrupt: -1.0, allowed"),
         ({"delay_ms": -1}, "faults.delay_ms: -1.0, allowed: 0 or more"),
         ({"only": ["Pusch"]}, "faults.only: 'Pusch', allowed: Reserve, Reserved, Rejected, Push"),
-        ({"stall": "x"}, "faults.stall: 'x', allowed"),
+        ({"stall": ["x"]}, "faults.stall: 'x', allowed"),
         ({"dorp": 1}, "unknown field `dorp`"),
         ({"drop": "often"}, r"Expected `float`, got `str` - at `\$.drop`"),
         ({"partition": {"for": 1}}, "unknown field `for`"),
