@@ -4,6 +4,7 @@ text."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -24,7 +25,7 @@ from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
 from penstock.service.intake import ModelLimits, make_sequences
-from penstock.service.traffic import Held, Traffic
+from penstock.service.traffic import TICK, Held, Traffic
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
@@ -78,7 +79,9 @@ class Frontend:
         """Returns once an engine can serve. Raises Unavailable when all are lost before that."""
         while not (self.ready or self.lost):
             self.traffic.changed.clear()
-            await self.traffic.changed.wait()
+            with contextlib.suppress(TimeoutError):  # the master may be the last to come, and time passes by itself
+                async with asyncio.timeout(TICK):
+                    await self.traffic.changed.wait()
         if not self.ready:
             raise Unavailable(self.unhealthy_reason)
 

@@ -478,3 +478,17 @@ def test_engines_of_its_own_are_told_to_stop(tokenizer):
         assert [link.sent[-1] for link in links.values()] == [Shutdown()] * 2
 
     run(tokenizer, scenario, "a", "b")
+
+
+def test_a_master_that_comes_last_makes_it_ready_too(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend.placement.trouble = "the master has not answered yet"
+        link.say(ready("engine-0"))
+        waiting = asyncio.create_task(frontend.wait_ready())
+        await until(lambda: frontend.traffic.instances["engine-0"].ready)
+        assert not frontend.ready
+        frontend.placement.trouble = ""  # of which nothing tells the frontend
+        await waiting
+        assert frontend.ready
+
+    run(tokenizer, scenario, ready_now=False)

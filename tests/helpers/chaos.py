@@ -1,0 +1,406 @@
+"""What tests of failures need of a deployment of paced engines: load, the phases of a hand-off, and what must be true
+of every process once all is quiet again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from penstock.bench.client import Call, Client
+from penstock.bench.record import RequestRecord
+from penstock.bench.server import Model, find_model
+from penstock.bench.verify import Verification, verify
+from penstock.core.layout import KVLayout
+from penstock.core.wire import codec
+from penstock.core.wire.engine import LEASE, Command, Event, Hello, Inspect, Inspection, Ready, decode_event
+from penstock.core.wire.master import Ended, Join, Place, Placed, decode_from_master
+from penstock.transfer.keeper_client import keeper_status
+from penstock.transfer.pool import keeper_pool
+from tests.helpers.deployments import PACED, UpProcesses, deployed
+
+BLOCKS = 256  # of each engine: few enough to be used again and again
+# a step of 128 prompt tokens or of a few decodes takes about 30 ms: a phase is long beside the time to notice it
+UNHURRIED = PACED | {"slowdown": 8, "kv-blocks": BLOCKS, "max-num-batched-tokens": 128}
+PHASES = {"reserve": "Reserve", "push": "Push", "commit": "Commit", "committed": "Committed"}
+MARGIN = 3.0  # seconds that an error may come later than the lease
+PATIENCE = 45.0  # seconds after which an answer that has not ended is taken for a hang
+SPARE_FILES = 2  # that a process may have open beyond what it had at first
+# what an idle engine has none of
+BUSY = (
+    "running", "waiting", "leaving", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
+    "transfer_blocks", "used", "live",
+)  # fmt: skip
+
+
+def eventually(condition: Callable[[], Any], timeout: float = 40, what: Callable[[], str] = lambda: "") -> Any:
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"it never came true {what()}"
+        time.sleep(0.01)
+    return value
+
+
+@contextlib.contextmanager
+def paced(
+    kind: str = "shared", prefill: int = 1, decode: int = 1, faults: Mapping[str, Any] | None = None, **top: Any
+) -> Iterator[Chaos]:
+    """A deployment that restarts at once whatever dies, and that leaves nothing behind at its end."""
+    transport = {"kind": kind, "lease": LEASE} | ({"faults": dict(faults)} if faults else {})
+    content = {
+        "model": "demo",
+        "engine": UNHURRIED,
+        "instances": [{"pool": "prefill", "count": prefill}, {"pool": "decode", "count": decode}],
+        "transport": transport,
+        "keeper": {"orphans": 3},
+        "restart": {"backoff": 1e-6, "limit": 1000},
+    }
+    shm = set(os.listdir("/dev/shm"))
+    with deployed(content | top) as up:
+        chaos = Chaos(up)
+        yield chaos
+        chaos.stop()
+        assert set(os.listdir("/dev/shm")) <= shm
+
+
+class Chaos:
+    """
+    Attributes:
+        up: the deployment.
+        names: of all its processes.
+    """
+
+    def __init__(self, up: UpProcesses) -> None:
+        self.up = up
+        self.names = set(up.pids())
+        self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
+        self.engines = sorted(self.names - {"keeper", "master", *self.frontends})
+        self.model = asyncio.run(_model(up.url))
+        self._context = zmq.Context()
+        self._files: dict[str, int] = {}
+        self.run(4)  # so that everything is open that ever will be
+        self._files = {name: open_files(pid) for name, pid in up.pids().items()}
+
+    # --- load
+
+    def bodies(self, count: int, seed: int = 0, prompts: tuple[int, int] = (100, 1500), tokens: int = 60) -> list[Body]:
+        """Requests, greedy and seeded, some of which begin alike.
+
+        Args:
+            prompts: the shortest and the longest, in tokens.
+            tokens: of the longest answer.
+        """
+        rng = random.Random(seed)
+        ids = self.model.drawn_ids
+        assert ids is not None
+        common = rng.choices(ids, k=prompts[1] // 2)
+        bodies = []
+        for i in range(count):
+            prompt = common[: rng.choice([0, 64, len(common)])] + rng.choices(ids, k=rng.randint(*prompts))
+            bodies.append(
+                {
+                    "model": self.model.name,
+                    "prompt": prompt[: prompts[1]],
+                    "max_tokens": rng.randint(tokens // 2, tokens),
+                    "temperature": 0.9 * (i % 2),
+                    "seed": seed + i,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "return_token_ids": True,
+                }
+            )
+        return bodies
+
+    def start(self, bodies: Sequence[Body]) -> Load:
+        return Load(self.up.urls, bodies)
+
+    def run(self, count: int, **more: Any) -> list[RequestRecord]:
+        """Requests that all have to be answered in full."""
+        load = self.start(self.bodies(count, **more))
+        records = load.wait()
+        self.settle()
+        assert [r.detail for r in records if r.error] == []
+        self.verify(load)
+        return records
+
+    def verify(self, load: Load) -> Verification:
+        """No answer is wrong, neither the whole ones nor what came of the others."""
+        result = asyncio.run(_verify(self.up.url, self.model, load))
+        assert result.differ == 0, result.differences
+        return result
+
+    # --- phases and deaths
+
+    def reach(self, phase: str, mark: int) -> None:
+        """Wait until a request is in that phase.
+
+        Args:
+            mark: lines of the log that were there before it was sent.
+        """
+        if phase == "decode":
+            busy = eventually(lambda: next((n for n in self.engines if self._decodes(n)), None), what=self.log)
+            steps = self.inspect(busy).counts["modelled_steps"]
+            eventually(lambda: self.inspect(busy).counts["modelled_steps"] > steps + 3, what=self.log)
+        else:
+            said = f"stalled {PHASES[phase]} of "
+            eventually(lambda: any(said in line for line in self.up.lines[mark:]), what=self.log)
+
+    def _decodes(self, name: str) -> bool:
+        if name.startswith("prefill"):
+            return False
+        inspection = self.inspect(name)
+        return inspection is not None and inspection.counts["running"] > 0
+
+    def log(self) -> str:
+        return "\n" + "".join(self.up.lines[-60:])
+
+    # --- when all is quiet
+
+    def settle(self, timeout: float = 40) -> None:
+        """Wait until every process runs, nobody holds anything and requests can be handed over again."""
+        last: list[str] = []
+
+        def quiet() -> bool:
+            last[:] = self.troubles()
+            return not last
+
+        eventually(quiet, timeout, lambda: "; ".join(last) + self.log())
+
+    def troubles(self) -> list[str]:
+        """What an idle deployment has none of. AssertionError for what even a busy one must not have."""
+        if missing := self.names - set(self.up.pids()):
+            return [f"{', '.join(sorted(missing))}: not there"]
+        found = []
+        for name in self.engines:
+            found += self._troubles_of_engine(name)
+        found += self._troubles_of_keeper()
+        found += [trouble for number in range(len(self.frontends)) for trouble in self._troubles_of_frontend(number)]
+        found += self._troubles_of_master()
+        for name, pid in self.up.pids().items():
+            files, before = open_files(pid), self._files.get(name, 1 << 20)
+            found += [f"{name}: {files} open files, {before} before"] * (files > before + SPARE_FILES)
+        return found
+
+    def _troubles_of_engine(self, name: str) -> list[str]:
+        inspection = self.inspect(name)
+        if inspection is None:
+            return [f"{name}: does not answer"]
+        counts = inspection.counts
+        assert inspection.broken == "", f"{name}: {inspection.broken}: {counts}"
+        found = [f"{name}: {counts[key]} {key}" for key in BUSY if counts.get(key)]
+        blocks = counts["free_blocks"] + counts["idle_blocks"] + counts["spent_blocks"]
+        return found or [f"{name}: {blocks} blocks"] * (blocks != BLOCKS)
+
+    def _troubles_of_keeper(self) -> list[str]:
+        status = keeper_status(str(self.up.keeper_path))
+        assert status.broken == "", status
+        counts = {key: value for key, value in status.counts.items() if key.startswith(("held:", "orphaned", "clients"))}
+        right = {"orphaned": 0, "clients": len(self.engines)} | {f"held:{name}": BLOCKS for name in self.engines}
+        return [f"keeper: {counts}"] * (counts != right)
+
+    def _troubles_of_frontend(self, number: int) -> list[str]:
+        try:
+            health = json.loads(self.up.get("/health", number))
+            held = self.up.metric("num_requests_running", number) + self.up.metric("num_requests_waiting", number)
+        except OSError as error:
+            return [f"frontend-{number}: {error}"]
+        found = [f"frontend-{number}: {i['name']} is {i['state']}" for i in health["instances"] if i["state"] != "ready"]
+        return found + [f"frontend-{number}: {held:g} requests"] * (held != 0)
+
+    def _troubles_of_master(self) -> list[str]:
+        """Whether it would have a request handed over, between lives that are there."""
+        placed = self._place()
+        if placed is None or placed.decode is None:
+            return [f"master: {placed}"]
+        lives = [(peer.name, peer.incarnation) for peer in (placed.prefill, placed.decode)]
+        right = [(name, (self.inspect(name) or Inspection(0, {})).incarnation) for name, _ in lives]
+        return [f"master: {lives}, right is {right}"] * (lives != right)
+
+    def inspect(self, name: str) -> Inspection | None:
+        """None when it does not answer."""
+        answer = self._ask(name, Inspect(), Inspection)
+        assert answer is None or isinstance(answer, Inspection)
+        return answer
+
+    def layout(self) -> KVLayout:
+        """Of the engines' KV."""
+        ready = self._ask(self.engines[0], Hello("probe", 1, "probe"), Ready)
+        assert isinstance(ready, Ready)
+        assert ready.layout is not None
+        return ready.layout
+
+    def _ask(self, name: str, command: Command, kind: type[Event]) -> Event | None:
+        with self._context.socket(zmq.DEALER) as link:
+            link.setsockopt(zmq.LINGER, 0)
+            link.connect(self.up.engine_address(name))
+            link.send(codec.encode(command))
+            while link.poll(2000):
+                event = decode_event(link.recv())
+                if isinstance(event, kind):
+                    return event
+        return None
+
+    def _place(self) -> Placed | None:
+        with self._context.socket(zmq.DEALER) as link:
+            link.setsockopt(zmq.LINGER, 200)
+            link.setsockopt(zmq.ROUTING_ID, b"probe")
+            link.connect(self.up.settings("master")["address"])
+            for message in (Join("probe", time.time_ns()), Place("probe", 10, 10, [])):
+                link.send(codec.encode(message))
+            placed = None
+            while link.poll(1000):
+                if isinstance(answer := decode_from_master(link.recv()), Placed):
+                    placed = answer
+                    break
+            link.send(codec.encode(Ended(["probe"])))
+        return placed
+
+    # --- the end
+
+    def stop(self) -> None:
+        """End the deployment, and look for what it may have left."""
+        pids = self.up.pids()
+        memory = pool_inodes(pids["keeper"])
+        assert memory, "the engines' pool could not be found"
+        self._context.destroy(linger=0)
+        assert self.up.stop() == 0, self.log()
+        assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
+        assert not self.up.folder.exists(), "sockets are left"
+        for process in Path("/proc").glob("[0-9]*"):
+            assert not memory & pool_inodes(int(process.name)), f"{process.name} still has the pool"
+        assert not [line for line in self.up.lines if "Traceback" in line], self.log()
+
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Load:
+    """Requests that run while the test does something else."""
+
+    urls: Sequence[str]
+    bodies: Sequence[Body]
+    records: list[RequestRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._send()), daemon=True)
+        self._thread.start()
+
+    async def _send(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(Client(url, timeout=PATIENCE, keep_answers=True)) for url in self.urls
+            ]
+            calls = [
+                Call(i, 0.0, msgspec.json.encode(body), len(body["prompt"]), body["max_tokens"])
+                for i, body in enumerate(self.bodies)
+            ]
+            sent = (clients[i % len(clients)].send(call, time.monotonic()) for i, call in enumerate(calls))
+            self.records = await asyncio.gather(*sent)
+
+    def wait(self) -> list[RequestRecord]:
+        """All answers, whole or not."""
+        self._thread.join(PATIENCE + 10)
+        assert not self._thread.is_alive()
+        hung = [r.number for r in self.records if r.error == "timeout"]
+        assert not hung, f"requests {hung} never ended"
+        return self.records
+
+
+async def _model(url: str) -> Model:
+    async with Client(url) as client:
+        return await find_model(client, None)
+
+
+async def _verify(url: str, model: Model, load: Load) -> Verification:
+    async with Client(url) as client:
+        return await verify(client, model, load.bodies, load.records)
+
+
+def open_files(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except FileNotFoundError:
+        return 0
+
+
+def pool_inodes(pid: int) -> set[int]:
+    """Of the KV memory that a process has open or mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if "memfd:penstock" in os.readlink(f"/proc/{pid}/fd/{fd}"):
+                    found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:penstock" in line:
+                found.add(int(line.split()[4]))
+    return found
+
+
+# --- a client of the keeper that is no engine
+
+
+@contextlib.contextmanager
+def borrower(chaos: Chaos) -> Iterator[Borrower]:
+    settings = {"path": str(chaos.up.keeper_path), "layout": msgspec.to_builtins(chaos.layout())}
+    command = [sys.executable, "-m", "tests.helpers.chaos", json.dumps(settings)]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield Borrower(process, **json.loads(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@dataclass
+class Borrower:
+    """Holds blocks of its own, some of them published, and blocks that engines have published."""
+
+    process: subprocess.Popen[str]
+    own: int
+    foreign: int
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def main(path: str, layout: dict[str, Any]) -> None:
+    """Attach, take hold of as much as there is, and wait until the end of input."""
+    pool = keeper_pool(path, "borrower", time.time_ns())(msgspec.convert(layout, KVLayout), 64)
+    assert pool.keeper is not None
+    rng = random.Random(1)
+    mine = list(pool.blocks)
+    for block in mine[:16]:
+        pool.memory.block(block)[:] = bytes(pool.memory.block_bytes)
+        pool.keeper.records.put(block, rng.randbytes(16), rng.randbytes(16), pool.memory.checksum(block))
+    foreign = 0
+    for block in range(4 * BLOCKS):
+        record = pool.keeper.records.get(block)
+        if record is not None and block not in mine[:16] and foreign < 32:
+            foreign += pool.keeper.hold([(block, record.generation)], [mine[32 + foreign]])
+    print(json.dumps({"own": 64 - foreign, "foreign": foreign}), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
