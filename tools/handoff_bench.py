@@ -55,8 +55,8 @@ class Node:
         self.handoffs = Handoffs(self.scheduler, self.transport, self, LEASE)
         self.joins = 0
 
-    def knows(self, frontend: str) -> bool:
-        return True
+    def refuses(self, request: Request, frontend: str) -> str:
+        return ""
 
     def spent(self, request_id: str) -> tuple[float, float]:
         return 0.0, 0.0
@@ -95,12 +95,12 @@ def hand_over(node: Node, peer: Peer, name: str, prompt: list[int]) -> float:
         id=name, prompt=prompt, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=10, priority=0
     )
     node.scheduler.add(request, departs=True)
-    node.handoffs.begin(time.monotonic(), request, 0, "nobody", peer)
+    node.handoffs.begin(request, 0, "nobody", peer)
+    plan = node.scheduler.schedule()
+    node.handoffs.started(time.monotonic(), plan)
     while not node.handoffs.promised(name):
         node.serve()
-    while node.scheduler.has_work:
-        plan = node.scheduler.schedule()
-        node.scheduler.update(plan, StepResult([5], [None]) if plan.sequences[0].sample else StepResult([], []))
+    node.scheduler.update(plan, StepResult([5], [None]))
     begin = time.perf_counter()
     node.handoffs.progress(time.monotonic())
     while node.handoffs.busy:

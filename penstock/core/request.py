@@ -13,7 +13,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the model's length
     ABORT = "abort"  # cancelled
-    ERROR = "error"  # the model computed something that is no number
+    ERROR = "error"  # our fault: the model computed something that is no number, or a hand-off was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

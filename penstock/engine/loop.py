@@ -100,14 +100,24 @@ class Engine:
 
     def step(self) -> tuple[list[TokenOutput], int]:
         """Run one step. Returns what it brought, and how many tokens it computed; 0 when there is no room to work."""
+        plan = self.plan()
+        return self.run(plan), plan.num_tokens
+
+    def plan(self) -> StepPlan:
+        """The next step; without sequences when there is no room to work."""
         plan = self.scheduler.schedule()
-        if not plan.sequences:
-            return [], 0
-        began = self._clock.now()
+        now = self._clock.now()
         for s in plan.sequences:
             milestones = self._milestones[s.request_id]
             if milestones.started is None:
-                milestones.started = began
+                milestones.started = now
+        return plan
+
+    def run(self, plan: StepPlan) -> list[TokenOutput]:
+        """Run what was planned."""
+        if not plan.sequences:
+            return []
+        began = self._clock.now()
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
         outputs = self.scheduler.update(plan, self.runner.run(plan))
@@ -117,7 +127,7 @@ class Engine:
         self.recent.step(plan, now, now - began)
         for output in outputs:
             self._stamp(output, now)
-        return outputs, plan.num_tokens
+        return outputs
 
     def write_down(self) -> None:
         """Tell ledger and cache log what can be found in the cache since the last time, and what no longer can."""

@@ -97,7 +97,7 @@ class EngineServer:
         self._pool_generation = 0
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
-        self._snapshot_at = self._ticked_at = self._told_at = clock.now()
+        self._snapshot_at = self._ticked_at = self._told_at = self._looked_at = clock.now()
 
     # --- life
 
@@ -127,6 +127,7 @@ class EngineServer:
         stalled = False
         while not self._stopping:
             self._receive(self._patience(stalled))
+            self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
             now = self._clock.now()
             self._pulse(now)
@@ -155,13 +156,24 @@ class EngineServer:
 
     def _step(self) -> bool:
         """One step; False when there was no room to work."""
-        outputs, tokens = self._engine.step()
-        if not tokens:
+        plan = self._engine.plan()
+        if not plan.sequences:
             return False
-        self._report(outputs, tokens)
+        if self._handoffs is not None:
+            self._handoffs.started(self._clock.now(), plan)
+        self._report(self._engine.run(plan), plan.num_tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
         return True
+
+    def _miss_clients(self, now: float) -> None:
+        """Give up whoever has been silent for too long; to be called when everything that has arrived was read."""
+        if now - self._looked_at < HEARTBEAT:
+            return
+        self._looked_at = now
+        for client in [c for c, state in self._clients.items() if now - state.heard > LEASE]:
+            log.info("the %s %s has gone", self._clients[client].kind, _name(client))
+            self._forsake(client)
 
     def _pulse(self, now: float) -> None:
         """What is done by the clock."""
@@ -170,10 +182,6 @@ class EngineServer:
             self._handoffs.tick(now)
         if now - self._beat >= HEARTBEAT:
             self._report([], 0)
-            for client, state in list(self._clients.items()):
-                if state.kind == "frontend" and now - state.heard > LEASE:
-                    log.warning("the frontend %s has gone", client.decode(errors="replace"))
-                    self._forsake(client)
         if now - self._snapshot_at >= SNAPSHOT:
             self._tell_masters(now)
 
@@ -256,6 +264,9 @@ class EngineServer:
         if self._draining:
             self._send(client, Refused(self._incarnation, request.id, "this instance takes nothing new", "draining"))
             return
+        if unknown := self._unknown_tokens(request):
+            self._send(client, Refused(self._incarnation, request.id, unknown))
+            return
         owner = self._owner.get(request.id)
         if owner is not None and owner.client == client and owner.generation < generation:
             self._cancel(client, [request.id])
@@ -266,13 +277,23 @@ class EngineServer:
             self._send(client, Refused(self._incarnation, request.id, str(error)))
             return
         self._owner[request.id] = _Owner(client, generation)
-        if away and self._handoffs is not None and command.decode is not None:
-            self._handoffs.begin(self._clock.now(), request, generation, client.decode(), command.decode)
+        if self._handoffs is not None:
+            self._handoffs.supersede(request.id)
+            if command.decode is not None and away:
+                self._handoffs.begin(request, generation, _name(client), command.decode)
+
+    def _unknown_tokens(self, request: Request) -> str:
+        """Which token of a prompt the model does not know; "" when it knows all."""
+        low, high = min(request.prompt, default=0), max(request.prompt, default=0)
+        if low >= 0 and high < self._ready.vocab_size:
+            return ""
+        wrong = low if low < 0 else high
+        return f"prompt: token id {wrong}, allowed are 0 to {self._ready.vocab_size - 1}"
 
     def _cancel(self, client: bytes, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if self._handoffs is not None:
-                self._handoffs.cancel(request_id, client.decode(errors="replace"))
+                self._handoffs.cancel(request_id, _name(client))
             owner = self._owner.get(request_id)
             if owner is not None and owner.client == client:
                 del self._owner[request_id]
@@ -282,7 +303,7 @@ class EngineServer:
         """Its requests have nobody who wants them."""
         del self._clients[client]
         if self._handoffs is not None:
-            self._handoffs.forsake(client.decode(errors="replace"))
+            self._handoffs.forsake(_name(client))
         mine = [request_id for request_id, owner in self._owner.items() if owner.client == client]
         for request_id in mine:
             del self._owner[request_id]
@@ -291,7 +312,8 @@ class EngineServer:
     def _on_peer(self, arrival: Arrival | LinkDown) -> None:
         assert self._handoffs is not None
         if isinstance(arrival, LinkDown):
-            log.warning("link to %s: %s", arrival.peer.name, arrival.message)
+            # a peer that ends is everyday life, and the master says what it means; a refusal needs somebody to act
+            log.log(logging.WARNING if arrival.refused else logging.INFO, "%s", arrival.message)
             self._handoffs.lost(arrival.peer, for_good=arrival.refused)
             for client, state in self._clients.items():
                 if state.kind == "master":
@@ -301,8 +323,12 @@ class EngineServer:
 
     # --- what hand-offs tell
 
-    def knows(self, frontend: str) -> bool:
-        return frontend.encode() in self._clients and not self._draining
+    def refuses(self, request: Request, frontend: str) -> str:
+        if self._draining:
+            return "this instance takes nothing new"
+        if frontend.encode() not in self._clients:
+            return f"the frontend {frontend} is not connected"
+        return self._unknown_tokens(request)
 
     def spent(self, request_id: str) -> tuple[float, float]:
         return self._engine.spent(request_id)
@@ -364,3 +390,7 @@ class EngineServer:
 
     def _send(self, client: bytes, event: Event) -> None:
         self._socket.send_multipart([client, codec.encode(event)])
+
+
+def _name(client: bytes) -> str:
+    return client.decode(errors="replace")

@@ -215,13 +215,17 @@ class BlockPool:
         self._holders[theirs] = 1
         self._offered.add(theirs)
 
-    def regain(self, block: int) -> None:
-        """One more holder for a block of ours in whatever state but free: another instance hands it over again."""
-        if not self._is_held(block) and block not in self._idle:
+    def regain(self, block: int) -> bool:
+        """One more holder for a block of ours that another instance hands over again; False when it is free, which it
+        cannot be if both speak of the same use."""
+        if block in self._spent:
             self._spent.remove(block)
             self._holders[block] = 1
-        else:
+        elif self._is_held(block) or block in self._idle:
             self.hold([block])
+        else:
+            return False
+        return True
 
     # --- inside
 
@@ -288,7 +292,7 @@ class BlockPool:
 
     def check_transfers(self, expected: Mapping[int, int]) -> None:
         """Raise AssertionError unless so many hand-offs need each block."""
-        assert self._transfers == dict(expected), "a block travels and nobody sends it, or the reverse"
+        assert self._transfers == dict(expected), "a block travels that no sequence sends, or the reverse"
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for exactly once and eviction is leaf-first."""

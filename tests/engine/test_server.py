@@ -218,7 +218,8 @@ def test_nobody_works_for_a_frontend_that_has_gone(served):
     a.ask(make_request("endless", [1], max_tokens=200))
     a.until(lambda e: isinstance(e, StepReport) and e.outputs)
     runner.pace.clear()
-    runner.clock.leap = 2 * LEASE
+    runner.clock.leap = 2 * LEASE  # a long step, say
+    probe.say(Hello("probe", kind="probe"))  # arrived meanwhile
     runner.pace.set()
     probe.until(lambda e: isinstance(e, StepReport) and e.stats.running == 0)
     found = probe.inspect()

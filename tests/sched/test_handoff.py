@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from penstock.core.plan import BLOCK_TOKENS, StepResult
 from penstock.core.request import FinishReason
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, PeerMessage, Push
+from penstock.core.wire.handoff import (
+    Commit,
+    Committed,
+    Lease,
+    PeerMessage,
+    Push,
+    Rejected,
+    Release,
+    Reserve,
+    Reserved,
+)
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
@@ -107,8 +117,8 @@ class Node:
         return into
 
     # host
-    def knows(self, frontend):
-        return frontend == "frontend"
+    def refuses(self, request, frontend):
+        return "" if frontend == "frontend" else "not connected"
 
     def spent(self, request_id):
         return 0.0, 0.0
@@ -129,6 +139,7 @@ class Node:
         plan = self.scheduler.schedule()
         if not plan.sequences:
             return
+        self.handoffs.started(self.world.network.now, plan)
         for block in plan.fresh_blocks:
             self.memory[block] = [None] * BLOCK_TOKENS
         tokens = []
@@ -148,26 +159,31 @@ class Node:
 
 
 class World:
-    def __init__(self, seed, faults, *, shared, requests=6, budget=96, prefix_cache=True, room=40):
+    def __init__(
+        self, seed, faults, *, shared, requests=6, budget=96, prefix_cache=True, room=40, decoder_room=None, local=0.0
+    ):
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
         self.network = Network(faults, self.rng)
-        self.depot = Depot(2 * room) if shared else None
+        self.depot = Depot(100) if shared else None
         self.nodes = {}
         memory = {}
-        for name in ("prefiller", "decoder"):
+        for name, own in (("prefiller", room), ("decoder", decoder_room or room)):
             if shared:
-                self.depot.attach(name, 1, room)
-                blocks, source = self.depot.lease(name, room), DepotSource(self.depot, name)
+                self.depot.attach(name, 1, own)
+                blocks, source = self.depot.lease(name, own), DepotSource(self.depot, name)
             else:
-                blocks, source, memory = range(room), None, {}
+                blocks, source, memory = range(own), None, {}
             self.nodes[name] = Node(name, self, blocks, source, memory)
         common = [self.rng.randrange(5000) for _ in range(200)]
         self.requests = {}
         for i in range(requests):
             shared_part = common[: self.rng.choice([0, 64, 150, 200])]
             prompt = shared_part + [self.rng.randrange(5000) for _ in range(self.rng.randrange(1, 200))]
-            self.requests[f"r{i}"] = make_request(f"r{i}", prompt, max_tokens=self.rng.randrange(1, 40))
+            priority = self.rng.randrange(2) if local else 0
+            length = self.rng.randrange(1, 40)
+            self.requests[f"r{i}"] = make_request(f"r{i}", prompt, max_tokens=length, priority=priority)
+        self.local = {name for name in self.requests if self.rng.random() < local}  # they never leave
         self.texts = {name: [] for name in self.requests}
         self.ended = {}
         self.cancelled = set()
@@ -184,9 +200,10 @@ class World:
 
     def run(self):
         prefiller, decoder = self.nodes["prefiller"], self.nodes["decoder"]
-        for request in self.requests.values():
-            prefiller.scheduler.add(request, departs=True)
-            prefiller.handoffs.begin(0.0, request, 0, "frontend", decoder.peer)
+        for name, request in self.requests.items():
+            prefiller.scheduler.add(request, departs=name not in self.local)
+            if name not in self.local:
+                prefiller.handoffs.begin(request, 0, "frontend", decoder.peer)
         network, faults = self.network, self.network.faults
         while network.now < 25 * LEASE:
             network.now += TICK
@@ -245,7 +262,7 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache):
     world.check_end()
     assert set(world.ended.values()) == {"full"}
     long_ones = sum(r.max_tokens > 1 for r in world.requests.values())
-    assert world.nodes["decoder"].joins == long_ones == world.nodes["prefiller"].handoffs.completed
+    assert world.nodes["decoder"].joins == long_ones == world.nodes["prefiller"].handoffs.counts()["handoffs_completed"]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
@@ -263,10 +280,11 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache):
         cancel=st.sampled_from([None, None, 0.1, 0.4]),
     ),
     prefix_cache=st.booleans(),
-    room=st.sampled_from([14, 40]),
+    room=st.sampled_from([10, 14, 40]),
+    local=st.sampled_from([0.0, 0.5]),
 )
-def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room):
-    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room)
+def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room, local):
+    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room, local=local)
     world.run()
     world.check_end()
     if faults.kill is None and faults.cancel is None:
@@ -277,11 +295,11 @@ def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, fault
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 def test_a_full_decoder_leaves_requests_where_they_are(shared):
-    world = World(3, Faults(), shared=shared, room=14)
+    world = World(3, Faults(), shared=shared, room=40, decoder_room=10)
     world.run()
     world.check_end()
     assert set(world.ended.values()) == {"full"}
-    assert world.nodes["prefiller"].handoffs.abandoned > 0
+    assert world.nodes["prefiller"].handoffs.counts()["handoffs_abandoned"] > 0
 
 
 def test_lost_answers_are_asked_for_again():
@@ -300,3 +318,143 @@ def test_lost_answers_are_asked_for_again():
     assert world.ended == {"r0": "full"}
     assert len(lost) == 4
     assert world.nodes["decoder"].joins == 1
+
+
+class Silent:
+    """A carrier to a decoder that says what the test says."""
+
+    shares = False
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, peer, message):
+        self.sent.append(message)
+
+    def stamp(self, block):
+        return 0, 0
+
+
+DECODER = Peer("decoder", 1, "")
+
+
+def prefiller(blocks, prefix_cache=True):
+    """A node that hands over to a decoder which promises room as soon as it is asked."""
+    world = World(0, Faults(), shared=False, requests=0, prefix_cache=prefix_cache, room=blocks)
+    node, carrier = world.nodes["prefiller"], Silent()
+    node.handoffs = Handoffs(node.scheduler, carrier, node, LEASE)
+    world.receive = lambda *_: None
+
+    def step(now=0.0):
+        world.network.now = now
+        node.step()
+        for message in [m for m in carrier.sent if isinstance(m, Reserve)]:
+            carrier.sent.remove(message)
+            node.handoffs.on(now, Arrival(DECODER, Reserved(message.lease, 0), None))
+        node.check()
+
+    return node, carrier, step
+
+
+def depart(node, request):
+    node.scheduler.add(request, departs=True)
+    node.handoffs.begin(request, 0, "frontend", DECODER)
+
+
+def test_blocks_that_travel_do_not_keep_a_more_urgent_request_out():
+    node, carrier, step = prefiller(10)
+    depart(node, make_request("low", list(range(590)), max_tokens=4, priority=1))
+    for _ in range(4):
+        step()
+    assert [m.index for m in carrier.sent if isinstance(m, Push)] == list(range(6))
+    node.scheduler.add(make_request("high", list(range(1000, 1500)), max_tokens=4))
+    for _ in range(30):
+        step()
+    assert not node.scheduler.holds("high"), "it never ended"
+    assert [m.index for m in carrier.sent if isinstance(m, Push)] == list(range(10)), "each block once, tail and all"
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_blocks_that_travel_do_not_stop_one_that_grows(prefix_cache):
+    node, carrier, step = prefiller(10, prefix_cache)
+    node.scheduler.add(make_request("grows", list(range(5000, 5060)), max_tokens=200))
+    step()
+    depart(node, make_request("big", list(range(576)), max_tokens=4))
+    for i in range(300):
+        step(i * 1e-3)
+        if any(isinstance(m, Commit) for m in carrier.sent):
+            break
+    assert not node.scheduler.holds("grows")
+    assert node.scheduler.leaving("big")
+
+
+def test_nobody_but_the_decoder_is_believed():
+    node, carrier, step = prefiller(10)
+    depart(node, make_request("r", list(range(100)), max_tokens=4))
+    step()
+    step()
+    (commit,) = [m for m in carrier.sent if isinstance(m, Commit)]
+    for message in (Committed(commit.lease), Release(commit.lease, "no"), Rejected(commit.lease, "no")):
+        node.handoffs.on(0.0, Arrival(Peer("decoder", 2, ""), message, None))
+        assert node.scheduler.leaving("r")
+    node.handoffs.on(0.0, Arrival(Peer("decoder", 1, "by another name"), Committed(commit.lease), None))
+    assert not node.scheduler.holds("r")
+
+
+def test_a_decoder_that_falls_silent_before_the_commit_is_not_waited_for():
+    node, _carrier, step = prefiller(10)
+    depart(node, make_request("r", list(range(500)), max_tokens=4))
+    step()
+    assert node.handoffs.promised("r")
+    node.handoffs.tick(1.5 * LEASE)
+    assert not node.handoffs.busy
+    step(1.5 * LEASE)
+    for _ in range(20):
+        step(1.5 * LEASE)
+    assert not node.scheduler.holds("r"), "it was decoded here"
+
+
+def test_a_silent_decoder_is_asked_less_and_less_often():
+    node, carrier, _step = prefiller(40)
+    for i in range(8):
+        depart(node, make_request(f"r{i}", list(range(i, 500 + i)), max_tokens=4))
+    assert not carrier.sent, "nobody is asked to keep room for what waits"
+    world_step = node.step
+    world_step()
+    asked = [m for m in carrier.sent if isinstance(m, Reserve)]
+    assert 1 <= len(asked) < 8
+    for tick in range(100):
+        node.handoffs.tick(tick * LEASE / 20)
+    assert len([m for m in carrier.sent if isinstance(m, Reserve)]) <= 5 * len(asked)
+
+
+def test_a_request_that_begins_here_anew_is_not_taken_over_too():
+    world = World(0, Faults(), shared=False, requests=0)
+    node = world.nodes["decoder"]
+    sent = []
+    node.send = lambda peer, message: sent.append(message)
+    lease = Lease("r", 0)
+    request = make_request("r", list(range(10)), max_tokens=4)
+    source = Peer("prefiller", 1, "")
+    node.handoffs.on(0.0, Arrival(source, Reserve(lease, request, "frontend"), None))
+    assert isinstance(sent.pop(), Reserved)
+    node.handoffs.supersede("r")
+    node.scheduler.add(request)
+    node.handoffs.on(0.0, Arrival(source, Commit(lease, 1, [5], 0, 0.0, 0.0), None))
+    assert [type(m) for m in sent] == [Release, Release]
+    node.check()
+
+
+def test_those_who_wait_here_come_before_those_who_come_from_elsewhere():
+    world = World(0, Faults(), shared=False, requests=0, room=10)
+    node = world.nodes["decoder"]
+    node.scheduler.add(make_request("runs", list(range(400)), max_tokens=40))
+    node.scheduler.add(make_request("waits", list(range(1000, 1300)), max_tokens=40))
+    node.scheduler.schedule()
+    assert node.scheduler.num_waiting == 1
+    small = make_request("r", list(range(60)), max_tokens=4)
+    assert node.scheduler.reserve(small) is None
+    node.scheduler.cancel("waits")
+    reservation = node.scheduler.reserve(small)
+    assert reservation is not None
+    node.scheduler.unreserve(reservation)

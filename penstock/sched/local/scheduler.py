@@ -71,7 +71,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []  # the next to run is the last
-        self._leaving: list[Sequence] = []  # they only hold blocks, until another instance has them
+        self._leaving: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._reserved: list[Reservation] = []
         self._released: list[str] = []  # since the last plan
         self._arrivals = 0
@@ -108,7 +108,8 @@ class Scheduler:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
         waiting = sum(s.pending for s in self._waiting)
         prefill = sum(s.pending for s in self._running if s.pending > 1)
-        return waiting, prefill, sum(s.computed for s in self._running) + sum(s.computed for s in self._leaving)
+        held = sum(s.computed for s in (*self._running, *self._leaving.values()))
+        return waiting, prefill, held
 
     def add(self, request: Request, *, departs: bool = False) -> None:
         """Take a request in.
@@ -146,7 +147,8 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
-            (self._leaving if sequence in self._leaving else self._running).remove(sequence)
+            if self._leaving.pop(request_id, None) is None:
+                self._running.remove(sequence)
             self._let_go(sequence)
         else:
             del self._waiting[bisect_left(self._waiting, _turn(sequence), key=_turn)]
@@ -160,18 +162,33 @@ class Scheduler:
         if sequence is None:
             return
         sequence.departs = False
-        if sequence in self._leaving:
-            self._leaving.remove(sequence)
+        if self._leaving.pop(request_id, None) is not None:
             self._running.append(sequence)
 
     def depart(self, request_id: str) -> None:
         """Another instance has it."""
-        assert self._sequences[request_id] in self._leaving
+        assert request_id in self._leaving
         self.cancel(request_id)
 
     def leaving(self, request_id: str) -> bool:
+        """Whether its prompt is read and it waits for another instance to have it."""
+        return request_id in self._leaving
+
+    def begin_travel(self, sequence: Sequence, blocks: int) -> None:
+        """So many of its leading blocks are being sent; they stay as they are while the sequence holds them."""
+        self.pool.begin_transfer(sequence.blocks[sequence.travelling : blocks])
+        sequence.travelling = max(sequence.travelling, blocks)
+
+    def end_travel(self, request_id: str) -> None:
+        """Nothing of it is sent any longer. Ends by itself when the sequence lets go of its blocks."""
         sequence = self._sequences.get(request_id)
-        return sequence is not None and sequence in self._leaving
+        if sequence is not None:
+            self.pool.end_transfer(sequence.blocks[: sequence.travelling])
+            sequence.travelling = 0
+
+    def travelling(self) -> list[str]:
+        """Requests of which blocks are being sent."""
+        return [s.id for s in self._sequences.values() if s.travelling]
 
     def reserve(self, request: Request) -> Reservation | None:
         """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now.
@@ -190,7 +207,10 @@ class Scheduler:
         extend_keys(keys, self.root, request.prompt, length // BLOCK_TOKENS)
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
-        if missing + sum(map(self.pool.idle, hit)) > self.pool.available - self._promised(self._running):
+        taken = missing + sum(map(self.pool.idle, hit))
+        # those who wait here already come first
+        ahead = sum(blocks_for(len(s.tokens)) for s in self._waiting if s.rank[0] <= request.priority)
+        if taken + ahead > self.pool.available - self._promised(self._running):
             return None
         self.pool.hold(hit)
         reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
@@ -273,7 +293,7 @@ class Scheduler:
                 self.cancel(sequence.id)
             elif sequence.departs:
                 self._running.remove(sequence)
-                self._leaving.append(sequence)
+                self._leaving[sequence.id] = sequence
             outputs.append(output)
         return outputs
 
@@ -391,7 +411,10 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _let_go(self, sequence: Sequence) -> None:
+        # what is on its way is checked where it arrives, and asked for again
+        self.pool.end_transfer(sequence.blocks[: sequence.travelling])
         self.pool.release(sequence.blocks)
+        sequence.travelling = 0
         sequence.blocks = []
         self._released.append(sequence.id)
 
@@ -418,15 +441,19 @@ class Scheduler:
         self.pool.check()
         assert self._crowd() <= self.limits.max_sequences
         assert len(self._running) + len(self._waiting) + len(self._leaving) == len(self._sequences)
-        assert {*self._running, *self._waiting, *self._leaving} == set(self._sequences.values())
+        assert {*self._running, *self._waiting, *self._leaving.values()} == set(self._sequences.values())
         ranks = [s.rank for s in self._waiting]
         assert ranks == sorted(ranks, reverse=True), "the queue is out of order"
-        owners: list[Sequence | Reservation] = [*self._running, *self._leaving, *self._reserved]
+        holding = [*self._running, *self._leaving.values()]
+        owners: list[Sequence | Reservation] = [*holding, *self._reserved]
         self.pool.check_holders(Counter(block for owner in owners for block in owner.blocks))
+        self.pool.check_transfers(Counter(block for s in holding for block in s.blocks[: s.travelling]))
         for s in self._waiting:
             assert not s.blocks
+            assert not s.travelling
             assert s.computed == 0
-        for s in [*self._running, *self._leaving]:
+        for s in holding:
+            assert s.travelling <= len(s.blocks)
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
             assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens) + 1)

@@ -24,9 +24,21 @@ class Sequence:
         published: how many leading blocks can be found by their key.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
         departs: it is meant to go on at another instance after its prompt.
+        travelling: how many leading blocks are being sent there.
     """
 
-    __slots__ = ("blocks", "cached_tokens", "computed", "departs", "keys", "published", "rank", "request", "tokens")
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "departs",
+        "keys",
+        "published",
+        "rank",
+        "request",
+        "tokens",
+        "travelling",
+    )
 
     def __init__(self, request: Request, arrival: int) -> None:
         self.request = request
@@ -38,6 +50,7 @@ class Sequence:
         self.published = 0
         self.cached_tokens: int | None = None
         self.departs = False
+        self.travelling = 0
 
     @property
     def id(self) -> str:

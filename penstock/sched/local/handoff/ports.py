@@ -1,0 +1,57 @@
+"""What both ends of a hand-off need of the engine around them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from penstock.core.request import Request, TokenOutput
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import PeerMessage
+
+
+class Arrival(Protocol):
+    """A message that came from a peer, with whatever bytes came with it."""
+
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def message(self) -> PeerMessage: ...
+
+
+class Carrier(Protocol):
+    """What moves messages and blocks; see `penstock.transfer`. `land` takes what it delivered itself."""
+
+    @property
+    def shares(self) -> bool: ...
+    def send(self, peer: Peer, message: PeerMessage) -> None: ...
+    def stamp(self, block: int) -> tuple[int, int]: ...
+    def land(self, arrival: Any, into: int) -> int | None: ...
+
+
+class Host(Protocol):
+    """The engine around it."""
+
+    def refuses(self, request: Request, frontend: str) -> str:
+        """Why a request can never run here for that frontend; "" when it can."""
+        ...
+
+    def spent(self, request_id: str) -> tuple[float, float]:
+        """Seconds that a request waited, and read its prompt."""
+        ...
+
+    def departed(self, request_id: str) -> None:
+        """Another engine runs it now."""
+        ...
+
+    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
+        """A request runs here now; its tokens go to that frontend."""
+        ...
+
+    def failed(self, output: TokenOutput) -> None:
+        """A request has ended here with an error."""
+        ...
+
+
+def same_life(one: Peer, other: Peer) -> bool:
+    """Addresses may be written in several ways."""
+    return (one.name, one.incarnation) == (other.name, other.incarnation)
