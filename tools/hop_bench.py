@@ -9,6 +9,10 @@ befalls all of them alike:
     serve     penstock serve: HTTP, frontend with the master inside, an engine process
     up        penstock up with one instance: the master and the keeper are processes of their own too
     1P+1D     penstock up, prefill apart from decode
+
+"hop" is what frontend, master and the messages between the processes take: from the request's arrival at the frontend
+to its first token there, less the time that the engine says it had the request. What is left of the difference to the
+client's own view is HTTP, on both sides.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from rich.table import Table
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max-model-len": 4096, "kv-cache-memory": "256M"}
 OPTIONS |= {"max-num-batched-tokens": 512, "enable-prefix-caching": False}
+TIMES = re.compile(r"ttft=([\d.]+)ms\s+.* queue=([\d.]+)ms\s+prefill=([\d.]+)ms")
+WARM_UP = 10
 READY = re.compile(r"ready: \S+ on http://([\d.]+):(\d+)/v1")
 
 
@@ -66,8 +72,8 @@ def in_process() -> Callable[[list[int]], float]:
     return ask
 
 
-def over_http(stack: ExitStack, *command: str) -> Callable[[list[int]], float]:
-    """Starts a server and asks it over one connection that stays open."""
+def over_http(stack: ExitStack, *command: str) -> tuple[Callable[[list[int]], float], Path]:
+    """Starts a server and asks it over one connection that stays open; and where it writes its log."""
     log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "log")
     with log.open("w") as sink:
         server = subprocess.Popen(
@@ -95,7 +101,13 @@ def over_http(stack: ExitStack, *command: str) -> Callable[[list[int]], float]:
         response.read()
         return took
 
-    return ask
+    return ask, log
+
+
+def hops(log: Path) -> list[float]:
+    """Milliseconds, of every request after the first ones."""
+    rows = [tuple(map(float, found)) for found in TIMES.findall(log.read_text())]
+    return [ttft - queue - prefill for ttft, queue, prefill in rows[WARM_UP:]]
 
 
 def deployment(folder: str, name: str, instances: list[dict[str, object]]) -> str:
@@ -116,23 +128,26 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         flags = [f"--{k}={v}" if not isinstance(v, bool) else f"--no-{k}" for k, v in OPTIONS.items()]
         apart: list[dict[str, object]] = [{"pool": "prefill"}, {"pool": "decode"}]
-        ways = {
-            "engine": in_process(),
+        servers = {
             "serve": over_http(stack, "serve", "demo", *flags),
             "up": over_http(stack, "up", deployment(folder, "one", [{"count": 1}])),
             "1P+1D": over_http(stack, "up", deployment(folder, "apart", apart)),
         }
+        ways = {"engine": in_process(), **{name: ask for name, (ask, _) in servers.items()}}
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for i in track(range(args.requests + 10), "asking", transient=True):
+        for i in track(range(args.requests + WARM_UP), "asking", transient=True):
             for name, ask in ways.items():
                 took = ask([300 + i, *range(500, 500 + args.prompt_tokens - 1)])
-                if i >= 10:
+                if i >= WARM_UP:
                     times[name].append(took * 1e3)
-    table = Table("way", "TTFT p50", "p90", "more than engine, p50", title=f"{args.prompt_tokens} prompt tokens")
+        time.sleep(0.5)  # until the last lines are written
+        between = {name: statistics.median(hops(log)) for name, (_, log) in servers.items()}
+    table = Table("way", "TTFT p50", "p90", "more than engine", "hop p50", title=f"{args.prompt_tokens} prompt tokens")
     base = statistics.median(times["engine"])
     for name, values in times.items():
         median, p90 = statistics.median(values), sorted(values)[int(0.9 * (len(values) - 1))]
-        table.add_row(name, f"{median:.2f} ms", f"{p90:.2f} ms", f"{median - base:+.2f} ms")
+        hop = f"{between[name]:.2f} ms" if name in between else ""
+        table.add_row(name, f"{median:.2f} ms", f"{p90:.2f} ms", f"{median - base:+.2f} ms", hop)
     Console().print(table)
 
 

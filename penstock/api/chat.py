@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from penstock.api.errors import check_ready, served_model
-from penstock.api.exchange import UntilDisconnect, body_schema, read_body
+from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+
+    add_post(app, "/v1/chat/completions", ChatBody, chat_completions)
 
 
 async def _answer(frontend: Frontend, body: ChatBody, request_id: str, send: Send) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Send
 
 from penstock.api.errors import check_ready, served_model
-from penstock.api.exchange import UntilDisconnect, body_schema, read_body
+from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.logprobs import CompletionLogprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody)
         return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+
+    add_post(app, "/v1/completions", CompletionBody, completions)
 
 
 async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, send: Send) -> None:
@@ -38,7 +40,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, sen
     check_ready(frontend)
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     given = prompts_of(body.prompt, frontend.vocab_size)
-    prompts = await asyncio.gather(*(_tokens(frontend, prompt, body.add_special_tokens) for prompt in given))
+    prompts = await _encoded(frontend, given, body.add_special_tokens)
     echoes = await asyncio.gather(*(_text(frontend, prompt) for prompt in given)) if body.echo else [""] * len(given)
     shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
     with Outputs(frontend, prompts, params, request_id=request_id, priority=body.priority, arrival=arrival) as outputs:
@@ -48,11 +50,14 @@ async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, sen
             await send_whole(send, outputs, shape)
 
 
-async def _tokens(frontend: Frontend, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-    tokens = await frontend.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-    if not tokens:
+async def _encoded(
+    frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool
+) -> Sequence[list[int]]:
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    prompts = await asyncio.gather(*(frontend.encode(text, add_special_tokens) for text in texts)) if texts else given
+    if not all(prompts):
         raise InvalidRequest("prompt: it has no tokens, at least one is needed", "prompt")
-    return tokens
+    return cast("Sequence[list[int]]", prompts)  # a body's prompts are all of one kind
 
 
 async def _text(frontend: Frontend, prompt: str | list[int]) -> str:
@@ -69,8 +74,8 @@ class CompletionShape:
         params: SamplingParams,
         model: str,
         request_id: str,
-        prompts: list[list[int]],
-        echoes: list[str],
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
     ) -> None:
         self._head = {
             "id": f"cmpl-{request_id}",

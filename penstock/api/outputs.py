@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.sampling import SamplingParams
@@ -34,47 +35,50 @@ class Outputs:
         priority: int | None,
         arrival: float,
     ) -> None:
-        self._arrived: list[Delta] = []
-        self._wake = asyncio.Event()
+        self._offset = params.n
         self._generations: list[Generation] = []
+        self._error: Exception | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._fresh: list[int] = []  # those that have said something
         try:
             for i, prompt in enumerate(prompts):
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 self._generations.append(
                     frontend.submit(prompt, params, request_id=part_id, priority=priority or 0, arrival=arrival)
                 )
+                self._generations[-1].listen(partial(self._hear, i))
         except BaseException:
             self._cancel()
             raise
-        collectors = (self._collect(generation, i * params.n) for i, generation in enumerate(self._generations))
-        self._end = asyncio.gather(*collectors)
-        self._end.add_done_callback(self._ended)
+        self._fresh += range(len(self._generations))
+        self._running = set(self._fresh)
 
     def __enter__(self) -> Outputs:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._cancel()
-        self._end.cancel()
 
     async def next(self) -> list[Delta]:
         """What came since the last call, one delta per output; waits only when nothing did. [] is the end.
 
         Raises `EngineFailure` or `Unavailable`, after everything that came before the failure.
         """
-        while not self._arrived:
-            if self._end.done():
-                self._end.result()
+        while not (arrived := self._take()):
+            if self._error is not None:
+                raise self._error
+            if not self._running:
                 return []
-            self._wake.clear()
-            await self._wake.wait()
-        arrived, self._arrived = self._arrived, []
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
         return merge(arrived)
 
     async def whole(self) -> list[Delta]:
         """Every output in full, in order. Raises as `next` does."""
-        await self._end
-        return sorted(merge(self._arrived), key=lambda delta: delta.index)
+        arrived: list[Delta] = []
+        while deltas := await self.next():
+            arrived += deltas
+        return sorted(merge(arrived), key=lambda delta: delta.index)
 
     @property
     def usage(self) -> Usage:
@@ -86,16 +90,26 @@ class Outputs:
             completion_tokens=sum(u.completion_tokens for u in used),
         )
 
-    async def _collect(self, generation: Generation, first_index: int) -> None:
-        async for delta in generation:
-            delta.index += first_index
-            self._arrived.append(delta)
-            self._wake.set()
+    def _hear(self, number: int) -> None:
+        self._fresh.append(number)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
-    def _ended(self, end: asyncio.Future[list[None]]) -> None:
-        if not end.cancelled():
-            end.exception()  # asyncio would complain if nobody stayed to hear it
-        self._wake.set()
+    def _take(self) -> list[Delta]:
+        arrived: list[Delta] = []
+        fresh, self._fresh = self._fresh, []
+        for number in dict.fromkeys(fresh):
+            generation = self._generations[number]
+            try:
+                while deltas := generation.take():
+                    for delta in deltas:
+                        delta.index += number * self._offset
+                    arrived += deltas
+            except Exception as error:
+                self._error = self._error or error
+            if generation.over:
+                self._running.discard(number)
+        return arrived
 
     def _cancel(self) -> None:
         for generation in self._generations:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 MAX_PROMPTS = 1024
 MAX_BIAS_DIGITS = 10
 SHORT = reprlib.Repr()
@@ -144,7 +145,7 @@ class GenerationBody(Body):
 
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
     def check(self) -> None:
         include_usage = (self.stream_options or {}).get("include_usage")

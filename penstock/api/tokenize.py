@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from penstock.api.errors import check_ready, served_model
-from penstock.api.exchange import body_schema, json_response, read_body
+from penstock.api.exchange import add_post, json_response, read_body
 from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.post("/tokenize", openapi_extra=body_schema(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
         served_model(frontend, body.model)
@@ -35,10 +34,12 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
             {"count": len(tokens), "max_model_len": frontend.max_model_len, "tokens": tokens, "token_strs": texts}
         )
 
-    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
         served_model(frontend, body.model)
         check_ready(frontend)
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")
         return json_response({"prompt": await frontend.decode(body.tokens)})
+
+    add_post(app, "/tokenize", TokenizeBody, tokenize)
+    add_post(app, "/detokenize", DetokenizeBody, detokenize)

@@ -113,7 +113,14 @@ def open_way(
     from penstock.transfer.transports import open_transport
 
     transport = open_transport(
-        way["kind"], way["address"], settings["name"], incarnation, built.layout, built.pool, way.get("faults")
+        way["kind"],
+        way["address"],
+        settings["name"],
+        incarnation,
+        built.layout,
+        built.pool,
+        way.get("faults"),
+        secret=os.environ.get("PENSTOCK_CLUSTER_SECRET"),
     )
     stack.callback(transport.close)
     return transport

@@ -17,11 +17,12 @@ from penstock.core.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     import uvicorn
-    import zmq.asyncio
+    import zmq
 
     from penstock.obs.logs import Format
     from penstock.service.frontend import Frontend
     from penstock.service.instances import Endpoint
+    from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
 
 log = logging.getLogger("penstock.server")
@@ -74,7 +75,7 @@ class Site:
 
     options: ServerOptions
     listener: socket.socket
-    context: zmq.asyncio.Context
+    context: zmq.SyncContext
     frontend: Frontend
     http: uvicorn.Server
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -139,7 +140,7 @@ def make_site(
         master: the master's ZMQ endpoint; None for one of its own, in this process.
         dispatch: policy of its own master.
     """
-    import zmq.asyncio
+    import zmq
 
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
@@ -151,10 +152,10 @@ def make_site(
     from penstock.service.traffic import Traffic
     from penstock.text.tokenizer import Tokenizer
 
-    clock, context = SystemClock(), zmq.asyncio.Context()
+    clock, context = SystemClock(), zmq.Context()
     placement: Placement
     if master is None:
-        placement = LocalPlacement(make_master(context, endpoints, dispatch, options.seed), name)
+        placement = LocalPlacement(make_master(context, endpoints, dispatch, options.seed, f"{name}-master"), name)
     else:
         placement = RemotePlacement(master_link(context, master, name, clock), clock)
     metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints])
@@ -175,8 +176,18 @@ def make_site(
     return Site(options, listener, context, frontend, _http_server(app, options))
 
 
-def make_master(context: zmq.asyncio.Context, endpoints: Sequence[Endpoint], dispatch: str, seed: int | None) -> Any:
-    """A `MasterPump` with its own wires to the engines."""
+def make_master(
+    context: zmq.SyncContext,
+    endpoints: Sequence[Endpoint],
+    dispatch: str,
+    seed: int | None,
+    name: str = "master",
+) -> MasterPump:
+    """A master with its own wires to the engines.
+
+    Args:
+        name: by which engines know it; two masters of one name would take each other's messages.
+    """
     import time
 
     from penstock.core.clock import SystemClock
@@ -188,7 +199,7 @@ def make_master(context: zmq.asyncio.Context, endpoints: Sequence[Endpoint], dis
     clock = SystemClock()
     master = Master(endpoints, DISPATCH[dispatch](), random.Random(seed), time.time_ns())
     return MasterPump(
-        master, {e.name: engine_link(context, e.address, "master", "master", clock) for e in endpoints}, clock
+        master, {e.name: engine_link(context, e.address, name, "master", clock) for e in endpoints}, clock
     )
 
 
@@ -209,6 +220,7 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody asks where a request came from
         # by then every request has been ended
         timeout_graceful_shutdown=int(options.drain_timeout) + 5,
     )

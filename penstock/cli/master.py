@@ -41,11 +41,11 @@ def main(settings: dict[str, Any]) -> int:
 
 async def serve(settings: dict[str, Any]) -> None:
     """Decide until told to stop, or until nobody is left to decide for."""
-    import zmq.asyncio
+    import zmq
 
     from penstock.service.master_pump import serve_frontends
 
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
     pump = make_master(context, endpoints, settings["dispatch"], settings["seed"])
     pump.start()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.service.supervisor import Role
 
 log = logging.getLogger("penstock.up")
-PORT = next(option for option in SERVER_OPTIONS if option.name == "port")
+OPTION = {option.name: option for option in SERVER_OPTIONS}
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.cli.deployment import TABLES
     from penstock.service.deployment import parse
 
-    overrides = {} if args.port is None else {"port": PORT.read(args.port, "--port")}
+    overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
     content = _read(args.file)
     try:
         deployment = parse(args.file, content, TABLES, overrides)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.check:
         _show(deployment)
-        for warning in deployment.warnings:
+        for warning in warnings_about(deployment, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
         return 0
     return _up(deployment)
@@ -64,7 +66,7 @@ def _up(deployment: Deployment) -> int:
 
     server = deployment.server
     setup_logging(server["log_level"], server["log_format"])
-    for warning in deployment.warnings:
+    for warning in warnings_about(deployment, os.environ):
         log.warning("%s", warning)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher takes over: leave, tidily
     directory = find_checkpoint(deployment.model)
@@ -79,7 +81,7 @@ def _up(deployment: Deployment) -> int:
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        return Launcher(programs, supervisor, SystemClock(), _environments(deployment)).run()
+        return Launcher(programs, supervisor, SystemClock(), environments(deployment, os.environ)).run()
 
 
 def _read(path: str) -> str:
@@ -99,22 +101,42 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
     return {"model": str(directory), "seed": seed + number_, **fields}
 
 
-def _environments(deployment: Deployment) -> dict[Role, Mapping[str, str]]:
-    """Of each kind of process. API keys travel here, where other users of the host do not see them."""
-    keys = ",".join(deployment.server["api_key"] or ())
+def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[Role, Mapping[str, str]]:
+    """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
+    and what engines know one another by, which is new in every run."""
     return {
-        "engine": _engine_environment(deployment),
-        "frontend": {**os.environ, "PENSTOCK_API_KEY": keys},
+        "engine": {**_threads(deployment), **ours, "PENSTOCK_CLUSTER_SECRET": secrets.token_hex(32)},
+        "frontend": {**ours, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
 
 
-def _engine_environment(deployment: Deployment) -> Mapping[str, str]:
+def _api_keys(deployment: Deployment, ours: Mapping[str, str]) -> tuple[str, ...]:
+    """The file's, or else the environment's. Raises ConfigError when that has none in it."""
+    option = OPTION["api-key"]
+    keys: tuple[str, ...] = deployment.server["api_key"] or ()
+    return keys if keys or not ours.get(option.variable) else option.read(ours[option.variable], option.variable)
+
+
+def warnings_about(deployment: Deployment, ours: Mapping[str, str]) -> list[str]:
+    host = deployment.server["host"]
+    if _is_loopback(host) or _api_keys(deployment, ours):
+        return [*deployment.warnings]
+    return [*deployment.warnings, f"host: {host} can be reached from other machines, and there is no api-key"]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # some name
+        return False
+
+
+def _threads(deployment: Deployment) -> dict[str, str]:
     """CPU engines share the cores; left alone, each would start a thread for every core."""
     engines = sum(group.count for group in deployment.groups if group.device == "cpu")
     if engines < 2:
-        return os.environ
-    threads = max(1, len(os.sched_getaffinity(0)) // engines)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines))}
 
 
 def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> None:

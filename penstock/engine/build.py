@@ -25,7 +25,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.sequence import blocks_for
-from penstock.transfer.pool import OpenPool, Pool, private_pool
+from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool
 
 log = logging.getLogger("penstock.engine")
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -104,12 +104,16 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     model_len = _model_len(model, options.max_model_len)
     budget = _token_budget(model, options, clock, model_len)
     asked = options.kv_cache_memory
-    if asked is not None:
-        check_asked(asked, model.device)
     wanted = model_len
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
+    # what a previous life left in the keeper is not free, and is ours again: this one is made as large
+    promised = open_pool.promised if isinstance(open_pool, KeeperPool) else 0
+    if asked is not None:
+        check_asked(asked - asked % layout.block_bytes, model.device, promised)
     num_blocks, model_len = size_cache(
-        available=asked or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
+        available=asked
+        or promised
+        or free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers),
         block_bytes=layout.block_bytes,
         max_sequences=options.max_num_seqs,
         model_len=model_len,

@@ -98,6 +98,13 @@ class KVCache:
         self._clear(plan.fresh_blocks)
         return [s.blocks for s in plan.sequences]
 
+    def settle(self) -> None:
+        """Nothing that `prepare` began is still under way when this returns.
+
+        To be called before the step's outcome is known to anybody: then its blocks may become somebody else's, and a
+        clearing that comes late would take away what that one has written.
+        """
+
     def close(self) -> None:
         """Let go of the memory. The cache is not used again."""
         del self.slots, self.blocks, self._flat
@@ -166,6 +173,9 @@ class ContiguousCache(KVCache):
                 later += _take(fresh, s.ahead, range(slots.stop, slots.stop + mapped), 0)
         self._mapper.ahead(changes, later)
         return now + list(fresh)
+
+    def settle(self) -> None:
+        self._mapper.settle()
 
     def close(self) -> None:
         self._mapper.close()

@@ -42,21 +42,28 @@ class Mapper:
 
     def now(self, changes: Sequence[Change]) -> None:
         """Finish what was begun ahead, then make these changes. Raises OSError when the system refuses one."""
-        if self._pending is None and not changes:
+        self.settle()
+        if not changes:
             return
         start = perf_counter()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            taken, calls = pending.result()
-            waited = perf_counter() - start
-            self.counters.hidden += max(0.0, taken - waited)
-            self.counters.calls += calls
         self.counters.calls += _apply(self._arena, changes)
         self._count(changes)
         self.counters.exposed += perf_counter() - start
 
+    def settle(self) -> None:
+        """Finish what was begun ahead. Raises OSError when the system has refused it."""
+        if self._pending is None:
+            return
+        start = perf_counter()
+        pending, self._pending = self._pending, None
+        taken, calls = pending.result()
+        waited = perf_counter() - start
+        self.counters.hidden += max(0.0, taken - waited)
+        self.counters.calls += calls
+        self.counters.exposed += waited
+
     def ahead(self, changes: Sequence[Change], clear: Sequence[int]) -> None:
-        """Begin to make these changes, and to clear slots that are mapped then; done before `now` returns again."""
+        """Begin to make these changes, and to clear slots that are mapped then; done when `settle` or `now` returns."""
         assert self._pending is None, "what was begun before must be waited for"
         if not changes and not clear:
             return

@@ -32,10 +32,14 @@ def free_bytes(device: torch.device, utilisation: float, num_layers: int) -> int
     return min(int(CPU_SHARE * available_memory()), CPU_MOST)
 
 
-def check_asked(asked: int, device: torch.device) -> None:
-    """Raise ConfigError when so many bytes of KV cache are not there."""
+def check_asked(asked: int, device: torch.device, promised: int = 0) -> None:
+    """Raise ConfigError when so many bytes of KV cache are not there.
+
+    Args:
+        promised: bytes that are there in any case, because a previous life of this engine had them.
+    """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if asked > free:
+    if asked > max(free, promised):
         raise ConfigError(
             f"kv-cache-memory: {asked / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on this machine",
             "kv-cache-memory",

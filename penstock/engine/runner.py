@@ -38,6 +38,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         batch = Batch(plan.sequences, self.device, self.cache.prepare(plan), self._scratch)
+        try:
+            return self._compute(plan, batch)
+        finally:
+            self.cache.settle()  # what the mapping thread still clears may belong to others from here on
+
+    def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         hidden = self.model(batch, self.cache.slots)
         wrong = set(_not_finite(hidden))
         sampled = [(s, span) for s, span in zip(plan.sequences, batch.spans, strict=True) if s.sample]

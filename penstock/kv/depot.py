@@ -69,13 +69,17 @@ class Depot:
         life.incarnation = None
 
     def expire(self, name: str) -> None:
-        """Nobody came to inherit: free the orphans of a dead name and give up its quota."""
+        """Nobody came to inherit: free the orphans of a dead name and give up its quota.
+
+        Nobody needs the memory of free blocks then, wherever they lie: the others have leased what they were promised.
+        """
         life = self._lives[name]
         assert life.incarnation is None, f"{name} is attached"
         del self._lives[name]
         self._set_limit(self.limit - life.quota)
         for block in life.blocks:
             self._let_go(block, name)
+        self._surplus += self._free.within(0, self.limit)
 
     def incarnation(self, name: str) -> int | None:
         """Of the life that is attached under this name, if there is one."""
@@ -143,12 +147,18 @@ class Depot:
         """Blocks that its quota still allows."""
         return self._lives[name].quota - len(self._lives[name].blocks)
 
+    def quota(self, name: str) -> int:
+        """Blocks that were promised to a name, dead or alive; 0 when none were."""
+        life = self._lives.get(name)
+        return life.quota if life is not None else 0
+
     def generation(self, block: int) -> int:
         """Which use of the block this is: counts up when it is leased or inherited; 0 before the first."""
         return self._generation.get(block, 0)
 
     def take_surplus(self) -> list[range]:
-        """Runs of blocks that became free, since last asked, above `limit`: nobody needs their memory."""
+        """Runs of free blocks whose memory nobody needs any longer, as far as they were not told of before: above
+        `limit`, and all of them when a quota is given up."""
         surplus, self._surplus = self._surplus, []
         return surplus
 

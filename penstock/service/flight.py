@@ -65,13 +65,20 @@ class Flight:
         if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
             if self.handed_over and not decoded:
                 return []  # it lost sight of what it gave away
-            raise EngineFailure(
-                "the engine gave this request up: it computed something that is no number, or lost sight of a hand-off"
-            )
+            raise EngineFailure(self._why_given_up(output.finish))
         self.handed_over |= decoded
         ready = self._in_order(output)
         self._deadline = self._next_deadline(now)
         return ready
+
+    def _why_given_up(self, finish: FinishReason) -> str:
+        """True whichever it was: an engine says only that it could not go on."""
+        if finish is FinishReason.ABORT:
+            return "the engine dropped this request"
+        no_number = "the model computed something that is no number"
+        if self.decode is None:
+            return f"the engine gave this request up: {no_number}"
+        return f"the engine gave this request up: {no_number}, or its hand-over to {self.decode.name} was lost"
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """A life of an instance is over.

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from penstock.core.clock import Clock
@@ -220,12 +221,30 @@ class Frontend:
         sequences = make_sequences(unique, prompt, params, limits, self._rng, priority)
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, request_id, sequences, params, arrival)
-        keys: list[bytes] = []
-        extend_keys(keys, self._said[0].root_key, prompt, len(prompt) // BLOCK_TOKENS)
-        for index, sequence in enumerate(sequences):
-            self.traffic.add(Held(generation, index, Flight(sequence), keys, arrival))
+        held = [Held(generation, index, Flight(sequence), arrival) for index, sequence in enumerate(sequences)]
+        self.traffic.add(held)
+        if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS:
+            root = self._said[0].root_key
+            hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
+            hashing.add_done_callback(partial(self._hashed, held))
+        else:
+            self.traffic.find_places(held)
         return generation
+
+    def _hashed(self, sequences: Sequence[Held], hashing: asyncio.Future[list[bytes]]) -> None:
+        if hashing.cancelled():  # the frontend is closed, and they are over
+            return
+        for held in sequences:
+            held.keys = hashing.result()
+        self.traffic.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
         self.traffic.release(sequence_ids)
+
+
+def _prefix_keys(root: bytes, prompt: Sequence[int]) -> list[bytes]:
+    """Of the prompt's full blocks."""
+    keys: list[bytes] = []
+    extend_keys(keys, root, prompt, len(prompt) // BLOCK_TOKENS)
+    return keys

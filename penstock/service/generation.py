@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.core.clock import Clock
@@ -33,9 +31,7 @@ class Owner(Protocol):
 
 
 class Generation:
-    """The outputs of one request, as an async iterator of deltas, all outputs interleaved.
-
-    Ends when every output has ended or the request was cancelled; raises what the engine's loss brought.
+    """The outputs of one request as deltas, all outputs interleaved.
 
     Attributes:
         usage: grows with the deltas.
@@ -50,9 +46,9 @@ class Generation:
         self._sequences = sequences
         self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(len(sequences))]
         self._open = len(sequences)
-        self._deltas: deque[Delta] = deque()
+        self._deltas: list[Delta] = []
         self._error: PenstockError | None = None
-        self._wake: asyncio.Future[None] | None = None
+        self._tell: Callable[[], None] = _nobody
         self._arrival = arrival
         self._first: float | None = None
         self._newest: list[float | None] = [None] * len(sequences)
@@ -61,18 +57,25 @@ class Generation:
         self._routes: list[str] = []
         self._recorded = False
 
-    def __aiter__(self) -> Generation:
-        return self
+    def listen(self, tell: Callable[[], None]) -> None:
+        """From now on `tell` is called whenever `take` has something new to say."""
+        self._tell = tell
 
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                raise StopAsyncIteration
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        return self._deltas.popleft()
+    def take(self) -> list[Delta]:
+        """What came since the last call.
+
+        Raises:
+            PenstockError: what ended it early, once everything from before that was taken.
+        """
+        if not self._deltas and self._error is not None:
+            raise self._error
+        taken, self._deltas = self._deltas, []
+        return taken
+
+    @property
+    def over(self) -> bool:
+        """Whether every output has ended, or the request was cancelled, and all was taken."""
+        return not self._open and not self._deltas
 
     def cancel(self) -> None:
         """End it now. Harmless after the end."""
@@ -104,7 +107,7 @@ class Generation:
                 self._frontend.release([self._sequences[index].id])
             if not self._open:
                 self._end(delta.finish_reason)
-        self._rouse()
+        self._tell()
 
     def _count(self, index: int, delta: Delta, output: TokenOutput, now: float) -> None:
         metrics, tokens = self._frontend.metrics, len(delta.tokens)
@@ -128,7 +131,7 @@ class Generation:
     def _end(self, finish_reason: str | None) -> None:
         """Log and count the request, once."""
         self._open = 0
-        self._rouse()
+        self._tell()
         if self._recorded:
             return
         self._recorded = True
@@ -153,6 +156,6 @@ class Generation:
         frontend.metrics.observe_request(record)
         log_request(record, frontend.log_format)
 
-    def _rouse(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+
+def _nobody() -> None:
+    """Listens before anybody does."""

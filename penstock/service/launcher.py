@@ -60,9 +60,10 @@ def plan(
         if group.shares_memory:
             settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "keeper" if group.shares_memory else None
-        programs.append(_program(name, "engine", settings, address=settings["address"], needs=needs))
+        place = {"address": settings["address"], "socket": folder / name}
+        programs.append(_program(name, "engine", settings, needs=needs, **place))
     settings = {"dispatch": deployment.dispatch, "seed": deployment.server["seed"], "instances": instances}
-    programs.append(_program("master", "master", common | settings | {"address": master}))
+    programs.append(_program("master", "master", common | settings | {"address": master}, socket=folder / "master"))
     for number, listener in enumerate(listeners):
         settings = {"name": f"frontend-{number}", "listen_fd": listener.fileno(), "master": master}
         settings |= {"instances": instances, "server": _server(deployment, directory, listener, number)}
@@ -146,6 +147,10 @@ class Launcher:
             follows = "running requests are ended" if self._supervisor.stopping else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
             self._supervisor.stop(now)
+        for name, path in list(self._starting.items()):
+            if path.exists():
+                del self._starting[name]
+                self._supervisor.is_up(name)
         for name, process in list(self._processes.items()):
             code = process.poll()
             if code is not None:
@@ -154,10 +159,6 @@ class Launcher:
                 expected = self._supervisor.stopping
                 sentence = self._supervisor.exited(name, code, now)
                 log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
-        for name, path in list(self._starting.items()):
-            if path.exists():
-                del self._starting[name]
-                self._supervisor.is_up(name)
 
     def _act(self, action: Action) -> None:
         match action.what:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,13 +10,13 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Hello, decode_event
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, decode_from_master
+from penstock.service.inbox import Inbox
 from penstock.service.instances import LinkLost
 
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
@@ -39,7 +40,7 @@ class Link(Generic[Sent, Received]):
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.SyncContext,
         address: str,
         sender: str,
         greet: Callable[[int], Sent],
@@ -52,7 +53,9 @@ class Link(Generic[Sent, Received]):
         self._decode = decode
         self._clock = clock
         self._greeted = clock.now()
+        self._greeting: asyncio.TimerHandle | None = None
         self._arrived: deque[Received | LinkLost | msgspec.DecodeError] = deque()
+        self._wake: asyncio.Future[None] | None = None
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, sender.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -60,76 +63,78 @@ class Link(Generic[Sent, Received]):
         self._socket.setsockopt(zmq.LINGER, LINGER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.asyncio.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        # the same sockets, for reading everything that is there without waiting
-        self._data_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        self._monitor_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
+        self._data = Inbox(self._socket, self._on_data)
+        self._events = Inbox(self._monitor, self._on_connection)
         self._socket.connect(address)
 
     def send(self, message: Sent) -> None:
         """Delivered in order, unless the connection is lost; then `receive` says so. Dropped where there is none."""
         if self.connected:
             self._socket.send(codec.encode(message))
+            self._data.look()
 
     async def receive(self) -> Received | LinkLost:
-        """The next message. Greetings are sent from here, so keep it awaited.
+        """The next message. The first call opens the link, which then lives, and says so, until it is closed.
 
         Raises:
             msgspec.DecodeError: what came is no message.
         """
+        if self._greeting is None:
+            self._open()
         while not self._arrived:
-            self._greet_again()
-            wait = GREETING_INTERVAL - (self._clock.now() - self._greeted)
-            await self._poller.poll(max(1, int(wait * 1000)))
-            self._collect()
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
         message = self._arrived.popleft()
         if isinstance(message, msgspec.DecodeError):
             raise message
         return message
 
     def close(self) -> None:
+        if self._greeting is not None:
+            self._greeting.cancel()
+        self._data.close()
+        self._events.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
 
+    def _open(self) -> None:
+        self._data.open()
+        self._events.open()
+        self._greet_again()
+
     def _greet_again(self) -> None:
-        if self._clock.now() - self._greeted >= GREETING_INTERVAL:
+        wait = GREETING_INTERVAL - (self._clock.now() - self._greeted)
+        if wait <= 0:
             self._greet()
+            wait = GREETING_INTERVAL
+        self._greeting = asyncio.get_running_loop().call_later(wait, self._greet_again)
 
     def _greet(self) -> None:
         self._greeted = self._clock.now()
         self.send(self._greet_with(self._incarnation))
 
-    def _collect(self) -> None:
-        self._read_data()
-        while (frames := _read(self._monitor_now)) is not None:
-            event = parse_monitor_message(frames)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected = True
-                self._incarnation += 1
-                self._greet()
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._read_data()  # what had come before it was lost
-                self.connected = False
-                self._arrived.append(LinkLost("the connection was lost"))
-        self._greet_again()  # also while messages come without a pause
+    def _on_connection(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected = True
+            self._incarnation += 1
+            self._greet()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._data.drain()  # what had come before it was lost
+            self.connected = False
+            self._add(LinkLost("the connection was lost"))
 
-    def _read_data(self) -> None:
-        while (frames := _read(self._data_now)) is not None:
-            try:
-                self._arrived.append(self._decode(b"".join(frames)))
-            except msgspec.DecodeError as error:
-                self._arrived.append(error)
+    def _on_data(self, frames: list[bytes]) -> None:
+        try:
+            self._add(self._decode(b"".join(frames)))
+        except msgspec.DecodeError as error:
+            self._add(error)
 
-
-def _read(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The next message, or None when none is there."""
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
+    def _add(self, arrived: Received | LinkLost | msgspec.DecodeError) -> None:
+        self._arrived.append(arrived)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
 
 EngineLink = Link[Command, Event]
@@ -137,10 +142,14 @@ MasterLink = Link[FrontendMessage, MasterMessage]
 
 
 def engine_link(
-    context: zmq.asyncio.Context, address: str, sender: str, kind: Literal["frontend", "master"], clock: Clock
+    context: zmq.SyncContext,
+    address: str,
+    sender: str,
+    kind: Literal["frontend", "master"],
+    clock: Clock,
 ) -> EngineLink:
     return Link(context, address, sender, lambda life: Hello(sender, life, kind), decode_event, clock)
 
 
-def master_link(context: zmq.asyncio.Context, address: str, sender: str, clock: Clock) -> MasterLink:
+def master_link(context: zmq.SyncContext, address: str, sender: str, clock: Clock) -> MasterLink:
     return Link(context, address, sender, lambda life: Join(sender, life), decode_from_master, clock)

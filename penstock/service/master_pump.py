@@ -9,12 +9,12 @@ from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event
 from penstock.core.wire.master import decode_from_frontend
+from penstock.service.inbox import Inbox
 from penstock.service.instances import LinkLost
 from penstock.service.master import FromEngine, FromFrontend, Happening, Master, Notice, ToEngine, ToFrontend
 
@@ -85,7 +85,7 @@ class MasterPump:
             self.handle(None)
 
 
-async def serve_frontends(pump: MasterPump, context: zmq.asyncio.Context, address: str) -> None:
+async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: str) -> None:
     """Answer frontends until cancelled.
 
     Args:
@@ -97,15 +97,24 @@ async def serve_frontends(pump: MasterPump, context: zmq.asyncio.Context, addres
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
     socket.bind(address)
+
+    def answer(frames: list[bytes]) -> None:
+        sender, *rest = frames
+        try:
+            message = decode_from_frontend(b"".join(rest))
+        except msgspec.DecodeError as error:
+            log.warning("a message that is none of a frontend's was dropped: %s", error)
+            return
+        try:
+            for action in pump.handle(FromFrontend(sender.decode(errors="replace"), message)):
+                socket.send_multipart([sender, codec.encode(action.message)])
+        except Exception:  # the other frontends go on
+            log.exception("the master failed on what %s asked", sender.decode(errors="replace"))
+
+    inbox = Inbox(socket, answer)
+    inbox.open()
     try:
-        while True:
-            sender, *frames = await socket.recv_multipart()
-            try:
-                message = decode_from_frontend(b"".join(frames))
-            except msgspec.DecodeError as error:
-                log.warning("a message that is none of a frontend's was dropped: %s", error)
-                continue
-            for answer in pump.handle(FromFrontend(sender.decode(errors="replace"), message)):
-                await socket.send_multipart([sender, codec.encode(answer.message)])
+        await asyncio.get_running_loop().create_future()
     finally:
+        inbox.close()
         socket.close()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import Unavailable
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import Ended, FrontendMessage, Join, Joined, MasterMessage, NoPlace, Place, Placed
 from penstock.service.instances import LinkLost
@@ -21,19 +20,29 @@ log = logging.getLogger("penstock.frontend")
 PATIENCE = 5.0  # seconds that an answer may take; a master that died is back by then
 
 
+Answered = Callable[[Placed | NoPlace], None]
+
+
 class Placement(Protocol):
     @property
     def trouble(self) -> str:
         """Why nothing can be placed now; "" when it can."""
 
-    def start(self) -> None:
-        """Begin; call it inside the event loop."""
+    @property
+    def wants_keys(self) -> bool:
+        """Whether a question needs prefix keys."""
 
-    async def place(self, place: Place) -> Placed:
-        """Raises Unavailable when nobody can take it now, or nobody can be asked."""
+    def start(self, answered: Answered) -> None:
+        """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns."""
+
+    def ask(self, place: Place) -> None:
+        """The answer comes as soon as there is one, and always unless the sequence is over before."""
 
     def ended(self, request_ids: Sequence[str]) -> None:
-        """These sequences are over."""
+        """These sequences are over, and so are questions about them."""
+
+    def tick(self, now: float) -> None:
+        """Time goes on; call it a few times a second."""
 
     async def close(self) -> None: ...
 
@@ -46,8 +55,14 @@ class LocalPlacement:
     def __init__(self, pump: MasterPump, sender: str) -> None:
         self._pump, self._sender = pump, sender
         self._renewing: asyncio.Task[None] | None = None
+        self._answered: Answered = _nobody_listens
 
-    def start(self) -> None:
+    @property
+    def wants_keys(self) -> bool:
+        return self._pump.master.joined.wants_keys
+
+    def start(self, answered: Answered) -> None:
+        self._answered = answered
         self._pump.start()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -56,12 +71,16 @@ class LocalPlacement:
             self._pump.handle(FromFrontend(self._sender, Join(self._sender)))
             await asyncio.sleep(1.0)
 
-    async def place(self, place: Place) -> Placed:
-        (answer,) = self._pump.handle(FromFrontend(self._sender, place))
-        return _checked(answer.message)
+    def ask(self, place: Place) -> None:
+        for answer in self._pump.handle(FromFrontend(self._sender, place)):
+            if isinstance(answer.message, Placed | NoPlace):
+                self._answered(answer.message)
 
     def ended(self, request_ids: Sequence[str]) -> None:
         self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids))))
+
+    def tick(self, now: float) -> None:
+        pass  # it never waits
 
     async def close(self) -> None:
         if self._renewing is not None:
@@ -81,17 +100,24 @@ class ToMaster(Protocol):
 
 
 class RemotePlacement:
-    """The master is another process. What it was asked when it died, its next life is asked again."""
+    """The master is another process. What it was asked when it died, its next life is asked again.
+
+    Attributes:
+        wants_keys: as the master said last.
+    """
 
     def __init__(self, link: ToMaster, clock: Clock) -> None:
         self._link = link
         self._clock = clock
         self._absent = "it has not answered yet"
         self._absent_since = float("-inf")
-        self._asked: dict[tuple[str, int], tuple[Place, asyncio.Future[MasterMessage]]] = {}
+        self.wants_keys = False
+        self._asked: dict[str, tuple[Place, float]] = {}  # request id -> the question, and when; the oldest first
+        self._answered: Answered = _nobody_listens
         self._listening: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, answered: Answered) -> None:
+        self._answered = answered
         self._listening = asyncio.create_task(self._listen())
 
     @property
@@ -100,21 +126,25 @@ class RemotePlacement:
         away = self._absent and self._clock.now() - self._absent_since > PATIENCE
         return f"the master cannot be asked: {self._absent}" if away else ""
 
-    async def place(self, place: Place) -> Placed:
-        key = (place.request_id, place.generation)
-        answer: asyncio.Future[MasterMessage] = asyncio.get_running_loop().create_future()
-        self._asked[key] = (place, answer)
+    def ask(self, place: Place) -> None:
+        self._asked.pop(place.request_id, None)
+        self._asked[place.request_id] = (place, self._clock.now())
         self._link.send(place)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                return _checked(await answer)
-        except TimeoutError:
-            raise Unavailable(f"the master cannot be asked: {self._absent or 'it does not answer'}") from None
-        finally:
-            del self._asked[key]
 
     def ended(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._asked.pop(request_id, None)
         self._link.send(Ended(list(request_ids)))
+
+    def tick(self, now: float) -> None:
+        """What was asked in vain for too long has its answer from here."""
+        while self._asked:
+            request_id, (place, asked) = next(iter(self._asked.items()))
+            if now - asked <= PATIENCE:
+                break
+            del self._asked[request_id]
+            why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
+            self._answered(NoPlace(request_id, place.generation, why))
 
     async def close(self) -> None:
         if self._listening is not None:
@@ -136,19 +166,18 @@ class RemotePlacement:
                 self._absent, self._absent_since = reason, self._clock.now()
             case Joined(protocol=protocol):
                 back, self._absent = bool(self._absent), ""
+                self.wants_keys = message.wants_keys
                 if protocol != PROTOCOL:
                     self._absent = f"it speaks protocol {protocol}, this frontend {PROTOCOL}"
                 elif back:
                     for place, _ in self._asked.values():
                         self._link.send(place)
             case Placed() | NoPlace():
-                _, answer = self._asked.get((message.request_id, message.generation), (None, None))
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                question, _ = self._asked.get(message.request_id, (None, 0.0))
+                if question is not None and question.generation == message.generation:
+                    del self._asked[message.request_id]
+                    self._answered(message)
 
 
-def _checked(answer: MasterMessage) -> Placed:
-    if isinstance(answer, NoPlace):
-        raise Unavailable(answer.message, answer.retry_after)
-    assert isinstance(answer, Placed)
-    return answer
+def _nobody_listens(answer: Placed | NoPlace) -> None:
+    raise AssertionError("asked before the start")

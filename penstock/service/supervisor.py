@@ -12,7 +12,7 @@ from penstock.service.deployment import Restart
 
 Role = Literal["keeper", "engine", "master", "frontend"]
 STOP_ORDER: tuple[Role, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
-CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again
+CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
 STEADY = 60.0  # seconds after which a life counts as a success, and the deaths before it are forgotten
 MOST_BACKOFF = 30.0  # seconds
 STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
@@ -28,6 +28,7 @@ class Program:
         descriptors: file descriptors that it inherits.
         address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
         socket: made by it when it can be reached. One that an earlier life left is removed before the next starts.
+            Without one, a life of `STEADY` seconds shows that it could be.
         needs: the program whose socket must be there first, and whose end is the end of this one's life too.
     """
 
@@ -54,6 +55,7 @@ class _Place:
     due: float | None = 0.0
     since: float | None = None  # start of the life that runs now
     up: bool = False  # those that need it may start
+    proven: bool = False  # it was up in some life: what it is told can be served
     fallen: bool = False  # what it needs has ended
     killed: bool = False
     deaths: int = 0  # in a row
@@ -91,7 +93,8 @@ class Supervisor:
 
     def is_up(self, name: str) -> None:
         """The program can be reached."""
-        self._places[name].up = True
+        place = self._places[name]
+        place.up = place.proven = True
 
     def exited(self, name: str, code: int, now: float) -> str:
         """A process has ended; returns a sentence that says so, and what follows.
@@ -102,13 +105,14 @@ class Supervisor:
         place = self._places[name]
         assert place.since is not None, f"{name} does not run"
         lived, fallen = now - place.since, place.fallen
+        place.proven |= place.program.socket is None and lived >= STEADY
         place.since, place.due, place.up, place.fallen, place.killed = None, None, False, False, False
         how = f"{name} ended with {_shown(code)}"
         if self.stopping:
             return how
         for other in self._places.values():
             other.fallen |= other.running and other.program.needs == name
-        if code == CANNOT_BE_SERVED:
+        if code == CANNOT_BE_SERVED and not place.proven:
             self._fail(f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
             return self.failure
         if fallen:

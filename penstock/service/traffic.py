@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, Unavailable
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
@@ -25,12 +25,13 @@ from penstock.core.wire.engine import (
     Shutdown,
     StepReport,
 )
-from penstock.core.wire.master import Place, Placed
+from penstock.core.wire.master import NoPlace, Place, Placed
 from penstock.obs.metrics import Metrics
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Endpoint, Instance, LinkLost
 from penstock.service.placement import Placement
+from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
@@ -52,16 +53,19 @@ class Held:
 
     Attributes:
         generation, index: whose it is, and which of its outputs.
-        keys: prefix keys of the prompt's full blocks.
         arrival: of the request, by the clock.
+        keys: prefix keys of the prompt's full blocks, where somebody wants them.
+        believes_from: when it is believed that nobody can take it: the master may only just begin to know the
+            instances.
         failed_at: instances that did not take it.
     """
 
     generation: Generation
     index: int
     flight: Flight
-    keys: list[bytes]
     arrival: float
+    keys: list[bytes] = field(default_factory=list)
+    believes_from: float = 0.0
     failed_at: list[str] = field(default_factory=list)
 
 
@@ -96,24 +100,29 @@ class Traffic:
         self._clock = clock
         self._ended_at = clock.now()
         self._tasks: list[asyncio.Task[None]] = []
-        self._placing: set[asyncio.Task[None]] = set()
+        self._waiting = WaitingRoom(lambda sequence_id: self._ask(self.held[sequence_id]))
 
     @property
     def trouble(self) -> str:
         """Why nothing can be placed; "" when it can."""
         return self._placement.trouble
 
+    @property
+    def wants_keys(self) -> bool:
+        """Whether places depend on prefix keys."""
+        return self._placement.wants_keys
+
     def start(self) -> None:
         """Begin to listen to the engines; call it inside the event loop."""
-        self._placement.start()
+        self._placement.start(self._answered)
         self._tasks = [asyncio.create_task(self._listen(instance)) for instance in self.instances.values()]
         self._tasks.append(asyncio.create_task(self._keep_time()))
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._placing]
-        for task in tasks:
+        self._waiting.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._placement.close()
         for link in self._links.values():
             link.close()
@@ -122,10 +131,9 @@ class Traffic:
         for link in self._links.values():
             link.send(Shutdown())
 
-    def add(self, held: Held) -> None:
-        """Have a sequence run; its generation gets what comes of it."""
-        self.held[held.flight.request.id] = held
-        self._find_place(held)
+    def add(self, sequences: Sequence[Held]) -> None:
+        """Sequences that shall run: from now on they are held, and their generation gets what comes of them."""
+        self.held.update((held.flight.request.id, held) for held in sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
@@ -137,8 +145,10 @@ class Traffic:
                     self._cancel(peer, [sequence_id])
 
     def _forget(self, held: Held) -> None:
-        del self.held[held.flight.request.id]
-        self._placement.ended([held.flight.request.id])
+        sequence_id = held.flight.request.id
+        del self.held[sequence_id]
+        self._waiting.leave(sequence_id)
+        self._placement.ended([sequence_id])
 
     def _cancel(self, peer: Peer, sequence_ids: list[str]) -> None:
         if self.instances[peer.name].is_life(peer.incarnation):
@@ -146,42 +156,62 @@ class Traffic:
 
     # --- places
 
-    def _find_place(self, held: Held) -> None:
-        task = asyncio.create_task(self._place(held))
-        self._placing.add(task)
-        task.add_done_callback(self._placing.discard)
+    def find_places(self, sequences: Sequence[Held]) -> None:
+        """Have sequences run that were added, unless they are over by now."""
+        for held in sequences:
+            if held.flight.request.id in self.held:
+                held.believes_from = self._clock.now() + MASTER_LEARNS
+                if self._waiting:
+                    self._waiting.enter(held.flight.request.id)
+                else:
+                    self._ask(held)
 
-    async def _place(self, held: Held) -> None:
+    def _ask(self, held: Held) -> None:
         try:
-            while held.flight.attempt < ATTEMPTS:
-                placed = await self._placed(held)
-                if held.flight.request.id not in self.held:
-                    return  # cancelled meanwhile
-                missing = [p.name for p in (placed.prefill, placed.decode) if p is not None and not self._reaches(p)]
-                if not missing:
-                    self._launch(held, placed)
-                    return
-                held.failed_at += missing  # the master has not noticed yet
-                held.flight.again()
-            raise Unavailable("no instance took this request")
-        except PenstockError as error:
-            held.generation.fail(error)
+            self._placement.ask(self._question(held))
         except Exception as error:
-            log.exception("a sequence could not be placed")
-            held.generation.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
+            self._cannot_place(held, error)
 
-    async def _placed(self, held: Held) -> Placed:
-        """The master's answer. That nobody can take it is believed after a while: the master may only just begin to
-        know the instances."""
-        until = self._clock.now() + MASTER_LEARNS
-        while True:
-            try:
-                return await self._placement.place(self._question(held))
-            except Unavailable:
-                serving = any(instance.serves(self._clock.now()) for instance in self.instances.values())
-                if held.failed_at or not serving or self._clock.now() > until:
-                    raise
-            await asyncio.sleep(MASTER_LEARNS / 20)
+    def _answered(self, answer: Placed | NoPlace) -> None:
+        held = self.held.get(answer.request_id)
+        if held is None or held.flight.attempt != answer.generation:
+            return  # cancelled meanwhile
+        try:
+            if isinstance(answer, Placed):
+                self._take_place(held, answer)
+            else:
+                self._nowhere(held, answer)
+        except Exception as error:
+            self._cannot_place(held, error)
+
+    def _cannot_place(self, held: Held, error: Exception) -> None:
+        log.error("a sequence could not be placed", exc_info=error)
+        held.generation.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
+
+    def _take_place(self, held: Held, answer: Placed) -> None:
+        missing = [p.name for p in (answer.prefill, answer.decode) if p is not None and not self._reaches(p)]
+        if missing:  # the master has not noticed yet
+            self._ask_elsewhere(held, missing)
+            return
+        self._launch(held, answer)
+        self._waiting.leave(answer.request_id)
+        self._waiting.hurry()
+
+    def _nowhere(self, held: Held, answer: NoPlace) -> None:
+        now = self._clock.now()
+        serving = any(instance.serves(now) for instance in self.instances.values())
+        if held.failed_at or not serving or now > held.believes_from:
+            held.generation.fail(Unavailable(answer.message, answer.retry_after))
+        else:
+            self._waiting.enter(answer.request_id)
+
+    def _ask_elsewhere(self, held: Held, without: list[str]) -> None:
+        held.failed_at += without
+        held.flight.again()
+        if held.flight.attempt < ATTEMPTS:
+            self._ask(held)
+        else:
+            held.generation.fail(Unavailable("no instance took this request"))
 
     def _question(self, held: Held) -> Place:
         request = held.flight.request
@@ -232,6 +262,10 @@ class Traffic:
     def tick(self) -> None:
         """End what has waited in vain."""
         now = self._clock.now()
+        self._placement.tick(now)
+        for held in [self.held[sequence_id] for sequence_id in self._waiting]:
+            if now > held.believes_from:
+                held.generation.fail(Unavailable("no instance could take this request in time"))
         for held in [held for held in self.held.values() if held.flight.overdue(now)]:
             held.generation.fail(EngineFailure("the engine failed during this request, and nothing came of it since"))
         for instance in self.instances.values():
@@ -257,6 +291,7 @@ class Traffic:
         instance.ready = instance.said = ready
         instance.lost, instance.pool = "", ready.pool
         self.changed.set()
+        self._waiting.hurry()
 
     def instance_lost(self, name: str, reason: str) -> None:
         """An engine is gone: its requests end with an error unless another engine has them by now."""
@@ -289,9 +324,7 @@ class Traffic:
         if refused.why == "invalid":
             held.generation.fail(InvalidRequest(refused.message))
         else:  # it never ran there
-            held.failed_at.append(instance.name)
-            held.flight.again()
-            self._find_place(held)
+            self._ask_elsewhere(held, [instance.name])
 
     def _deliver(self, name: str, report: StepReport) -> None:
         unknown = [o.request_id for o in report.outputs if o.request_id not in self.held and o.finish is None]

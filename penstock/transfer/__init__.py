@@ -15,6 +15,6 @@ Blocks that move between engines:
     shared.py, tcp.py the two that there are: one host's pool, or bytes over sockets
     carrier.py        links between engines, over which messages and bytes go
     faulty.py         a carrier that loses, delays, doubles and spoils
-    connection.py, frames.py, addresses.py
-                      a socket of a link, what lies on it, where it leads
+    connection.py, frames.py, addresses.py, handshake.py
+                      a socket of a link, what lies on it, where it leads, and who may use it
 """

@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 
+# of accept: the connection still waits, and would be announced again at once
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 128
 _UNSPECIFIED = ("", "*", "0.0.0.0", "::")
 # a peer that vanished without a word (its host died) is noticed after about 20 s

@@ -23,12 +23,13 @@ from itertools import count
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from penstock.core.errors import ConfigError, EngineFailure
+from penstock.core.errors import EngineFailure
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage, decode_peer
-from penstock.transfer.addresses import dial, listen, remove_socket_file, socket_file, tune
+from penstock.transfer.addresses import NO_ROOM, dial, listen, remove_socket_file, socket_file, tune
 from penstock.transfer.connection import Connection, Received, Staging
 from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, make_frame, read_greet
+from penstock.transfer.handshake import Handshake, Stranger, key_of
 from penstock.transfer.link import CONNECT_SECONDS, Arrival, Counters, Life, Link, LinkDown
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 GREET_SECONDS = 3.0  # who has connected must have said who it is; later than its own patience ends
 STAGING_BYTES = 32 << 20  # of received payloads per link, made as they are needed
 MAX_SOCKETS = 64
+BACKLOG_BYTES = 64 << 20  # of messages that wait to be read by a peer; whoever lets more wait is lost
+ACCEPT_PAUSE = 0.5  # seconds, when there are no descriptors
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -45,23 +48,24 @@ class Carrier:
         me: our greeting; its address is where to listen.
         sockets: connections per link.
         payload_bytes: of a push's payload; 0 when no bytes travel.
+        secret: that all engines of the deployment know, see `handshake.py`; None for peers that can be trusted.
     """
 
-    def __init__(self, me: Greet, sockets: int, payload_bytes: int) -> None:
+    def __init__(self, me: Greet, sockets: int, payload_bytes: int, secret: str | None = None) -> None:
         self._listener, address = listen(me.address)
         self._me = msgspec.structs.replace(me, address=address)
         self._socket_file = socket_file(address)
         self._sockets = sockets
         self._payload_bytes = payload_bytes
+        self._key = key_of(secret)
         self.address = address
         self.counters = Counters()
         self._links: dict[Life, list[Link]] = {}
-        self._current: dict[str, int] = {}  # name -> incarnation that greeted last
-        self._replaced: set[Life] = set()  # lives that were followed by another
+        self._latest: dict[str, int] = {}  # name -> its latest incarnation that has greeted; they only grow
         self._numbers = count(1)
         self._connections: set[Connection] = set()
         self._unflushed: set[Connection] = set()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_numbers = count()
         self._commands: deque[Callable[[], object]] = deque()
         self._arrived: deque[Arrival | LinkDown] = deque()
@@ -69,7 +73,7 @@ class Carrier:
         self._news = 0  # arrivals so far
         self._arrival_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._command_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
+        self._closing = self._crowded = self._seen_stranger = False
         self._failure: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, _READ, self._accept)
@@ -159,7 +163,7 @@ class Carrier:
         for _ in range(len(self._commands)):
             self._commands.popleft()()
 
-    def _later(self, seconds: float, command: Callable[[], None]) -> None:
+    def _later(self, seconds: float, command: Callable[[], object]) -> None:
         heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), command))
 
     def _tell(self, news: Arrival | LinkDown) -> None:
@@ -179,8 +183,8 @@ class Carrier:
     def _link(self, peer: Peer) -> Link | None:
         """The link to a peer, dialled if there is none. None, and a LinkDown, for a life that another has followed."""
         life = (peer.name, peer.incarnation)
-        if life in self._replaced:
-            message = f"{peer.name}: life {peer.incarnation} was followed by {self._current[peer.name]}"
+        if self._is_replaced(peer):
+            message = f"{peer.name}: life {peer.incarnation} was followed by {self._latest[peer.name]}"
             self._tell(LinkDown(peer, message))
             return None
         if life not in self._links:
@@ -199,10 +203,13 @@ class Carrier:
         link = self._link(peer)
         if link is None:
             self.counters.dropped["link_down"] += 1
+        elif link.backlog > BACKLOG_BYTES:
+            self.counters.dropped["link_down"] += 1
+            self._lose(link, f"{peer.name} at {peer.address} does not read: {link.backlog >> 20} MiB wait for it")
         elif link.up:
             self._transmit(link.lane(frame.message), frame)
         else:
-            link.pending.append(frame)
+            link.hold(frame)
 
     def _staging(self) -> Staging | None:
         if not self._payload_bytes:
@@ -222,9 +229,8 @@ class Carrier:
         others = self._links.get(life, [])
         others.remove(link)
         if others:
-            for frame in link.pending:
+            for frame in link.take_held():
                 self._send(link.peer, frame)
-            link.pending.clear()
         else:
             self._links.pop(life, None)
             self._tell(LinkDown(link.peer, message, refused))
@@ -232,9 +238,8 @@ class Carrier:
 
     def _end(self, link: Link) -> None:
         link.lost = True
-        if link.pending:
-            self.counters.dropped["link_down"] += len(link.pending)
-            link.pending.clear()
+        if held := link.take_held():
+            self.counters.dropped["link_down"] += len(held)
         for connection in link.connections:
             if connection is not None:
                 self._drop_connection(connection)
@@ -245,8 +250,8 @@ class Carrier:
         if link.lost:
             return
         try:
-            connection = Connection(dial(link.peer.address))
-        except (OSError, ConfigError) as error:
+            connection = Connection(dial(link.peer.address), Handshake(self._key, dialled=True))
+        except (OSError, ValueError) as error:  # a ValueError: no address at all
             self._undialled(link, index, error)
             return
         connection.link, connection.index, connection.connecting = link, index, True
@@ -256,7 +261,7 @@ class Carrier:
     def _undialled(self, link: Link, index: int, error: Exception) -> None:
         """Nobody listens there yet, perhaps."""
         link.connections[index] = None
-        if index or isinstance(error, ConfigError) or time.monotonic() + link.retry > link.deadline:
+        if index or isinstance(error, ValueError) or time.monotonic() + link.retry > link.deadline:
             self._lose(link, f"{link.peer.name} at {link.peer.address} cannot be reached: {error}")
             return
         self._later(link.retry, partial(self._dial, link, 0))
@@ -265,14 +270,22 @@ class Carrier:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:  # the stranger has left already, or there are too many open files
-            log.warning("cannot accept a connection: %s", error)
-            return
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                if not self._crowded:
+                    log.warning("no connection can be accepted for now: %s", error)
+                self._crowded = True
+                self._selector.unregister(self._listener)
+                self._later(ACCEPT_PAUSE, partial(self._selector.register, self._listener, _READ, self._accept))
+            return  # or else who came has left already
+        self._crowded = False
         sock.setblocking(False)
         tune(sock)
-        connection = Connection(sock)
+        connection = Connection(sock, Handshake(self._key, dialled=False))
         self._watch(connection)
         self._later(GREET_SECONDS, partial(self._send_away, connection))
+        if challenge := connection.handshake.first_word():
+            self._transmit(connection, make_frame(challenge, 0, 0))
 
     def _send_away(self, connection: Connection) -> None:
         if connection.link is None:
@@ -284,7 +297,9 @@ class Carrier:
             if failed:
                 raise OSError(failed, os.strerror(failed))
             connection.connecting = False
-            self._greet(connection)
+            assert connection.link is not None
+            if connection.handshake.may_greet:
+                self._greet(connection, connection.link.peer.incarnation)
         elif events & _READ:
             self._take(connection, connection.read())
         if events & _WRITE and not connection.closed:
@@ -307,7 +322,7 @@ class Carrier:
         if connection.closed:
             return
         self._connections.add(connection)
-        interest = _WRITE if connection.connecting or connection.backlog else 0
+        interest = _WRITE if connection.connecting or connection.unsent else 0
         if not connection.connecting and not connection.starved:
             interest |= _READ
         if interest == connection.interest:
@@ -335,20 +350,27 @@ class Carrier:
             self._drop_connection(connection)
             self._undialled(link, connection.index, error)
             return
-        if not isinstance(error, OSError | EOFError):
+        who = link.peer.name if link else "a stranger"
+        if isinstance(error, Stranger):
+            self.counters.dropped["stranger"] += 1
+            if not self._seen_stranger:
+                log.warning("%s was turned away: %s; further ones are only counted", who, error)
+            self._seen_stranger = True
+        elif not isinstance(error, OSError | EOFError):
             self.counters.dropped["garbage"] += 1
-            log.warning("broken bytes from %s: %s", link.peer.name if link else "a stranger", error)
+            log.warning("broken bytes from %s: %s", who, error)
         self._drop_connection(connection)
         if link is not None:
             self._lose(link, f"link to {link.peer.name} at {link.peer.address} ended: {error}")
 
     # --- frames out
 
-    def _greet(self, connection: Connection) -> None:
-        link = connection.link
-        assert link is not None
-        me = msgspec.structs.replace(self._me, link=link.number, socket=connection.index, sockets=len(link.connections))
-        self._transmit(connection, make_frame(me, me.incarnation, link.peer.incarnation))
+    def _greet(self, connection: Connection, to: int) -> None:
+        me = self._me
+        if (link := connection.link) is not None:
+            sockets = len(link.connections)
+            me = msgspec.structs.replace(me, link=link.number, socket=connection.index, sockets=sockets)
+        self._transmit(connection, make_frame(connection.handshake.seal(me, to), me.incarnation, to))
 
     def _transmit(self, connection: Connection, frame: Frame) -> None:
         """Puts a frame on its way. Faults come between here and the socket."""
@@ -365,7 +387,7 @@ class Carrier:
             self._guard(connection, partial(self._flush, connection))
 
     def _flush(self, connection: Connection) -> None:
-        if connection.backlog and not connection.connecting:
+        if connection.unsent and not connection.connecting:
             self.counters.bytes_sent += connection.flush()
         self._watch(connection)
 
@@ -398,9 +420,15 @@ class Carrier:
 
     def _greeted(self, connection: Connection, received: Received) -> None:
         """The other side has said who it is: as an answer when we dialled, else as the first word."""
-        greet = read_greet(received.body)
+        known, body = connection.link, connection.handshake.open(received.body, received.header.to)
+        if body is None:
+            assert known is not None  # only who dials is challenged
+            self._greet(connection, known.peer.incarnation)
+            return
+        greet = read_greet(body)
+        if greet.incarnation != received.header.sender:
+            raise ValueError(f"a greeting of {greet.incarnation} in a frame of {received.header.sender}")
         peer = Peer(greet.name, greet.incarnation, greet.address)
-        known = connection.link
         refusal = (
             self._me.difference(greet)
             if isinstance(greet, Greet)
@@ -428,10 +456,10 @@ class Carrier:
             self._welcome(connection, greet, peer)
 
     def _is_replaced(self, peer: Peer) -> bool:
-        return (peer.name, peer.incarnation) in self._replaced
+        return peer.incarnation < self._latest.get(peer.name, 0)
 
     def _answer_and_close(self, connection: Connection, peer: Peer) -> None:
-        self._transmit(connection, make_frame(self._me, self._me.incarnation, peer.incarnation))
+        self._greet(connection, peer.incarnation)
         self._guard(connection, partial(self._flush, connection))
         self._drop_connection(connection)
 
@@ -440,15 +468,14 @@ class Carrier:
         link = connection.link
         if link is None:
             link = self._join(connection, greet, peer)
-            self._greet(connection)
+            self._greet(connection, peer.incarnation)
         connection.ready = True
         connection.accept_payloads(link.staging)
         if link.dialled and connection.index == 0:
             for index in range(1, len(link.connections)):
                 self._dial(link, index)
         if link.up:
-            while link.pending:
-                frame = link.pending.popleft()
+            for frame in link.take_held():
                 self._transmit(link.lane(frame.message), frame)
 
     def _join(self, connection: Connection, greet: Greet, peer: Peer) -> Link:
@@ -468,11 +495,10 @@ class Carrier:
         return link
 
     def _follow(self, peer: Peer) -> None:
-        """A new life of an instance ends what we had with the one before."""
-        before = self._current.get(peer.name)
-        self._current[peer.name] = peer.incarnation
-        if before is None or before == peer.incarnation:
-            return
-        self._replaced.add((peer.name, before))
-        for link in list(self._links.get((peer.name, before), [])):
-            self._lose(link, f"{peer.name}: life {before} was followed by {peer.incarnation}")
+        """A new life of an instance ends what we had with those before."""
+        assert not self._is_replaced(peer)
+        self._latest[peer.name] = peer.incarnation
+        for name, before in list(self._links):
+            if name == peer.name and before < peer.incarnation:
+                for link in list(self._links[name, before]):
+                    self._lose(link, f"{name}: life {before} was followed by {peer.incarnation}")

@@ -9,9 +9,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame, Header, read_header
+from penstock.transfer.handshake import Handshake
 
 if TYPE_CHECKING:
     from penstock.transfer.link import Link
@@ -81,19 +83,22 @@ class Received:
 class Connection:
     """
     Attributes:
+        handshake: how the two sides introduce themselves.
         link: None until the other side has said who it is.
         index: which of the link's connections this is.
         ready: greeted both ways.
         starved: there is no staging memory for the next payload, so nothing is read.
         interest: selector events that it is registered for.
+        backlog: bytes of frames that are still to be sent, without payloads: those lie in the pool in any case.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
         self.sock = sock
+        self.handshake = handshake
         self.link: Link | None = None
         self.index = 0
         self.connecting = self.ready = self.starved = self.closed = False
-        self.interest = 0
+        self.interest = self.backlog = 0
         self._staging: Staging | None = None
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._start = self._end = 0  # unread bytes of scratch
@@ -101,7 +106,7 @@ class Connection:
         self._body = bytearray()
         self._payload: Staged | None = None
         self._target = _NOTHING  # what is still to be filled of the body or the payload
-        self._out: deque[memoryview] = deque()
+        self._out: deque[tuple[memoryview, int]] = deque()  # and how much of the backlog that is
 
     def accept_payloads(self, staging: Staging | None) -> None:
         self._staging = staging
@@ -163,29 +168,34 @@ class Connection:
     # --- out
 
     @property
-    def backlog(self) -> bool:
+    def unsent(self) -> bool:
         return bool(self._out)
 
     def queue(self, frame: Frame) -> None:
-        self._out.append(memoryview(frame.header + frame.body))
+        self._out.append((memoryview(frame.header + frame.body), frame.own_bytes))
+        self.backlog += frame.own_bytes
         if frame.payload is not None:
-            self._out.append(frame.payload)
+            self._out.append((frame.payload, 0))
 
     def flush(self) -> int:
         """Hands the kernel what it takes without waiting; bytes. OSError when the connection has failed."""
         try:
-            sent = self.sock.sendmsg([view for view, _ in zip(self._out, range(_BUFFERS), strict=False)])
+            sent = self.sock.sendmsg([view for view, _ in islice(self._out, _BUFFERS)])
         except BlockingIOError:
             return 0
         left = sent
-        while self._out and left >= len(self._out[0]):
-            left -= len(self._out.popleft())
+        while self._out and left >= len(self._out[0][0]):
+            view, charged = self._out.popleft()
+            left -= len(view)
+            self.backlog -= charged
         if left:
-            self._out[0] = self._out[0][left:]
+            view, charged = self._out[0]
+            self._out[0] = view[left:], charged
         return sent
 
     def close(self) -> None:
         self.closed = True
         self._out.clear()
+        self.backlog = 0
         self._target, self._payload = _NOTHING, None
         self.sock.close()

@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.wire.handoff import PeerMessage, Renew
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.connection import Connection, Received
-from penstock.transfer.frames import Frame, Greet
+from penstock.transfer.frames import Frame, Greet, Greeting
 
 log = logging.getLogger(__name__)
 
@@ -76,21 +76,21 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FaultyCarrier(Carrier):
     """Draws from (seed, own name): a run repeats itself as far as the order of frames does."""
 
-    def __init__(self, me: Greet, sockets: int, payload_bytes: int, faults: Faults) -> None:
+    def __init__(self, me: Greet, sockets: int, payload_bytes: int, faults: Faults, secret: str | None = None) -> None:
         self._faults = faults
         self._random = Random(f"{faults.seed}:{me.name}")
         self._passed = 0  # frames, sent or heard
         self._cut: float | None = None  # when the partition began
         self._stalled: set[tuple[str, str]] = set()  # message name, request id
         self._held: list[Callable[[], None]] = []  # frames that wait to be overtaken
-        super().__init__(me, sockets, payload_bytes)
+        super().__init__(me, sockets, payload_bytes, secret)
 
     def _transmit(self, connection: Connection, frame: Frame) -> None:
         if self._partitioned():
             self.counters.dropped["partition"] += 1
             return
         name = type(frame.message).__name__
-        if isinstance(frame.message, Greet):
+        if isinstance(frame.message, Greeting):
             super()._transmit(connection, frame)
             return
         self._passed += 1
@@ -156,8 +156,8 @@ class FaultyCarrier(Carrier):
         return partition.for_s is None or monotonic() < self._cut + partition.for_s
 
 
-def _request_id(message: PeerMessage | Greet) -> str:
-    if isinstance(message, Greet):
+def _request_id(message: PeerMessage | Greeting) -> str:
+    if isinstance(message, Greeting):
         return ""
     if isinstance(message, Renew):
         return ", ".join(lease.request_id for lease in message.leases)

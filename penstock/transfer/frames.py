@@ -7,7 +7,7 @@ A frame is a header of 36 bytes, a body (one msgpack message) and, when a block'
 The checksum (xxh3) covers the header before it and the body. A payload is proved by `Push.checksum`, which the
 sender's engine made when the block was full: so it also covers what happened to the block before it was sent.
 
-The first frame on every connection, each way, is a `Greet`.
+The first frame on every connection, each way, is a `Greet`, or what `handshake.py` makes of it.
 """
 
 from __future__ import annotations
@@ -71,16 +71,38 @@ class _AnyGreet(msgspec.Struct, tag="Greet", frozen=True):
     protocol: int
 
 
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """See `handshake.py`."""
+
+    nonce: bytes
+
+
+class Signed(msgspec.Struct, tag=True, frozen=True):
+    """An encoded Greet and the proof that who sends it knows the deployment's secret."""
+
+    greet: bytes
+    nonce: bytes
+    proof: bytes
+
+
+Greeting = Greet | Challenge | Signed
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A frame to send. `payload` is not read before it goes to the socket; `message` is what `body` was made of."""
 
-    message: Greet | PeerMessage
+    message: Greeting | PeerMessage
     sender: int
     to: int
     body: bytes
     payload: memoryview | None
     header: bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Without the payload."""
+        return len(self.header) + len(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +117,7 @@ class Header:
         return self.checksum == _checksum(_FIELDS.pack(MAGIC, self.body, self.payload, self.sender, self.to), body)
 
 
-def make_frame(message: Greet | PeerMessage, sender: int, to: int, payload: memoryview | None = None) -> Frame:
+def make_frame(message: Greeting | PeerMessage, sender: int, to: int, payload: memoryview | None = None) -> Frame:
     """A message and, maybe, the bytes (uint8) that travel with it."""
     body = encode(message)
     fields = _FIELDS.pack(MAGIC, len(body), len(payload) if payload is not None else 0, sender, to)

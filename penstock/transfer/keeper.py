@@ -1,7 +1,8 @@
 """The keeper: owns the KV pools of a host, so that blocks outlive the engines that wrote them.
 
 One thread, one Unix socket, one connection per attached instance. A connection that ends is a life that ended, however
-it came about: what that instance had published waits for its next life, everything else is free at once.
+it came about: what that instance had published waits for its next life, everything else is free at once. It waits for a
+while, or for as long as it takes a new life that has claimed it to get ready.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import selectors
 import socket
 import stat
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -25,6 +26,8 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.keeper import (
     Attach,
     Attached,
+    Claim,
+    Claimed,
     Exchange,
     Exchanged,
     Held,
@@ -37,6 +40,7 @@ from penstock.core.wire.keeper import (
     decode_request,
 )
 from penstock.kv.depot import Depot
+from penstock.transfer.addresses import NO_ROOM
 from penstock.transfer.keeper_link import READ_BYTES, BadFrame, Inbox, frame
 from penstock.transfer.memory import PAGE, PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Records
@@ -111,12 +115,22 @@ class HostPool:
     def end(self, name: str, now: float) -> None:
         """A life is over."""
         self.depot.detach(name, [b for b in self.depot.held(name) if self.records.get(b) is not None])
-        self._orphaned_until[name] = now + (self._orphan_seconds if self.depot.held(name) else 0)
+        self._wait(name, now)
         self._trim()
 
-    def expire(self, now: float) -> None:
-        """End the wait for those who did not come back in time."""
-        for name in [name for name, until in self._orphaned_until.items() if until <= now]:
+    def promised(self, name: str) -> int:
+        """Bytes of the quota that a dead instance still has."""
+        return self.depot.quota(name) * self.layout.block_bytes if name in self._orphaned_until else 0
+
+    def wait_again(self, name: str, now: float) -> None:
+        """Who claimed a dead instance's blocks has gone before it attached."""
+        if name in self._orphaned_until:
+            self._wait(name, now)
+
+    def expire(self, now: float, claimed: Container[str] = ()) -> None:
+        """End the wait for those who did not come back in time, nor have claimed what they left."""
+        late = [name for name, until in self._orphaned_until.items() if until <= now and name not in claimed]
+        for name in late:
             if orphans := len(self.depot.held(name)):
                 log.info("%s did not come back: %d blocks are free", name, orphans)
             del self._orphaned_until[name]
@@ -136,6 +150,9 @@ class HostPool:
         self.memory.close()
         self._table.close()
 
+    def _wait(self, name: str, now: float) -> None:
+        self._orphaned_until[name] = now + (self._orphan_seconds if self.depot.held(name) else 0)
+
     def _trim(self) -> None:
         for run in self.depot.take_surplus():
             self.memory.punch(run.start, len(run))
@@ -149,7 +166,7 @@ class _Connection:
         self.inbox = Inbox()
         self.outbox: deque[tuple[memoryview, Sequence[int]]] = deque()  # bytes, and descriptors that go along
         self.pool: HostPool | None = None  # once attached
-        self.instance = ""
+        self.instance = ""  # until it has claimed or attached
         self.incarnation = 0
 
 
@@ -171,6 +188,8 @@ class KeeperServer:
         self._pools: dict[tuple[str, str], HostPool] = {}  # (model, cache group) -> pool
         self._connections: set[_Connection] = set()
         self._listener = _listen(path)
+        self._crowded = False  # there was no descriptor for the last connection that came
+        self._accept_from: float | None = None  # time until which none is accepted
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -181,6 +200,9 @@ class KeeperServer:
 
     def poll(self, timeout: float) -> None:
         """Serve what has come, or comes within so many seconds."""
+        if self._accept_from is not None and self._accept_from <= self._clock.now():
+            self._accept_from = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         for key, events in self._selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
@@ -191,8 +213,9 @@ class KeeperServer:
             else:
                 self._read(key.data)
         now = self._clock.now()
+        claimed = {c.instance for c in self._connections if c.pool is None}
         for pool in list(self._pools.values()):
-            pool.expire(now)
+            pool.expire(now, claimed)
             self._retire(pool)
 
     @property
@@ -217,9 +240,15 @@ class KeeperServer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:  # it has gone again, or descriptors have run out
-            log.warning("a connection could not be accepted: %s", error)
-            return
+        except OSError as error:
+            if error.errno in NO_ROOM:  # the connection waits where it is, and would be announced again at once
+                if not self._crowded:
+                    log.warning("no connection can be accepted for now: %s", error)
+                self._crowded = True
+                self._selector.unregister(self._listener)
+                self._accept_from = self._clock.now() + TICK
+            return  # or else it has gone again
+        self._crowded = False
         if len(self._connections) >= MAX_CLIENTS:
             log.warning("a connection was refused: there are %d already", MAX_CLIENTS)
             sock.close()
@@ -279,6 +308,9 @@ class KeeperServer:
             pool.end(connection.instance, self._clock.now())
             kept = len(pool.depot.held(connection.instance))
             log.info("%s (%x) is over, %s: %d blocks kept", connection.instance, connection.incarnation, why, kept)
+            return
+        for other in self._pools.values():
+            other.wait_again(connection.instance, self._clock.now())
 
     # --- requests
 
@@ -286,6 +318,10 @@ class KeeperServer:
         pool = connection.pool
         if isinstance(request, Status):
             self._send(connection, self._report())
+        elif isinstance(request, Claim):
+            if connection.instance:
+                raise BadRequest("it has claimed or is attached already")
+            self._claim(connection, request)
         elif isinstance(request, Attach):
             if pool is not None:
                 raise BadRequest("it is attached already")
@@ -297,13 +333,20 @@ class KeeperServer:
         elif isinstance(request, Hold):
             self._send(connection, Held(pool.hold(connection.instance, request.blocks, request.give)))
 
+    def _claim(self, connection: _Connection, request: Claim) -> None:
+        self._end_earlier_life(request.instance, request.incarnation)
+        connection.instance, connection.incarnation = request.instance, request.incarnation
+        self._send(connection, Claimed(sum(pool.promised(request.instance) for pool in self._pools.values())))
+
     def _attach(self, connection: _Connection, request: Attach) -> None:
         name = request.instance
+        if connection.instance not in ("", name):
+            raise BadRequest(f"it has claimed {connection.instance} and attaches as {name}")
         try:
             if request.protocol != PROTOCOL:
                 raise ConfigError(f"protocol: {PROTOCOL} here, {request.protocol} there")
             pool = self._pool(request.layout)
-            self._end_earlier_life(pool, name, request.incarnation)
+            self._end_earlier_life(name, request.incarnation)
             try:
                 inherited = pool.attach(name, request.incarnation, request.quota)
             finally:
@@ -330,11 +373,10 @@ class KeeperServer:
             raise ConfigError(f"the keeper holds this model's KV in another layout: {difference}")
         return pool
 
-    def _end_earlier_life(self, pool: HostPool, name: str, incarnation: int) -> None:
+    def _end_earlier_life(self, name: str, incarnation: int) -> None:
         """A successor may be here before the end of its predecessor's connection was seen."""
-        for old in [c for c in self._connections if c.pool is pool and c.instance == name]:
-            if old.incarnation != incarnation:
-                self._disconnect(old, f"its successor {incarnation:x} is here")
+        for old in [c for c in self._connections if c.instance == name and c.incarnation != incarnation]:
+            self._disconnect(old, f"its successor {incarnation:x} is here")
 
     def _retire(self, pool: HostPool) -> None:
         """A pool that nobody has a share of, dead or alive, goes."""
@@ -357,7 +399,8 @@ class KeeperServer:
                 broken = f"{pool.layout.model}: {error}"
         counts["pools"] = len(self._pools)
         counts["clients"] = self.clients
-        counts["open_files"] = len(os.listdir("/proc/self/fd")) - 1  # listing them opens one
+        with contextlib.suppress(OSError):  # listing them opens one
+            counts["open_files"] = len(os.listdir("/proc/self/fd")) - 1
         counts["resident_bytes"] = sum(pool.memory.resident_bytes for pool in self._pools.values())
         return StatusReport(counts, broken)
 

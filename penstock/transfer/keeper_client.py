@@ -16,6 +16,8 @@ from penstock.core.layout import KVLayout
 from penstock.core.wire.keeper import (
     Attach,
     Attached,
+    Claim,
+    Claimed,
     Exchange,
     Exchanged,
     Held,
@@ -37,6 +39,46 @@ MAX_FDS = 2
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 log = logging.getLogger("penstock.keeper")
+
+
+class Place:
+    """An instance's place with the keeper, from before its new life attaches: until it does, or is closed, what its
+    previous life left is kept for it.
+
+    Attributes:
+        promised: bytes of the quota that the previous life had; 0 when it has been given up. As far as they are in use,
+            it is by what this life inherits and takes over.
+
+    Raises Unavailable when no keeper answers at `path`.
+    """
+
+    def __init__(self, path: str, instance: str, incarnation: int) -> None:
+        self._instance, self._incarnation = instance, incarnation
+        self._link = _Link(path)
+        try:
+            self.promised = self._link.ask(Claim(instance, incarnation), Claimed).promised
+        except BaseException:
+            self._link.close()
+            raise
+
+    def attach(self, layout: KVLayout, quota: int) -> KeeperClient:
+        """See `KeeperClient.attach`. The place is the client's from then on, or closed."""
+        try:
+            attached = self._link.ask(Attach(self._instance, self._incarnation, layout, quota), Attached)
+            memory, table = _map(self._link.take_fds(), attached.num_blocks, layout.block_bytes)
+        except BaseException:
+            self._link.close()
+            raise
+        client = KeeperClient(self._link, memory, Records(table))
+        try:
+            client.inherit(attached.inherited)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class KeeperClient:
@@ -66,20 +108,7 @@ class KeeperClient:
             ConfigError: the keeper refuses: another layout, no room for the quota, a name that is taken.
             Unavailable: no keeper answers at `path`.
         """
-        link = _Link(path)
-        try:
-            attached = link.ask(Attach(instance, incarnation, layout, quota), Attached)
-            memory, table = _map(link.take_fds(), attached.num_blocks, layout.block_bytes)
-        except BaseException:
-            link.close()
-            raise
-        client = cls(link, memory, Records(table))
-        try:
-            client._inherit(attached.inherited)
-        except BaseException:
-            client.close()
-            raise
-        return client
+        return Place(path, instance, incarnation).attach(layout, quota)
 
     def exchange(self, give: Sequence[int], want: int) -> list[int]:
         """Give up some blocks, then lease `want` others, never fewer. Raises Unavailable when the keeper has gone."""
@@ -102,7 +131,8 @@ class KeeperClient:
         self.memory.close()
         self.records.close()
 
-    def _inherit(self, blocks: Sequence[int]) -> None:
+    def inherit(self, blocks: Sequence[int]) -> None:
+        """Keep what is whole of these and give the others back. To be called once."""
         whole: dict[bytes, Record] = {}
         for block in blocks:
             record = self.records.get(block)

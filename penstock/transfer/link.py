@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -52,7 +52,6 @@ class Link:
     """
     Attributes:
         number: chosen by the side that dialled.
-        pending: what waits for the link to be up.
         retry: seconds before dialling again.
     """
 
@@ -62,7 +61,8 @@ class Link:
         self.dialled = dialled
         self.staging = staging
         self.connections: list[Connection | None] = [None] * sockets
-        self.pending: deque[Frame] = deque()
+        self._pending: list[Frame] = []  # what waits for the link to be up
+        self._pending_bytes = 0
         self.retry = RETRY_SECONDS
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self.lost = False
@@ -70,6 +70,20 @@ class Link:
     @property
     def up(self) -> bool:
         return all(connection is not None and connection.ready for connection in self.connections)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the peer, without payloads."""
+        return self._pending_bytes + sum(c.backlog for c in self.connections if c is not None)
+
+    def hold(self, frame: Frame) -> None:
+        """To be taken when the link is up, or lost."""
+        self._pending.append(frame)
+        self._pending_bytes += frame.own_bytes
+
+    def take_held(self) -> list[Frame]:
+        held, self._pending, self._pending_bytes = self._pending, [], 0
+        return held
 
     def lane(self, message: object) -> Connection:
         """The connection that a message goes over."""

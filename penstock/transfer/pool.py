@@ -10,7 +10,7 @@ from penstock.core.layout import KVLayout
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:  # an engine on its own needs neither msgspec nor xxhash
-    from penstock.transfer.keeper_client import KeeperClient
+    from penstock.transfer.keeper_client import KeeperClient, Place
     from penstock.transfer.records import Record
 
 
@@ -47,13 +47,22 @@ def private_pool(layout: KVLayout, quota: int) -> Pool:
     return Pool(PoolMemory.private(quota, layout.block_bytes), list(range(quota)))
 
 
-def keeper_pool(path: str, instance: str, incarnation: int) -> OpenPool:
-    """Pools with the keeper at `path`, for one life of an instance. Opening one raises ConfigError, Unavailable."""
+@dataclass(frozen=True)
+class KeeperPool:
+    """Opens the pool of one life of an instance, once, with the keeper. An `OpenPool`.
 
-    def open_pool(layout: KVLayout, quota: int) -> Pool:
-        from penstock.transfer.keeper_client import KeeperClient
+    Calling it raises ConfigError, Unavailable.
+    """
 
-        keeper = KeeperClient.attach(path, instance, incarnation, layout, quota)
+    place: Place
+
+    @property
+    def promised(self) -> int:
+        """Bytes that need not be free on this machine for a pool of that size; see `Place`."""
+        return self.place.promised
+
+    def __call__(self, layout: KVLayout, quota: int) -> Pool:
+        keeper = self.place.attach(layout, quota)
         try:
             blocks = keeper.exchange([], quota - len(keeper.inherited))
         except BaseException:
@@ -61,4 +70,12 @@ def keeper_pool(path: str, instance: str, incarnation: int) -> OpenPool:
             raise
         return Pool(keeper.memory, blocks, keeper.inherited, keeper)
 
-    return open_pool
+
+def keeper_pool(path: str, instance: str, incarnation: int) -> KeeperPool:
+    """A pool with the keeper at `path`, for one life of an instance. Raises Unavailable.
+
+    To be called before a model is loaded: what the life before left is kept from now on, however long loading takes.
+    """
+    from penstock.transfer.keeper_client import Place
+
+    return KeeperPool(Place(path, instance, incarnation))

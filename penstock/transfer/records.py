@@ -54,26 +54,26 @@ class Records:
         return self._memory.fd
 
     def generation(self, block: int) -> int:
-        generation: int = _GENERATION.unpack_from(self._table, block * RECORD_BYTES)[0]
+        generation: int = _GENERATION.unpack_from(self._table, self._start(block))[0]
         return generation
 
     def begin(self, block: int, generation: int) -> None:
         """A new use of the block: nothing is known of its contents. For the keeper."""
-        start = block * RECORD_BYTES
+        start = self._start(block)
         self._table[start : start + RECORD_BYTES] = _GENERATION.pack(generation).ljust(RECORD_BYTES, b"\0")
 
     def put(self, block: int, key: bytes, parent: bytes, checksum: int) -> None:
         """The block is full and has this key. `checksum` is `PoolMemory.checksum` of it."""
         assert len(key) == len(parent) == KEY_BYTES
         sealed = _FIELDS.pack(self.generation(block), key, parent, checksum)
-        start = block * RECORD_BYTES
+        start = self._start(block)
         self._table[start + _GENERATION.size : start + _SEALED + _SEAL.size] = sealed[_GENERATION.size :] + _SEAL.pack(
             xxh3_64_intdigest(sealed)
         )
 
     def get(self, block: int) -> Record | None:
         """What the block contains, or None when nothing is recorded or the record is not whole."""
-        start = block * RECORD_BYTES
+        start = self._start(block)
         line = bytes(self._table[start : start + _SEALED + _SEAL.size])
         if xxh3_64_intdigest(line[:_SEALED]) != _SEAL.unpack_from(line, _SEALED)[0]:
             return None
@@ -82,8 +82,12 @@ class Records:
 
     def clear(self, block: int) -> None:
         """The block can be found no longer. To be called before its bytes change."""
-        start = block * RECORD_BYTES
+        start = self._start(block)
         self._table[start + _GENERATION.size : start + RECORD_BYTES] = bytes(RECORD_BYTES - _GENERATION.size)
+
+    def _start(self, block: int) -> int:
+        assert 0 <= block < self._memory.num_blocks, f"block {block} of {self._memory.num_blocks}"
+        return block * RECORD_BYTES
 
     def close(self) -> None:
         self._memory.close()

@@ -19,6 +19,7 @@ class SharedBlocks:
     payload_bytes = 0
 
     def __init__(self, pool: Pool, layout: KVLayout) -> None:
+        self._num_blocks = pool.memory.num_blocks
         if pool.keeper is None:
             raise ConfigError("transport: shared, needs a pool in a keeper; allowed without one: tcp", "transport")
         self._keeper = pool.keeper
@@ -32,6 +33,8 @@ class SharedBlocks:
         return None
 
     def land(self, push: Push, arrival: Arrival, into: int) -> int | None:
+        if not 0 <= push.block < self._num_blocks:
+            return None
         if push.key:
             record = self._keeper.records.get(push.block)
             # none when the sender does not cache prefixes; the generation alone proves the use then

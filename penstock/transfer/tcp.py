@@ -19,11 +19,16 @@ class CopiedBlocks:
 
     def __init__(self, pool: Pool, layout: KVLayout) -> None:
         self._pool = pool
+        self._records = pool.keeper.records if pool.keeper is not None else None
         self.payload_bytes = layout.block_bytes
 
     def stamp(self, block: int) -> tuple[int, int]:
-        keeper = self._pool.keeper
-        return keeper.records.generation(block) if keeper else 0, self._pool.memory.checksum(block)
+        if self._records is None:
+            return 0, self._pool.memory.checksum(block)
+        record = self._records.get(block)
+        if record is not None:  # of the use that the block is in: it was summed up when it was full
+            return record.generation, record.checksum
+        return self._records.generation(block), self._pool.memory.checksum(block)
 
     def payload(self, push: Push) -> memoryview | None:
         return self._pool.memory.block(push.block)
@@ -34,6 +39,8 @@ class CopiedBlocks:
             return None
         memory = self._pool.memory
         assert 0 <= into < memory.num_blocks
+        if self._records is not None:
+            self._records.clear(into)
         # memmove lets other threads run meanwhile
         source = (ctypes.c_char * memory.block_bytes).from_buffer(staged.buffer)
         ctypes.memmove(memory.address + into * memory.block_bytes, source, memory.block_bytes)

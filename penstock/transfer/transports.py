@@ -131,12 +131,15 @@ def open_transport(
     layout: KVLayout,
     pool: Pool,
     faults: dict[str, Any] | None = None,
+    secret: str | None = None,
 ) -> Transport:
     """Listens at `address` ("tcp:HOST:0" takes any free port) and starts the I/O thread.
 
     Args:
         name, incarnation: of this engine.
         faults: see `faulty.Faults`; None for a carrier that does its best.
+        secret: known to all engines of the deployment and to nobody else. None where whoever reaches the address can be
+            trusted.
 
     Raises:
         ConfigError: an unknown kind or fault, an address that cannot be had, a pool that does not fit the kind.
@@ -148,7 +151,7 @@ def open_transport(
         raise ConfigError(f"address: {address}, transport {kind} stays on one host: unix:/path", "address")
     me = Greet(name=name, incarnation=incarnation, address=address, transport=kind, layout=layout, pool=path.pool_name)
     if faults is None:
-        carrier = Carrier(me, path.sockets, path.payload_bytes)
+        carrier = Carrier(me, path.sockets, path.payload_bytes, secret)
     else:
-        carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults))
+        carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret)
     return LinkedTransport(carrier, path)

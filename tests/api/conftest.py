@@ -45,8 +45,10 @@ class ScriptedGeneration:
         self.prompt, self.params, self.request_id, self.priority = prompt, params, request_id, priority
         self.usage = Usage(prompt_tokens=len(prompt), cached_tokens=min(2, len(prompt)))
         self.cancelled = asyncio.Event()
-        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
         self._unfinished = params.n
+        self._tell: Callable[[], object] = lambda: None
 
     def say(self, text: str, index: int = 0, finish: str | None = None, stop: int | str | None = None) -> None:
         """A delta of this text; the generation ends with the last output's finish."""
@@ -55,11 +57,9 @@ class ScriptedGeneration:
 
     def put(self, delta: Delta) -> None:
         self.usage.completion_tokens += len(delta.tokens)
-        self._queue.put_nowait(delta)
-        if delta.finish_reason is not None:
-            self._unfinished -= 1
-            if not self._unfinished:
-                self._queue.put_nowait(None)
+        self._deltas.append(delta)
+        self._unfinished -= delta.finish_reason is not None
+        self._tell()
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
         if self.params.logprobs is None:
@@ -69,21 +69,24 @@ class ScriptedGeneration:
         ]
 
     def fail(self, error: Exception) -> None:
-        self._queue.put_nowait(error)
+        self._error, self._unfinished = error, 0
+        self._tell()
 
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def __aiter__(self) -> ScriptedGeneration:
-        return self
+    def listen(self, tell: Callable[[], object]) -> None:
+        self._tell = tell
 
-    async def __anext__(self) -> Delta:
-        item = await self._queue.get()
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def take(self) -> list[Delta]:
+        if not self._deltas and self._error is not None:
+            raise self._error
+        taken, self._deltas = self._deltas, []
+        return taken
+
+    @property
+    def over(self) -> bool:
+        return not self._unfinished and not self._deltas
 
 
 def hello(generation: ScriptedGeneration) -> None:

@@ -1,10 +1,13 @@
 """What every transport promises, whichever it is and whether or not faults can be put into it."""
 
+import contextlib
 import dataclasses
 import os
+import re
 import socket
 import threading
 import time
+from contextlib import closing
 from itertools import product
 
 import msgspec
@@ -12,18 +15,21 @@ import pytest
 
 import penstock.transfer.carrier
 from penstock.core.errors import ConfigError
+from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Lease, Release, Renew, Reserved
-from penstock.transfer.addresses import dial
-from penstock.transfer.frames import HEADER_BYTES, Greet, make_frame, read_greet, read_header
+from penstock.core.wire.handoff import Commit, Lease, Push, Release, Renew, Reserved
+from penstock.transfer.addresses import dial, listen, parse
+from penstock.transfer.frames import HEADER_BYTES, Challenge, Greet, make_frame, read_greet, read_header
 from penstock.transfer.transports import TRANSPORTS, open_transport
 from tests.helpers.links import (
+    KEY,
     LAYOUT,
     End,
     address,
     ends,
     far_process,
     keeper,
+    no_descriptors,
     open_files,
     open_pool,
     transfer_threads,
@@ -168,6 +174,18 @@ def test_a_shared_block_with_another_key_is_not_landed(tmp_path):
         assert b.pool.keeper.status().counts["held:b"] == 16
 
 
+@pytest.mark.parametrize("block", [1 << 20, 1 << 40, 2**64 - 1, -1, -(2**63)])
+def test_an_absurd_block_is_not_landed(pair, block):
+    a, b = pair
+    for index, key in enumerate((KEY, b"")):
+        a.transport.send(b.peer, Push(LEASE, index, key, a.pool.blocks[0], 1, 0))
+    b.until(lambda: len(b.arrivals) == 2)
+    for arrival in b.arrivals:
+        push = msgspec.structs.replace(arrival.message, block=block)
+        assert b.transport.land(dataclasses.replace(arrival, message=push), b.pool.blocks[0]) is None
+    assert b.transport.counters.dropped == {"unverified": 2}
+
+
 def test_a_shared_block_that_its_owner_does_not_cache_is_landed(tmp_path):
     with ends("shared", tmp_path) as (a, b):
         block = a.pool.blocks[0]
@@ -290,21 +308,23 @@ def test_a_new_life_ends_the_one_before_it(pair, kind):
     old, new, again = (Stranger(a.peer.address) for _ in range(3))
     old.say(greet(a, kind))
     old.hear_greet()
-    new.say(greet(a, kind, incarnation=5), sender=5)
+    new.say(greet(a, kind, incarnation=15), sender=15)
     new.hear_greet()
     assert old.is_sent_away()
     again.say(greet(a, kind))
     assert again.is_sent_away()
-    new.say(LEASE_OVER, sender=5)
+    new.say(LEASE_OVER, sender=15)
     a.until(lambda: a.arrivals)
     assert [down.peer.incarnation for down in a.downs] == [9]
     assert a.transport.counters.dropped == {"stale": 1}
     a.transport.send(a.downs[0].peer, LEASE_OVER)
     a.until(lambda: len(a.downs) == 2)
-    assert "was followed by 5" in a.downs[1].message
+    assert "was followed by 15" in a.downs[1].message
 
 
-@pytest.mark.parametrize("noise", ["garbage", "no greeting", "a greeting out of place", "two greetings", "silence"])
+@pytest.mark.parametrize(
+    "noise", ["garbage", "no greeting", "a greeting out of place", "no life", "two greetings", "silence"]
+)
 def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypatch):
     if noise == "silence":
         monkeypatch.setattr(penstock.transfer.carrier, "GREET_SECONDS", 0.1)
@@ -317,6 +337,8 @@ def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypat
         stranger.say(LEASE_OVER)
     elif noise == "a greeting out of place":
         stranger.say(greet(a, kind, socket=3, sockets=2))
+    elif noise == "no life":
+        stranger.say(greet(a, kind, incarnation=-1))
     elif noise == "two greetings":
         stranger.say(greet(a, kind))
         stranger.say(greet(a, kind))
@@ -325,6 +347,176 @@ def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypat
     b.until(lambda: len(b.arrivals) == 2)
     assert not b.downs
     assert noise == "silence" or a.transport.counters.dropped["garbage"] == 1
+
+
+def test_a_late_greeting_of_an_earlier_life_is_stale(pair, kind):
+    a, _ = pair
+    new, late, again = (Stranger(a.peer.address) for _ in range(3))
+    new.say(greet(a, kind, incarnation=15), sender=15)
+    new.hear_greet()
+    late.say(greet(a, kind))
+    assert late.is_sent_away()
+    again.say(greet(a, kind, incarnation=15, link=1), sender=15)
+    again.hear_greet()
+    for number, life in enumerate((new, again), 1):
+        life.say(LEASE_OVER, sender=15)
+        a.until(lambda number=number: len(a.arrivals) == number)
+    assert a.transport.counters.dropped == {"stale": 1}
+    assert not a.downs
+
+
+# --- secrets
+
+
+def test_engines_that_know_the_secret_meet(way, tmp_path):
+    kind, faults = way
+    with ends(kind, tmp_path, faults=faults, secret="of the deployment") as (a, b):
+        a.fill(a.pool.blocks[0], 1)
+        a.push(b.peer, a.pool.blocks[0])
+        b.until(lambda: b.arrivals)
+        assert b.transport.land(b.arrivals[0], b.pool.blocks[0]) is not None
+        b.transport.send(a.peer, LEASE_OVER)
+        a.until(lambda: a.arrivals)
+        a.transport.send(Peer("b", 77, b.peer.address), LEASE_OVER)  # what is wrong is told to whoever belongs here
+        a.until(lambda: a.downs)
+        assert "b/2 now, not b/77" in a.downs[0].message
+        assert not b.transport.counters.dropped["stranger"]
+
+
+def test_a_stranger_hears_nothing_but_a_number(way, tmp_path, caplog):
+    kind, faults = way
+    with ends(kind, tmp_path, "a", faults=faults, secret="of the deployment") as (a,):
+        heard = []
+        for transport in (kind, "?"):
+            stranger = Stranger(a.peer.address)
+            stranger.say(greet(a, kind, transport=transport))
+            header = read_header(stranger.sock.recv(HEADER_BYTES, socket.MSG_WAITALL))
+            heard.append(stranger.sock.recv(header.body, socket.MSG_WAITALL))
+            assert (header.sender, header.to, len(heard[-1])) == (0, 0, len(encode(Challenge(bytes(16)))))
+            with contextlib.suppress(ConnectionError):  # it may not have read all that was said
+                assert stranger.sock.recv(1) == b""
+        assert heard[0] != heard[1]
+        assert a.transport.counters.dropped == {"stranger": 2}
+        assert a.transport.receive() == []
+    assert len([record for record in caplog.records if "a stranger was turned away" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        ("x", "y", "link to b at .* ended"),
+        (None, "y", "it asks for a deployment's secret, and there is none here"),
+        ("x", None, "did not answer in time"),
+    ],
+)
+def test_another_secret_makes_no_link(kind, tmp_path, ours, theirs, why, monkeypatch):
+    monkeypatch.setattr(penstock.transfer.carrier, "CONNECT_SECONDS", 0.3)
+    with ends(kind, tmp_path, "b", secret=theirs) as (b,):
+        where = address(kind, tmp_path, "o")
+        transport = open_transport(kind, where, "o", 7, LAYOUT, b.pool, secret=ours)
+        with closing(transport):
+            o = End(transport, b.pool, "o", 7)
+            transport.send(b.peer, LEASE_OVER)
+            o.until(lambda: o.downs)
+            assert re.search(why, o.downs[0].message)
+            assert b.transport.receive() == []
+
+
+def test_who_only_sits_at_a_peers_address_is_told_nothing_more(kind, tmp_path):
+    """It may have taken the port of an engine that died."""
+    with ends(kind, tmp_path, "a", secret="of the deployment") as (a,):
+        listener, where = listen(address(kind, tmp_path, "n"))
+        with listener:
+            a.transport.send(Peer("n", 9, where), LEASE_OVER)
+            listener.setblocking(True)
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(10)
+                challenge = make_frame(Challenge(b"0123456789abcdef"), 0, 0)
+                sock.sendall(challenge.header + challenge.body)
+                header = sock.recv(HEADER_BYTES, socket.MSG_WAITALL)
+                body = sock.recv(read_header(header).body, socket.MSG_WAITALL)
+                sock.sendall(header + body)  # as if it could prove something with that
+                with contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+            a.until(lambda: a.downs)
+            assert "does not know this deployment's secret" in a.downs[0].message
+            assert a.transport.counters.dropped["stranger"] == 1
+
+
+# --- too much, too little
+
+
+def test_a_peer_that_does_not_read_is_lost(pair, kind, monkeypatch):
+    monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
+    a, b = pair
+    deaf = Stranger(a.peer.address)
+    deaf.say(greet(a, kind))
+    deaf.hear_greet()
+    peer = Peer("x", 9, a.peer.address)
+    for _ in range(800):  # 32 MiB: more than the sockets hold
+        a.transport.send(peer, Renew([Lease("x" * 40_000, 0)]))
+    a.until(lambda: a.downs)
+    assert a.downs[0].peer == peer
+    assert "does not read: 1 MiB wait for it" in a.downs[0].message
+    assert deaf.is_sent_away()
+    a.transport.send(b.peer, LEASE_OVER)
+    b.until(lambda: b.arrivals)
+
+
+def test_what_waits_for_a_link_is_bounded_too(pair, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
+    a, _ = pair
+    listener, where = listen(address(kind, tmp_path, "n"))
+    with listener:  # nobody accepts
+        for _ in range(100):
+            a.transport.send(Peer("n", 9, where), Renew([Lease("x" * 40_000, 0)]))
+        a.until(lambda: a.downs, 1.0)
+        assert "does not read" in a.downs[0].message
+
+
+def test_blocks_that_wait_are_no_backlog(pair, monkeypatch):
+    """They lie in the pool in any case, and a whole prompt's may be pushed at once."""
+    monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
+    monkeypatch.setattr(penstock.transfer.carrier, "STAGING_BYTES", 0)
+    a, b = pair
+    for index in range(1000):  # 16 MiB
+        a.push(b.peer, a.pool.blocks[index % 16], index, key=b"")
+    landed = 0
+    while landed < 1000:
+        b.until(lambda: b.news)
+        assert not b.downs + a.downs
+        for arrival in b.arrivals:
+            assert b.transport.shares or b.transport.land(arrival, b.pool.blocks[0]) is not None
+            landed += 1
+        b.news.clear()
+
+
+def test_without_descriptors_it_waits_and_does_not_spin(pair, kind, monkeypatch, caplog):
+    tries = []
+    monkeypatch.setattr(penstock.transfer.carrier, "ACCEPT_PAUSE", 0.05)
+    a, b = pair
+    a.transport.send(b.peer, LEASE_OVER)
+    b.until(lambda: b.arrivals)
+    accept = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", lambda sock: (tries.append(1), accept(sock))[1])
+    family, where = parse(a.peer.address)
+    with socket.socket(family, socket.SOCK_STREAM) as late:
+        late.settimeout(10)
+        with no_descriptors():
+            late.connect(where)
+            a.until(lambda: len(tries) > 2)
+            began, before = time.monotonic(), len(tries)
+            for number in range(2, 8):
+                a.transport.send(b.peer, LEASE_OVER)  # links that stand go on
+                b.until(lambda number=number: len(b.arrivals) == number)
+                threading.Event().wait(0.05)
+            assert len(tries) - before <= (time.monotonic() - began) / 0.05 + 1
+        frame = make_frame(greet(a, kind), 9, 1)
+        late.sendall(frame.header + frame.body)
+        assert late.recv(HEADER_BYTES)
+    told = [record for record in caplog.records if "no connection can be accepted" in record.getMessage()]
+    assert len(told) == 1
 
 
 # --- ends of lives
@@ -341,6 +533,15 @@ def test_nobody_there_is_a_link_down(pair, tmp_path, kind):
     assert a.downs[0].peer == nobody
     assert time.monotonic() - began > 0.3  # it was tried more than once
     assert a.transport.counters.dropped == {"link_down": 1}
+
+
+@pytest.mark.parametrize("nonsense", ["", "tcp:x", "tcp:a\0b:1", f"tcp:{'a' * 70}.b:1", "unix:\udc80", "unix:a\0b"])
+def test_an_address_that_is_none_is_a_link_down(pair, nonsense):
+    a, b = pair
+    a.transport.send(Peer("n", 1, nonsense), LEASE_OVER)
+    a.until(lambda: a.downs)
+    a.transport.send(b.peer, LEASE_OVER)
+    b.until(lambda: b.arrivals)
 
 
 def test_a_peer_may_still_be_starting(way, tmp_path):

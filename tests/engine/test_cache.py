@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -163,6 +164,30 @@ def test_fresh_blocks_are_clear_wherever_they_are_needed(memory):
     dirty = [block for block in range(12) if cache.blocks[block].any()]
     assert dirty == [block for block in range(12) if block not in (2, 3, 7)]
     assert cache.counters.ahead == 1
+
+
+def test_nothing_is_cleared_once_it_has_settled(memory, monkeypatch):
+    """A block that a step cleared ahead may be somebody else's as soon as the step is over."""
+    may_clear, clear = threading.Event(), Arena.clear
+    monkeypatch.setattr(Arena, "clear", lambda arena, slot: (may_clear.wait(20), clear(arena, slot)))
+    cache = ContiguousCache(LAYOUT, memory, max_sequences=2, range_blocks=4)
+    cache.prepare(StepPlan((step("a", [1, 2], [3]),), (3,)))
+    assert memory.block(3)[0] == 4
+    threading.Timer(0.05, may_clear.set).start()
+    cache.settle()
+    assert not any(memory.block(3))
+    memory.block(3)[:] = b"\x07" * 4096  # its new owner's
+    cache.settle()
+    cache.prepare(StepPlan((step("b", [5], []),), released=("a",)))
+    cache.close()
+    assert bytes(memory.block(3)) == b"\x07" * 4096
+
+
+def test_a_table_has_nothing_to_settle(memory):
+    cache = KVCache.over_pool(LAYOUT, memory)
+    cache.prepare(StepPlan((step("a", [1, 2], [3]),), (3,)))
+    cache.settle()
+    assert not any(memory.block(3))
 
 
 @pytest.mark.parametrize("order", ["block", "token"])

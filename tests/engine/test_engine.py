@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import penstock.engine.memory
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
@@ -19,10 +20,11 @@ from penstock.kv.keys import extend_keys
 from penstock.kv.pool import Published
 from penstock.nn.loader import identity, load_model
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import Pool
+from penstock.transfer.pool import Pool, keeper_pool
 from penstock.transfer.records import Record
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.links import keeper
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +174,31 @@ def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
     assert collector.cached["a"] == 192
     assert second.layout == first.layout
     second.close()
+
+
+@pytest.mark.parametrize("asked", [None, 12 << 20])
+def test_a_next_life_has_the_memory_that_the_last_one_left(checkpoint, asked, tmp_path, monkeypatch):
+    """What it left is not free on the machine, and nothing that is loaded meanwhile may be as slow as to lose it."""
+    free = [30 << 20]
+    monkeypatch.setattr(penstock.engine.memory, "available_memory", lambda: free[0])
+    options = EngineOptions(
+        model=str(checkpoint), max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512, kv_cache_memory=asked
+    )
+    prompt = [i % 290 + 1 for i in range(200)]
+    with keeper(tmp_path / "keeper") as path:
+        first = build_engine(options, SystemClock(), keeper_pool(path, "a", 1))
+        Collector(first.engine).run(make_request("a", prompt))
+        first.close()
+        free[0] = 1 << 20
+        second = build_engine(options, SystemClock(), keeper_pool(path, "a", 2))
+        assert second.engine.scheduler.pool.num_blocks == first.engine.scheduler.pool.num_blocks
+        collector = Collector(second.engine)
+        collector.run(make_request("a", prompt))
+        assert collector.cached["a"] == 192
+        second.close()
+        if asked is not None:
+            with pytest.raises(ConfigError, match="kv-cache-memory"):
+                build_engine(options, SystemClock(), keeper_pool(path, "b", 3))
 
 
 def published(scheduler, tokens):

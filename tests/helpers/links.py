@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -118,6 +119,19 @@ def address(kind: str, folder: Path, name: str) -> str:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened or accepted in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def transfer_threads() -> list[threading.Thread]:

@@ -66,6 +66,19 @@ def test_an_error_of_the_prefiller_counts_until_the_decoder_spoke():
         feed(f, P, out(0, finish=FinishReason.ERROR))
 
 
+@pytest.mark.parametrize(
+    ("decode", "finish", "says"),
+    [
+        (None, FinishReason.ERROR, "gave this request up: the model computed something that is no number"),
+        (D, FinishReason.ERROR, "no number, or its hand-over to d was lost"),
+        (D, FinishReason.ABORT, "dropped this request"),
+    ],
+)
+def test_the_client_is_told_no_more_than_is_known(decode, finish, says):
+    with pytest.raises(EngineFailure, match=f"the engine .*{says}$"):
+        feed(flight(decode), P, out(0, finish=finish))
+
+
 def test_alone_an_instance_takes_its_sequences_with_it():
     with pytest.raises(EngineFailure, match="burnt"):
         flight(decode=None).lose(P, "burnt", 0.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Prom
 from penstock.core.request import FinishReason, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import LEASE, Cancel, Enqueue, Failed, Refused, Shutdown
-from penstock.core.wire.master import Placed
+from penstock.core.wire.master import NoPlace, Placed
 from penstock.kv.keys import extend_keys
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
@@ -23,28 +24,35 @@ from tests.helpers.scripted import ScriptedLink, ready
 
 
 class ScriptedPlacement:
-    """Sends everything to the same place, unless that is excluded."""
+    """Sends everything to the same place, unless that is excluded or `prefill` is None."""
 
     trouble = ""
+    wants_keys = False
 
     def __init__(self, prefill, decode=None):
         self.prefill, self.decode = prefill, decode
         self.asked, self.over = [], []
 
-    def start(self):
-        pass
+    def start(self, answered):
+        self.answered = answered
 
-    async def place(self, place):
+    def ask(self, place):
         self.asked.append(place)
+        self.answered(self.answer(place))
+
+    def answer(self, place):
         if self.prefill is None:
-            raise Unavailable("nobody")
+            return NoPlace(place.request_id, place.generation, "nobody")
         prefill = next((p for p in self.prefill if p.name not in place.exclude), None)
         if prefill is None:
-            raise Unavailable("all are excluded")
+            return NoPlace(place.request_id, place.generation, "all are excluded")
         return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
 
     def ended(self, request_ids):
         self.over += request_ids
+
+    def tick(self, now):
+        pass
 
     async def close(self):
         pass
@@ -97,13 +105,17 @@ async def until(condition):
 
 async def submit(frontend, prompt=(1,), params=None, request_id="r"):
     """The generation, once its sequences were sent to an engine; and their ids."""
-    before = len(frontend.placement.asked)
     params = params or SamplingParams()
     generation = frontend.submit(list(prompt), params, request_id=request_id)
     ids = [s.id for s in generation._sequences]
-    await until(lambda: len(frontend.placement.asked) == before + params.n)
     await until(lambda: set(ids) <= {r.id for link in frontend.traffic._links.values() for r in link.enqueued()})
     return generation, ids
+
+
+async def one(generation):
+    await until(lambda: generation._deltas)
+    (delta,) = generation.take()
+    return delta
 
 
 def value(frontend, name, **labels):
@@ -111,7 +123,11 @@ def value(frontend, name, **labels):
 
 
 async def collect(generation):
-    return [delta async for delta in generation]
+    deltas = []
+    while not generation.over:
+        deltas += generation.take()
+        await asyncio.sleep(0)
+    return deltas + generation.take()
 
 
 def test_tokens_become_text_usage_and_metrics(tokenizer):
@@ -121,7 +137,7 @@ def test_tokens_become_text_usage_and_metrics(tokenizer):
         generation, (name,) = await submit(frontend, [1, 2, 3], SamplingParams(max_tokens=50))
         clock.advance(0.5)
         link.report(TokenOutput(name, ids[:1], cached_tokens=2))
-        first = await anext(generation)
+        first = await one(generation)
         clock.advance(0.25)
         link.report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.25)))
         rest = await collect(generation)
@@ -187,7 +203,7 @@ def test_cancel_reaches_the_engine_and_late_tokens_are_dropped(tokenizer):
     async def scenario(frontend, link, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=2))
         link.report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH))
-        await anext(generation)
+        await one(generation)
         generation.cancel()
         generation.cancel()
         assert link.cancelled() == [names[1]]
@@ -276,6 +292,19 @@ def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
     run(tokenizer, scenario)
 
 
+def test_what_cannot_be_placed_for_a_mistake_of_ours_fails_and_harms_no_other(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend.placement.answer, answer = lambda place: 1 / 0, frontend.placement.answer
+        broken = frontend.submit([1], SamplingParams(n=2), request_id="r")
+        with pytest.raises(EngineFailure, match="could not be placed: ZeroDivisionError"):
+            await collect(broken)
+        assert not frontend.traffic.held
+        frontend.placement.answer = answer
+        await submit(frontend)
+
+    run(tokenizer, scenario)
+
+
 def test_a_refusal_is_the_users_error(tokenizer):
     async def scenario(frontend, link, clock):
         generation, (name,) = await submit(frontend)
@@ -346,17 +375,45 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer):
     run(tokenizer, scenario, "a", "b")
 
 
-def test_the_question_for_a_place_has_the_prefix_keys(tokenizer):
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prefix_keys_are_computed_where_they_are_wanted_and_off_the_event_loop(tokenizer, monkeypatch, wanted):
+    hashed_in = []
+
+    def hashing(*args):
+        hashed_in.append(threading.current_thread().name)
+        extend_keys(*args)
+
+    monkeypatch.setattr("penstock.service.frontend.extend_keys", hashing)
+
     async def scenario(frontend, link, clock):
+        frontend.placement.wants_keys = wanted
         prompt = list(range(70))
-        await submit(frontend, prompt, SamplingParams(max_tokens=5))
-        (asked,) = frontend.placement.asked
+        await submit(frontend, prompt, SamplingParams(max_tokens=5, n=2))
         keys = []
         extend_keys(keys, b"root", prompt, 1)
-        assert asked.keys == keys
+        assert [asked.keys for asked in frontend.placement.asked] == [keys if wanted else []] * 2
+        asked = frontend.placement.asked[0]
         assert (asked.prompt_tokens, asked.max_tokens) == (70, 5)
         labels = {"policy": "scripted", "reason": "because"}
-        assert value(frontend, "penstock:routing_decisions_total", **labels) == 1
+        assert value(frontend, "penstock:routing_decisions_total", **labels) == 2
+        assert [name.startswith("tokenizer") for name in hashed_in] == [True] * wanted
+        await submit(frontend, prompt[:63])
+        assert len(hashed_in) == wanted  # no block is full
+
+    run(tokenizer, scenario)
+
+
+def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend.placement.wants_keys = True
+        going, hold = frontend.submit([1] * 64, SamplingParams(), request_id="r"), threading.Event()
+        frontend._workers.submit(hold.wait), frontend._workers.submit(hold.wait)
+        gone = frontend.submit([2] * 64, SamplingParams(), request_id="s")
+        gone.cancel()
+        hold.set()
+        last, ids = await submit(frontend, [3] * 64)
+        assert {asked.request_id for asked in frontend.placement.asked} == {going._sequences[0].id, *ids}
+        assert not last.over
 
     run(tokenizer, scenario)
 

@@ -92,6 +92,20 @@ def test_exit_code_2_is_handed_on(caplog):
     assert "it cannot be served" in caplog.text
 
 
+def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
+    path, lives = tmp_path / "master", tmp_path / "lives"
+
+    def drive():
+        until(path.exists)
+        os.kill(int(lines(lives)[0]), signal.SIGKILL)
+        until(lambda: len(lines(lives)) == 3)
+        terminate()
+
+    script = f"echo $$ >> {lives}; [ $(wc -l < {lives}) = 2 ] && exit 2; touch {path}; {STAY}"
+    assert launch([shell("master", script, "master", socket=path)], drive) == 0
+    assert "master ended with exit code 2 and starts again" in caplog.text
+
+
 def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
     path, order = tmp_path / "keeper", tmp_path / "order"
     path.touch()  # left by an earlier life, and worth nothing
@@ -188,6 +202,7 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     engine = told["decode-1"]
     assert (engine["name"], engine["pool"], engine["lease_s"], engine["options"]["n"]) == ("decode-1", "decode", 2, 2)
     assert engine["address"] == programs["decode-1"].address == "ipc:///run/p/decode-1"
+    assert (programs["decode-1"].socket, programs["master"].socket) == (Path("/run/p/decode-1"), Path("/run/p/master"))
     faults = {"drop": 0.1, "only": ["Push"]}
     assert engine["transport"] == {"kind": "shared", "address": "unix:/run/p/decode-1.transport", "faults": faults}
     instances = [{key: told[n][key] for key in ("name", "address", "pool")} for n in list(told)[1:4]]

@@ -210,6 +210,45 @@ def test_the_index_follows_the_caches():
     assert cluster.master.index.match(keys) == {}
 
 
+def test_an_instance_that_moves_to_another_pool_is_connected_anew():
+    cluster = Cluster("p0", "d0")
+    moved = snapshot(1, 1, "prefill")
+    assert cluster.engine("d0", moved) == []
+    assert cluster.place().decode is None
+    assert cluster.engine("p0", snapshot(1, 1, "decode")) == [ToEngine("d0", Link(1, peer("p0")))]
+    placed = cluster.place()
+    assert (placed.prefill.name, placed.decode.name) == ("d0", "p0")
+
+
+def test_frontends_are_told_whether_keys_are_wanted():
+    master = Cluster("a0").master
+    assert not master.joined.wants_keys
+    master._policy.wants_keys = True
+    wanting = Master([], master._policy, random.Random(0))
+    (answer,) = wanting.tick(0.0, FromFrontend("f", Join("f")))
+    assert answer.message.wants_keys
+
+
+def test_a_refusal_counts_many_instances_instead_of_naming_them():
+    cluster = Cluster(*(f"a{i}" for i in range(20)))
+    for i in range(5):
+        cluster.engine(f"a{i}", LinkLost("gone"))
+    assert "now: 5 absent, 15 ready" in cluster.place(tokens=1000).message
+
+
+def test_what_a_placement_looks_at_does_not_grow_with_pairs(monkeypatch):
+    cluster = Cluster(*(f"p{i}" for i in range(8)), *(f"d{i}" for i in range(8)))
+    cluster.place()
+    compared = []
+    monkeypatch.setattr("penstock.service.master._mismatch", lambda *pair: compared.append(pair))
+    made = []
+    monkeypatch.setattr("penstock.service.master.InstanceLoad", lambda **values: made.append(values["name"]))
+    monkeypatch.setattr("penstock.service.master.dispatch", lambda policy, demand, loads, rng: None)
+    cluster.master.tick(0.0, FromFrontend("f", Place("new", 10, 10, [])))
+    assert compared == []
+    assert len(made) == 2  # of the two that the placement before has changed
+
+
 class Days(RuleBasedStateMachine):
     """Whatever happens: counts are right, and nobody is sent to an instance that is not there."""
 
@@ -237,6 +276,10 @@ class Days(RuleBasedStateMachine):
     @rule(name=names, sequence=st.integers(1, 5), tokens=st.integers(0, 100))
     def snap(self, name, sequence, tokens):
         self.cluster.snap(name, sequence, self.lives.get(name, 1), running_tokens=tokens, waiting_tokens=tokens)
+
+    @rule(name=names, sequence=st.integers(1, 5), pool=st.sampled_from(["any", "prefill", "decode"]))
+    def move(self, name, sequence, pool):
+        self.cluster.engine(name, snapshot(self.lives.get(name, 1), sequence, pool))
 
     @rule(source=names, other=names)
     def break_link(self, source, other):

@@ -4,12 +4,9 @@ import asyncio
 import random
 import tempfile
 
-import pytest
 import zmq
-import zmq.asyncio
 
 from penstock.core.clock import ManualClock, SystemClock
-from penstock.core.errors import Unavailable
 from penstock.core.wire.engine import Link
 from penstock.core.wire.master import Joined, Place, Placed
 from penstock.sched.cluster import DISPATCH
@@ -44,17 +41,30 @@ async def until(condition):
         await asyncio.sleep(0.002)
 
 
+class Asked:
+    """A placement whose answers are kept, by request."""
+
+    def __init__(self, placement):
+        self.placement, self.answers = placement, {}
+        placement.start(lambda answer: self.answers.update({answer.request_id: answer}))
+
+    async def place(self, request_id="r"):
+        self.placement.ask(place(request_id))
+        await until(lambda: request_id in self.answers)
+        return self.answers.pop(request_id)
+
+
 def test_a_master_in_the_same_process():
     async def scenario():
         pump, links = make_pump("prefill", "decode")
         placement = LocalPlacement(pump, "f")
-        placement.start()
-        with pytest.raises(Unavailable, match="absent"):
-            await placement.place(place())
+        asked = Asked(placement)
+        assert "absent" in (await asked.place()).message
         await until(lambda: links["prefill-0"].sent)
         assert isinstance(links["prefill-0"].sent[0], Link)
-        placed = await placement.place(place())
+        placed = await asked.place()
         assert (placed.prefill.name, placed.decode.name, placed.policy) == ("prefill-0", "decode-1", "least-loaded")
+        assert not placement.wants_keys
         placement.ended(["r"])
         assert not pump.master._in_flight
         await placement.close()
@@ -67,13 +77,13 @@ class Deployment:
     """A master that can die and come back, and a frontend's way to it."""
 
     def __init__(self, folder):
-        self.address, self.context = f"ipc://{folder}/m", zmq.asyncio.Context()
+        self.address, self.context = f"ipc://{folder}/m", zmq.Context()
         self.placement = RemotePlacement(master_link(self.context, self.address, "f", SystemClock()), SystemClock())
 
     def start_master(self):
         self.pump, self.links = make_pump("any")
         self.pump.start()
-        self.masters = zmq.asyncio.Context()
+        self.masters = zmq.Context()
         self.serving = asyncio.create_task(serve_frontends(self.pump, self.masters, self.address))
 
     async def stop_master(self):
@@ -88,22 +98,27 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
         with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
             deployment = Deployment(folder)
             placement = deployment.placement
-            placement.start()
+            asked = Asked(placement)
             assert "has not answered yet" in placement.trouble
             deployment.start_master()
             await until(lambda: not placement.trouble)
             await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
-            assert (await placement.place(place("a"))).prefill.name == "any-0"
+            assert (await asked.place("a")).prefill.name == "any-0"
             placement.ended(["a"])
             await until(lambda: not deployment.pump.master._in_flight)
             await deployment.stop_master()
             await until(lambda: placement._absent)
             assert not placement.trouble  # for a while
-            waiting = asyncio.create_task(placement.place(place("b")))
+            waiting = asyncio.create_task(asked.place("b"))
+            placement.ask(place("cancelled"))
             await asyncio.sleep(0)
+            placement.ended(["cancelled"])
             deployment.start_master()
-            (answer,) = await asyncio.gather(waiting, return_exceptions=True)
-            assert isinstance(answer, Placed) or "any-0 absent" in str(answer)  # the master too only just began
+            answer = await waiting
+            assert isinstance(answer, Placed) or "any-0 absent" in answer.message  # the master too only just began
+            assert (await asked.place("c")).request_id == "c"
+            assert "cancelled" not in asked.answers
+            assert not [key for key in deployment.pump.master._in_flight if key[1] == "cancelled"]
             await deployment.stop_master()
             await placement.close()
             deployment.context.term()
@@ -119,19 +134,44 @@ def test_a_master_that_stays_away_is_trouble():
     async def scenario():
         clock, link = ManualClock(), ScriptedMasterLink()
         placement = RemotePlacement(link, clock)
-        placement.start()
+        asked = Asked(placement)
         link.say(Joined(1))
         await until(lambda: not placement.trouble)
         link.say(LinkLost("gone"))
         await until(lambda: placement._absent)
         clock.advance(PATIENCE + 0.1)
         assert placement.trouble == "the master cannot be asked: gone"
-        link.say(Joined(2))
+        link.say(Joined(2, wants_keys=True))
         await until(lambda: not placement.trouble)
+        assert placement.wants_keys
         link.say(Joined(3, protocol=99))
         await until(lambda: placement._absent)
         clock.advance(PATIENCE + 0.1)
         assert "protocol 99" in placement.trouble
+        placement.ask(place("late"))
+        clock.advance(PATIENCE / 2)
+        placement.ask(place("later"))
+        placement.tick(clock.advance(PATIENCE / 2 + 0.1) or clock.now())
+        assert asked.answers["late"].message.startswith("the master cannot be asked: it speaks protocol 99")
+        assert "later" not in asked.answers
+        await placement.close()
+
+    run(scenario)
+
+
+def test_an_answer_to_an_earlier_question_is_none():
+    async def scenario():
+        link = ScriptedMasterLink()
+        placement = RemotePlacement(link, ManualClock())
+        asked = Asked(placement)
+        placement.ask(place(generation=1))
+        link.say(Placed("r", 0, ready("a").peer))
+        link.say(Placed("nobody", 0, ready("a").peer))
+        link.say(Placed("r", 1, ready("b").peer))
+        link.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
+        await until(link.events.empty)
+        assert asked.answers["r"].prefill.name == "b"
+        assert list(asked.answers) == ["r"]
         await placement.close()
 
     run(scenario)

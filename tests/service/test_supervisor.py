@@ -1,6 +1,8 @@
 """Who is started, stopped and killed, and when."""
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -87,6 +89,30 @@ def test_what_cannot_be_served_ends_the_deployment_at_once():
     assert "exit code 2: it cannot be served" in ours.exited("engine-1", 2, 1)
     assert said(ours, 1) == ["stop frontend-0"]
     assert ours.exit_code == 2
+
+
+def test_what_was_served_before_is_tried_again():
+    """A restart may find less memory, or a port still taken, than there was at the start."""
+    ours = supervisor([replace(ENGINES[0], needs=None, socket=Path("engine-0")), FRONTEND])
+    said(ours, 0)
+    ours.is_up("engine-0")
+    assert "SIGKILL and starts again in 1 s" in ours.exited("engine-0", -9, 1000)
+    now = 1001.0
+    for delay in (2, 4):
+        assert said(ours, now) == ["start engine-0"]
+        assert f"exit code 2 and starts again in {delay} s" in ours.exited("engine-0", 2, now)
+        now += delay
+    said(ours, now)
+    assert "ended 4 times in a row, the last time with exit code 2" in ours.exited("engine-0", 2, now)
+    assert ours.exit_code == 1
+
+
+def test_a_long_start_is_no_service():
+    """Loading may take minutes before it turns out that nothing fits; one without a socket shows by its life."""
+    ours = supervisor([replace(MASTER, socket=Path("master")), FRONTEND])
+    said(ours, 0)
+    assert "starts again" in ours.exited("frontend-0", 2, STEADY)
+    assert "it cannot be served" in ours.exited("master", 2, STEADY)
 
 
 def test_engines_do_not_outlive_their_keeper():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.wire.handoff import Lease, PeerMessage, Push, Release, Renew, decode_peer
 from penstock.transfer.connection import Connection, Staging
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, Frame, Greet, make_frame, read_greet, read_header
+from penstock.transfer.handshake import Handshake
 from tests.helpers.links import LAYOUT
 
 PAYLOAD = 3000  # bytes
@@ -40,7 +41,7 @@ def pair():
 
 
 def reader(sock: socket.socket, slots: int = 4) -> Connection:
-    connection = Connection(sock)
+    connection = Connection(sock, Handshake(None, dialled=False))
     connection.ready = True
     connection.accept_payloads(Staging(slots, PAYLOAD, lambda: None))
     return connection
@@ -104,13 +105,13 @@ def test_a_stranger_may_not_send_much(pair):
     lease = Lease("r" * 100_000, 0)
     ours.sendall(make_frame(Release(lease, ""), 1, 2).header)
     with pytest.raises(ValueError, match="body of"):
-        list(Connection(theirs).read())
+        list(Connection(theirs, Handshake(None, dialled=False)).read())
 
 
 def test_reading_pauses_without_staging_memory_and_goes_on_with_it(pair):
     ours, theirs = pair
     told: list[None] = []
-    connection = Connection(theirs)
+    connection = Connection(theirs, Handshake(None, dialled=False))
     connection.ready = True
     connection.accept_payloads(Staging(2, PAYLOAD, lambda: told.append(None)))
     push = Push(Lease("r", 0), 0, b"", 0, 0, 0)

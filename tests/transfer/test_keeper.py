@@ -18,10 +18,11 @@ from penstock.core.layout import KVLayout
 from penstock.core.wire.keeper import Attach, Exchange, KeeperRefused, Status, StatusReport, decode_reply
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.keeper import KeeperServer
-from penstock.transfer.keeper_client import KeeperClient, keeper_status, leaves_first
+from penstock.transfer.keeper_client import KeeperClient, Place, keeper_status, leaves_first
 from penstock.transfer.keeper_link import MAX_MESSAGE, frame
 from penstock.transfer.pool import keeper_pool
 from penstock.transfer.records import Record
+from tests.helpers.links import no_descriptors
 
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
 ROOT = b"r" * KEY_BYTES
@@ -134,7 +135,8 @@ def test_a_block_is_held_in_its_generation_or_not_at_all(keeper):
     one, two = a.exchange([], 2)
     own = b.exchange([], 2)
     assert not b.hold([(one, 1), (two, 2)], own)
-    assert not b.hold([(one, 1), (BLOCKS - 1, 0)], own)
+    for absurd in [(BLOCKS - 1, 0), (BLOCKS, 1), (2**64 - 1, 1), (-1, 1), (-(2**63), 1), (one, -1), (one, 2**64 - 1)]:
+        assert not b.hold([(two, 1), absurd], own)
     assert keeper.blocks()["held:b"] == 2
     assert b.hold([(one, 1), (two, 1)], own)
     assert not b.hold([(one, 1)], [one])  # doubled message
@@ -320,6 +322,79 @@ def test_an_orphan_can_be_taken_over(keeper):
     assert keeper.blocks() == {"free": BLOCKS - 1, "orphaned": 0, "held:a": 0, "held:b": 1}
 
 
+# --- lives that take long to begin
+
+
+def test_what_is_claimed_waits_as_long_as_it_takes(keeper):
+    a = keeper.attach("a", 6)
+    blocks = a.exchange([], 6)
+    write_chain(a, blocks[:3])
+    a.close()
+    eventually(lambda: keeper.blocks()["orphaned"] == 3)
+    keeper.clock.advance(59)
+    open_pool = keeper_pool(keeper.path, "a", 9)
+    assert open_pool.promised == 6 * LAYOUT.block_bytes
+    keeper.clock.advance(1000)
+    assert keeper.counts() == EMPTY | {"free": BLOCKS - 3, "orphaned": 3, "pools": 1, "resident_bytes": 3 * 4096}
+    pool = open_pool(LAYOUT, 6)
+    assert {r.block for r in pool.inherited} == set(blocks[:3])
+    pool.close()
+    eventually(lambda: keeper.blocks()["orphaned"] == 3)
+    keeper.clock.advance(60)
+    eventually(lambda: keeper.counts() == EMPTY)
+
+
+def test_a_claim_that_came_to_nothing_begins_the_wait_anew(keeper):
+    a = keeper.attach("a")
+    write_chain(a, a.exchange([], 3))
+    a.close()
+    eventually(lambda: keeper.blocks()["orphaned"] == 3)
+    place = Place(keeper.path, "a", 8)
+    keeper.clock.advance(100)
+    place.close()
+    keeper.clock.advance(59)
+    assert keeper.blocks()["orphaned"] == 3
+    again = Place(keeper.path, "a", 9)
+    keeper.clock.advance(100)
+    last = Place(keeper.path, "a", 10)  # its end has not been seen
+    with pytest.raises(Unavailable):
+        again.attach(LAYOUT, 3)
+    heir = last.attach(LAYOUT, 3)
+    assert len(heir.inherited) == 3
+    heir.close()
+
+
+def test_a_claim_ends_the_life_before(keeper):
+    a = keeper.attach("a", 6)
+    write_chain(a, a.exchange([], 3))
+    place = Place(keeper.path, "a", 99)
+    assert place.promised == 6 * LAYOUT.block_bytes
+    with pytest.raises(Unavailable):
+        a.exchange([], 1)
+    place.close()
+
+
+def test_nothing_was_promised_to_who_left_nothing(keeper):
+    a = keeper.attach("a")
+    a.exchange([], 3)
+    a.close()
+    eventually(lambda: keeper.counts() == EMPTY)
+    place = Place(keeper.path, "a", 99)
+    assert place.promised == 0
+    place.close()
+
+
+def test_all_memory_that_is_free_goes_with_a_quota(keeper):
+    """Also where others hold blocks behind it, or a later life would find less memory than there is."""
+    a, b = keeper.attach("a", 10), keeper.attach("b", 10)
+    for client in (a, b):
+        for block in client.exchange([], 10):
+            client.memory.block(block)[:] = b"x" * 4096
+    a.close()
+    eventually(lambda: keeper.counts()["resident_bytes"] == 10 * 4096)
+    assert b.exchange([], 0) == []
+
+
 # --- damage
 
 
@@ -490,6 +565,30 @@ def test_nobody_waits_for_one_who_does_not_read(keeper):
         assert [answer(lazy).blocks for _ in range(3)] == [[], [], []]
         lazy.sendall(frame(Status()) * 500)  # and it may leave with answers unread
     eventually(lambda: keeper.blocks() == {"free": BLOCKS - 1, "orphaned": 0, "held:good": 1})
+
+
+def test_without_descriptors_it_waits_and_does_not_spin(keeper, monkeypatch, caplog):
+    tries = []
+    accept = KeeperServer._accept
+    monkeypatch.setattr(KeeperServer, "_accept", lambda server: (tries.append(1), accept(server)))
+    good = keeper.attach("good")
+    with socket.socket(socket.AF_UNIX) as late:
+        late.settimeout(20)
+        before = len(tries)
+        with no_descriptors():
+            late.connect(keeper.path)
+            eventually(lambda: len(tries) > before)
+            for _ in range(20):
+                assert len(good.exchange([], 0)) == 0  # whoever is here is served
+                assert "open_files" not in good.status().counts
+            keeper.clock.advance(1)
+            eventually(lambda: len(tries) > before + 1)
+        assert len(tries) == before + 2
+        keeper.clock.advance(1)
+        assert attach_raw(late) is not None
+    assert [record.getMessage() for record in caplog.records if "accepted" in record.getMessage()] == [
+        "no connection can be accepted for now: [Errno 24] Too many open files"
+    ]
 
 
 def test_one_keeper_a_path(keeper, tmp_path):

@@ -90,6 +90,17 @@ def test_a_record_lives_until_it_is_cleared_or_the_block_used_again(table):
     assert records.generation(2) == 8
 
 
+@pytest.mark.parametrize("block", [4, 10**6, -1, -(2**63)])
+def test_a_block_beyond_the_table_is_nobodys_row(table, block):
+    records = Records(table)
+    records.begin(3, 5)
+    records.put(3, KEY, PARENT, 99)
+    for access in (records.get, records.clear, records.generation, lambda b: records.begin(b, 1)):
+        with pytest.raises(AssertionError, match=f"block {block} of 4"):
+            access(block)
+    assert records.get(3) is not None
+
+
 def test_one_wrong_bit_makes_it_none(table):
     records = Records(table)
     records.begin(1, 5)

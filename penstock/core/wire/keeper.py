@@ -9,6 +9,14 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 
 
+class Claim(msgspec.Struct, tag=True, frozen=True):
+    """A new life of an instance gets ready to attach, which may take long. What the one before left waits for it, as
+    long as this connection stands."""
+
+    instance: str
+    incarnation: int
+
+
 class Attach(msgspec.Struct, tag=True, frozen=True):
     """Join the pool of this layout, making it if need be.
 
@@ -45,7 +53,16 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     """Check every invariant and say who holds how much. May be asked without attaching."""
 
 
-KeeperRequest = Attach | Exchange | Hold | Status
+KeeperRequest = Claim | Attach | Exchange | Hold | Status
+
+
+class Claimed(msgspec.Struct, tag=True, frozen=True):
+    """
+    Attributes:
+        promised: bytes of the quota that the life before had and that nobody else was promised since; 0 without one.
+    """
+
+    promised: int
 
 
 class Attached(msgspec.Struct, tag=True, frozen=True):
@@ -79,7 +96,7 @@ class KeeperRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-KeeperReply = Attached | Exchanged | Held | StatusReport | KeeperRefused
+KeeperReply = Claimed | Attached | Exchanged | Held | StatusReport | KeeperRefused
 
 decode_request = decoder(KeeperRequest).decode
 decode_reply = decoder(KeeperReply).decode

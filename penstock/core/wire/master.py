@@ -24,7 +24,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     """Where should this sequence run?
 
     Attributes:
-        keys: prefix keys of the prompt's full blocks.
+        keys: prefix keys of the prompt's full blocks, where the master wants them.
         waited: seconds since it arrived at the frontend.
         exclude: instances that it should not be given, because they just failed it.
     """
@@ -49,8 +49,15 @@ FrontendMessage = Join | Place | Ended
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    incarnation: int  # of the master
+    """
+    Attributes:
+        incarnation: of the master.
+        wants_keys: whether its policy looks at prefix keys; hashing and sending them is not free.
+    """
+
+    incarnation: int
     protocol: int = PROTOCOL
+    wants_keys: bool = False
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -20,7 +20,8 @@ class Random(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLoad:
-    """One instance that may be given work, with everything that was sent to it already counted.
+    """One instance that may be given work, with everything that was sent to it already counted. A view: `peers` and
+    `unlinked` change with the cluster.
 
     Attributes:
         pool: which work it is meant for.
@@ -40,7 +41,7 @@ class InstanceLoad:
     held_tokens: int = 0
     num_blocks: int = 0
     max_model_len: int = 0
-    peers: frozenset[str] = frozenset()
+    peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,9 +74,14 @@ class Decision:
 
 
 class DispatchPolicy(Protocol):
-    """Compares instances. Who is a candidate at all is decided before it is asked; see `dispatch`."""
+    """Compares instances. Who is a candidate at all is decided before it is asked; see `dispatch`.
+
+    Attributes:
+        wants_keys: whether it looks at the prompt's prefix keys; nobody computes them where it does not.
+    """
 
     name: str
+    wants_keys: bool
 
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random

@@ -1,0 +1,56 @@
+"""What is put together for an HTTP server."""
+
+import asyncio
+import socket
+import tempfile
+
+import zmq
+
+from penstock.cli.http import ServerOptions, make_site
+from penstock.core.wire.engine import decode_command
+from penstock.service.checkpoint import DEMO
+from penstock.service.instances import Endpoint
+
+
+def options():
+    return ServerOptions(
+        directory=DEMO,
+        names=["demo"],
+        host="127.0.0.1",
+        port=0,
+        api_key=(),
+        chat_template=None,
+        max_queued_requests=16,
+        seed=0,
+        drain_timeout=1,
+        log_level="info",
+        log_format="text",
+    )
+
+
+def test_everybody_who_speaks_with_an_engine_has_a_name_of_their_own():
+    """An engine knows frontends and masters by name: two of one name would take each other's messages."""
+
+    async def go(address):
+        sites = [make_site(options(), socket.socket(), name, [Endpoint("e", address)]) for name in ("f0", "f1")]
+        context, speakers = zmq.Context(), set()
+        engine = context.socket(zmq.ROUTER)
+        engine.bind(address)
+        for site in sites:
+            site.frontend.start()
+        while len(speakers) < 4:
+            await asyncio.sleep(0.005)
+            while engine.poll(0):
+                name, data = engine.recv_multipart()
+                hello = decode_command(data)
+                assert hello.sender.encode() == name
+                speakers.add((hello.sender, hello.kind))
+        for site in sites:
+            await site.close()
+        engine.close(0)
+        context.term()
+        return speakers
+
+    with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
+        speakers = asyncio.run(asyncio.wait_for(go(f"ipc://{folder}/e"), 20))
+    assert speakers == {(f, "frontend") for f in ("f0", "f1")} | {(f"{f}-master", "master") for f in ("f0", "f1")}

@@ -1,0 +1,143 @@
+"""Sequences between a frontend and a master that is really there, with scripted engines behind both."""
+
+import asyncio
+import random
+
+import pytest
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import Unavailable
+from penstock.obs.metrics import Metrics
+from penstock.sched.cluster import DISPATCH
+from penstock.service.flight import Flight
+from penstock.service.instances import Endpoint
+from penstock.service.master import FromFrontend, Master
+from penstock.service.master_pump import MasterPump
+from penstock.service.placement import LocalPlacement
+from penstock.service.traffic import MASTER_LEARNS, TICK, Held, Traffic
+from penstock.service.waiting import AGAIN, ASKERS
+from tests.helpers.engines import make_request
+from tests.helpers.scripted import ScriptedLink, ready
+
+
+class Asker:
+    """What a sequence belongs to."""
+
+    def __init__(self, traffic):
+        self.traffic, self.error = traffic, None
+
+    def fail(self, error):
+        self.error = error
+        self.traffic.release([self.name])
+
+    def routed(self, route):
+        pass
+
+
+class Service:
+    """One engine, of which the frontend knows and the master does not yet."""
+
+    def __init__(self):
+        self.clock, endpoints = SystemClock(), [Endpoint("e0", "")]
+        self.to_master, self.link = ScriptedLink("e0"), ScriptedLink("e0")
+        self.master = Master(endpoints, DISPATCH["least-loaded"](), random.Random(0))
+        self.questions = 0
+        placement = LocalPlacement(MasterPump(self.master, {"e0": self.to_master}, self.clock), "f")
+        self.traffic = Traffic(endpoints, {"e0": self.link}, placement, Metrics("m", ["e0"]), self.clock)
+        self.traffic.start()
+        tick = self.master.tick
+
+        def counting(now, happening=None):
+            asks = isinstance(happening, FromFrontend) and type(happening.message).__name__ == "Place"
+            self.questions += asks
+            return tick(now, happening)
+
+        self.master.tick = counting
+        self.link.say(ready("e0", max_model_len=10**6))
+
+    def add(self, *names):
+        askers = []
+        for name in names:
+            asker = Asker(self.traffic)
+            asker.name = name
+            held = [Held(asker, 0, Flight(make_request(name, [1] * 500)), self.clock.now())]
+            self.traffic.add(held)
+            self.traffic.find_places(held)
+            askers.append(asker)
+        return askers
+
+    def learn(self):
+        self.to_master.say(ready("e0", max_model_len=10**6))
+
+
+def run(scenario):
+    async def go():
+        service = Service()
+        await until(lambda: service.traffic.instances["e0"].ready)
+        try:
+            await scenario(service)
+        finally:
+            await service.traffic.close()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_master():
+    async def scenario(service):
+        names = [f"r{i}" for i in range(50)]
+        service.add(*names)
+        service.traffic.release(names)
+        service.learn()
+        await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
+        asked = service.questions
+        await asyncio.sleep(3 * AGAIN)
+        assert service.questions == asked
+        assert not service.master._in_flight
+        assert service.master._lives["e0"].held_tokens == 0
+        assert not service.traffic.held
+
+    run(scenario)
+
+
+def test_those_that_nobody_can_take_do_not_all_ask_again_and_again():
+    async def scenario(service):
+        before = service.clock.now()
+        askers = service.add(*(f"r{i}" for i in range(500)))
+        await asyncio.sleep(4 * AGAIN)
+        rounds = (service.clock.now() - before) / AGAIN + 1
+        assert 1 < service.questions <= 1 + ASKERS * rounds
+        service.learn()
+        await until(lambda: len(service.link.enqueued()) == 500)
+        assert not any(asker.error for asker in askers)
+        asked = service.questions
+        service.add("quick")  # nobody waits any longer, so it is not made to wait
+        assert (service.questions, service.link.enqueued()[-1].id) == (asked + 1, "quick")
+
+    run(scenario)
+
+
+def test_waiting_has_an_end_also_for_those_that_never_asked():
+    async def scenario(service):
+        askers = service.add(*(f"r{i}" for i in range(100)))
+        await until(lambda: all(asker.error for asker in askers))
+        assert {type(asker.error) for asker in askers} == {Unavailable}
+        assert not service.traffic.held
+        assert service.questions < 1 + ASKERS * (2 + (MASTER_LEARNS + TICK) / AGAIN)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_a_place_is_found_before_the_call_returns(names):
+    async def scenario(service):
+        service.learn()
+        await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
+        service.add(*names)
+        assert [request.id for request in service.link.enqueued()] == names
+
+    run(scenario)
