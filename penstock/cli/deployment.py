@@ -104,6 +104,11 @@ TABLES = Tables(
     keeper=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
     restart=(
         Option("backoff", number(0, 3600), 0.5, "seconds until a process that died starts again; doubles each time"),
-        Option("limit", integer(0), 5, "deaths in a row that are made good"),
+        Option(
+            "limit",
+            integer(0),
+            5,
+            "deaths in a row that are made good; then an engine is given up, and anything else ends all",
+        ),
     ),
 )

@@ -59,7 +59,10 @@ def main(settings: dict[str, Any]) -> int:
                 stack.callback(built.pool.close)
             transport = open_way(settings, incarnation, built, stack)
         except ConfigError as error:
-            print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
+            if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are
+                log.error("%s", error)
+            else:
+                print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
             return 2
         except Unavailable as error:
             log.error("%s", error)

@@ -149,7 +149,8 @@ class _Parser:
         self.file, self.tables = file, tables
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
         sections = ("limits", "engine", "instances", "policies", "transport", "keeper", "restart")
-        self.spots = file.section(file.root, [*_names(tables.top), *sections])
+        elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
+        self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
 
     def parse(self, overrides: dict[str, Any]) -> Deployment:
@@ -201,7 +202,13 @@ class _Parser:
         file = self.file
         shared_spots = file.section(self.spots.get("engine"), self.engine_settings)
         shared = file.values(shared_spots, self.engine_settings.values())
-        return [self._group(spot, shared_spots, shared) for spot in file.items(self.spots.get("instances"))]
+        groups = [self._group(spot, shared_spots, shared) for spot in file.items(self.spots.get("instances"))]
+        used = {key for group in groups for key in group.options}
+        for name, spot in shared_spots.items():
+            if groups and self.engine_settings[name].key not in used:
+                devices = ", ".join(sorted({group.device for group in groups}))
+                file.complain(spot, f"{spot.shown}, allowed is nothing with device {devices}")
+        return groups
 
     def _group(self, spot: Spot, shared_spots: Mapping[str, Spot], shared: dict[str, Any]) -> Group:
         """

@@ -116,6 +116,7 @@ class Launcher:
         self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
         self._signals: list[int] = []
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._links: list[zmq.Socket[bytes]] = []
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else what the supervisor ended with. Nothing is left."""
@@ -192,5 +193,7 @@ class Launcher:
         if self._zmq is None:
             self._zmq = zmq.Context()
         link = self._zmq.socket(zmq.DEALER)
+        link.setsockopt(zmq.LINGER, 0)  # at the end: an engine that is stuck never reads it, and is killed
+        self._links.append(link)  # until then it must not be collected: it would take the message along
         link.connect(program.address)
         link.send(encode(Shutdown()))

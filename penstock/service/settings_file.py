@@ -82,8 +82,14 @@ class SettingsFile:
             ordered = sorted(self._problems, key=lambda problem: problem[0])
             raise ConfigError("\n".join(f"{self.name}:{line}: {message}" for line, message in ordered))
 
-    def section(self, spot: Spot | None, known: Collection[str]) -> dict[str, Spot]:
-        """What stands under each of the known names. A name left blank is not given."""
+    def section(
+        self, spot: Spot | None, known: Collection[str], elsewhere: Mapping[str, str] | None = None
+    ) -> dict[str, Spot]:
+        """What stands under each of the known names. A name left blank is not given.
+
+        Args:
+            elsewhere: names that are known in other sections -> the section.
+        """
         if spot is None or _blank(spot.node):
             return {}
         if not isinstance(spot.node, yaml.MappingNode):
@@ -97,7 +103,9 @@ class SettingsFile:
             if name in first:
                 self.complain(inner, f"given twice, first in line {first[name]}")
             elif name not in known:
-                self.complain(inner, f"no such setting, {_nearest(name, known)}")
+                place = (elsewhere or {}).get(name)
+                allowed = f"allowed is {name} under {place}" if place else _nearest(name, known)
+                self.complain(inner, f"no such setting here, {allowed}" if place else f"no such setting, {allowed}")
             elif not _blank(node):
                 found[name] = inner
             first.setdefault(name, inner.line)

@@ -58,6 +58,7 @@ class _Place:
     proven: bool = False  # it was up in some life: what it is told can be served
     fallen: bool = False  # what it needs has ended
     killed: bool = False
+    given_up: bool = False
     deaths: int = 0  # in a row
 
     @property
@@ -121,7 +122,11 @@ class Supervisor:
         place.deaths = 1 if lived >= STEADY else place.deaths + 1
         if place.deaths > self._restart.limit:
             times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
-            self._fail(f"{name} ended {times}, the last time with {_shown(code)}", 1, now)
+            why = f"{name} ended {times}, the last time with {_shown(code)}"
+            place.given_up = place.program.role == "engine"
+            if place.given_up and any(p.program.role == "engine" and not p.given_up for p in self._places.values()):
+                return f"{why}; it is given up, and the other engines serve on"
+            self._fail(why, 1, now)
             return self.failure
         delay = min(self._restart.backoff * 2 ** (place.deaths - 1), MOST_BACKOFF)
         place.due = now + delay

@@ -170,3 +170,10 @@ def test_api_keys_are_asked_for_and_shown_to_nobody():
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in up.pids().values()]
         assert len(lines) == 4
         assert not any(key in line for line in lines)
+
+
+def test_a_stuck_engine_does_not_keep_it_from_stopping():
+    with deployed(colocated(2, engine=PACED)) as up:
+        stuck = up.kill("engine-0", signal.SIGSTOP)
+        assert up.stop(timeout=40) == 0
+        assert gone(stuck)

@@ -102,6 +102,15 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "prot: 1", "up.yaml:4: prot: no such setting, did you mean port?"),
         (SMALLEST + "zzz: 1", "up.yaml:4: zzz: no such setting, allowed are api-key, "),
         (SMALLEST + "? [a]\n: 1", "up.yaml:4: ?: no such setting"),
+        (
+            SMALLEST + "max-num-seqs: 8",
+            "up.yaml:4: max-num-seqs: no such setting here, allowed is max-num-seqs under eng",
+        ),
+        (
+            SMALLEST + "drain-timeout: 8",
+            "up.yaml:4: drain-timeout: no such setting here, allowed is drain-timeout under l",
+        ),
+        (SMALLEST + "engine: {geometry: qwen3-8b}", "up.yaml:4: engine.geometry: 'qwen3-8b', allowed is nothing with"),
         (SMALLEST + "seed: 1\nseed: 2", "up.yaml:5: seed: given twice, first in line 4"),
         (SMALLEST + "limits: 5", "up.yaml:4: limits: '5', allowed are settings"),
         (SMALLEST + "limits:\n  drain-timeout: soon", "up.yaml:5: limits.drain-timeout: 'soon', allowed is a whole"),

@@ -51,8 +51,16 @@ def test_one_that_dies_is_started_again_later_and_later():
         assert said(ours, now + delay - 0.01) == []
         assert said(ours, now + delay) == ["start engine-0"]
         now += delay
-    assert "engine-0 ended 4 times in a row, the last time with exit code 1" in ours.exited("engine-0", 1, now)
-    assert ours.stopping
+    sentence = ours.exited("engine-0", 1, now)
+    assert "engine-0 ended 4 times in a row, the last time with exit code 1; it is given up" in sentence
+    assert not ours.stopping, "the other one serves on"
+    assert said(ours, now + 1000) == []
+    for _ in range(3):
+        ours.exited("engine-1", -9, now)
+        now += 10
+        said(ours, now)
+    ours.exited("engine-1", -9, now)
+    assert ours.stopping, "nobody is left"
     assert ours.exit_code == 1
     assert said(ours, now) == ["stop frontend-0"]
 
