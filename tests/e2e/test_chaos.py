@@ -1,0 +1,234 @@
+"""Processes of a deployment are killed in every phase of a hand-off, and messages between engines are lost and spoiled.
+
+A client gets its full text or an error, soon, and never a wrong text; afterwards nothing is left of it anywhere.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+
+import pytest
+
+from penstock.core.wire.engine import LEASE
+from penstock.transfer.transports import TRANSPORTS
+from tests.helpers.chaos import MARGIN, PHASES, borrower, eventually, paced
+from tests.helpers.deployments import DEMO, colocated, deployed
+
+ERRORS = {"http 500", "http 503", "error event"}
+LOST = {"connection", "incomplete"}  # what a client sees of a frontend that dies
+STALLS = {"stall": list(PHASES.values())}
+EVERY_PHASE = [*PHASES, "decode"]
+VICTIMS = ["prefill-0", "decode-0", "frontend-0", "master", "keeper", "borrower"]
+# the others are slow
+QUICK = [
+    ("shared", "prefill-0", "push"),
+    ("shared", "decode-0", "commit"),
+    ("shared", "frontend-0", "committed"),
+    ("shared", "master", "reserve"),
+    ("shared", "borrower", "push"),
+    ("tcp", "decode-0", "push"),
+]
+
+
+def strike(chaos, victim, phase, requests=4, seed=0):
+    """Kill in a phase of a few requests, and check what becomes of them and of everything else.
+
+    Returns the answers, whole ones and others.
+    """
+    up, mark = chaos.up, len(chaos.up.lines)
+    load = chaos.start(chaos.bodies(requests, seed))
+    chaos.reach(phase, mark)
+    earlier = up.kill(victim)
+    killed = time.monotonic()
+    records = load.wait()
+    up.wait_restarted(victim, earlier)
+    chaos.settle()
+    chaos.verify(load)
+    failed = [r for r in records if r.error]
+    allowed = ERRORS | LOST if victim.startswith("frontend") else ERRORS
+    assert {r.error for r in failed} <= allowed, [(r.error, r.detail) for r in failed]
+    late = [f"{r.end - killed:.1f} s: {r.detail}" for r in failed if r.end > killed + LEASE + MARGIN]
+    assert not late, late
+    return records
+
+
+def strike_borrower(chaos, phase, seed):
+    """The same for a client of the keeper that is no engine, and that shares blocks with those that are."""
+    up = chaos.up
+    chaos.run(chaos.bodies(2, seed))  # so that there is something to share
+    with borrower(chaos) as other:
+        assert other.own
+        assert other.foreign
+        mark = len(up.lines)
+        load = chaos.start(chaos.bodies(4, seed))
+        chaos.reach(phase, mark)
+        other.kill()
+        load.wait()
+    assert eventually(lambda: any("borrower (" in line and " is over" in line for line in up.lines[mark:]))
+    chaos.settle()  # when the time of what it leaves behind has passed
+    assert chaos.verify(load).checked == 4
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """By transport: an engine for prompts, one for answers; of each request each phase's first message is lost."""
+    opened = {}
+    with ExitStack() as stack:
+
+        def pair(kind):
+            if kind not in opened:
+                opened[kind] = stack.enter_context(paced(kind, faults=STALLS))
+            return opened[kind]
+
+        yield pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "phase"),
+    [
+        pytest.param(kind, victim, phase, marks=[] if (kind, victim, phase) in QUICK else pytest.mark.slow)
+        for kind in TRANSPORTS
+        for victim in VICTIMS
+        for phase in EVERY_PHASE
+    ],
+)
+def test_whoever_is_killed_whenever(pairs, kind, victim, phase):
+    seed = EVERY_PHASE.index(phase) + 10 * VICTIMS.index(victim)
+    if victim == "borrower":
+        strike_borrower(pairs(kind), phase, seed)
+        return
+    records = strike(pairs(kind), victim, phase, seed=seed)
+    if victim == "master" or (victim, phase) == ("decode-0", "reserve"):
+        assert not any(r.error for r in records), "this costs nobody an answer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_two_of_each_and_all_of_them_die(kind):
+    """A round of deaths under load: of every process, with whatever happens to be going on."""
+    with paced(kind, 2, 2, faults=STALLS, frontends=2) as chaos:
+        for seed, victim in enumerate(["decode-1", "master", "frontend-1", "prefill-0", "decode-0", "prefill-1"]):
+            records = strike(chaos, victim, EVERY_PHASE[seed % len(EVERY_PHASE)], requests=12, seed=seed)
+            assert any(not r.error for r in records), "those who had nothing to do with it are served"
+
+
+# --- the network at its worst
+
+FAULTS = {
+    "delay": {"delay-ms": 40},
+    "drop": {"drop": 0.2},
+    "duplicate": {"duplicate": 0.5},
+    "reorder": {"reorder": 0.5},
+    "corrupt": {"corrupt": 0.2},
+    "partition": {"partition": {"after": 150, "for-s": 4}},
+    "cut-off": {"partition": {"after": 150}},
+    "all": {"delay-ms": 10, "drop": 0.05, "duplicate": 0.2, "reorder": 0.2, "corrupt": 0.1},
+}
+LOSSLESS = ("delay", "duplicate", "reorder")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        pytest.param(kind, fault, marks=[] if (kind, fault) == ("tcp", "all") else pytest.mark.slow)
+        for kind in TRANSPORTS
+        for fault in FAULTS
+    ],
+)
+def test_a_bad_network_costs_time_or_answers_but_never_a_wrong_one(kind, fault):
+    with paced(kind, faults=FAULTS[fault] | {"seed": 3}) as chaos:
+        before = chaos.up.metric("handoffs_total")
+        load = chaos.start(chaos.bodies(40, seed=5, prompts=(50, 700), tokens=30))
+        records = load.wait()
+        chaos.settle()
+        result = chaos.verify(load)
+        failed = [r for r in records if r.error]
+        assert {r.error for r in failed} <= ERRORS, [(r.error, r.detail) for r in failed]
+        if "partition" not in FAULTS[fault]:  # what is lost is asked for again, as often as a lease allows
+            assert len(failed) <= (0 if fault in LOSSLESS else 10), [r.detail for r in failed]
+        assert result.checked == 40 - len(failed)
+        assert chaos.up.metric("handoffs_total") > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("message", ["Reserve", "Reserved", "Push", "Commit", "Missing", "Committed", "Renew"])
+def test_a_message_that_never_arrives(kind, message):
+    """Without a place, requests stay; without a word after the commit, whoever has them goes on or they fail."""
+    with paced(kind, faults={"drop": 1, "only": [message]}) as chaos:
+        began = time.monotonic()
+        load = chaos.start(chaos.bodies(6))
+        records = load.wait()
+        chaos.settle()
+        chaos.verify(load)
+        failed = [r for r in records if r.error]
+        assert {r.error for r in failed} <= ERRORS
+        if message not in ("Push", "Commit"):
+            assert not failed, [r.detail for r in failed]
+        else:
+            assert len(failed) == 6
+        late = [r.end - began for r in records if r.end - began > 2 * LEASE + MARGIN]
+        assert not late, late
+
+
+# --- what outlives an engine
+
+
+def ask(up, **body):
+    """An answer's text, and how much of the prompt was found in the cache."""
+    data = json.dumps({"model": "demo", "temperature": 0, "ignore_eos": True} | body).encode()
+    request = urllib.request.Request(up.url + "/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.loads(response.read())
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def serves(up):
+    try:
+        return json.loads(up.get("/health"))["instances"][0]["state"] == "ready"
+    except urllib.error.HTTPError:
+        return False
+
+
+def inherited(up, name, mark):
+    """Blocks that the newest life of an engine found."""
+    said = [line for line in up.lines[mark:] if f" {name} (" in line and " inherited" in line]
+    return int(said[-1].split(" inherited")[0].split()[-1]) if said else 0
+
+
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alone", "pair"])
+def test_a_killed_engine_finds_its_cache_again(alone):
+    """It dies in the middle of an answer. Its next life takes over the blocks that the keeper has kept."""
+    victim = "engine-0" if alone else "decode-0"
+    with paced("tcp", **({"instances": [{}]} if alone else {})) as chaos:
+        up, bodies = chaos.up, chaos.bodies(3, seed=9, prompts=(300, 600))
+        chaos.run(bodies)
+        mark, load = len(up.lines), chaos.start(bodies)
+        chaos.reach("decode", mark)
+        up.wait_restarted(victim, up.kill(victim))
+        load.wait()
+        chaos.settle()
+        chaos.verify(load)
+        assert inherited(up, victim, mark) >= sum(len(body["prompt"]) // 64 for body in bodies[:1])
+        inspection = chaos.inspect(victim)
+        assert inspection.counts["cached_blocks"] == inherited(up, victim, mark)
+        for record, body in zip(chaos.run(bodies), bodies, strict=True):
+            assert record.cached_tokens == (len(body["prompt"]) - 1) // 64 * 64
+
+
+@pytest.mark.slow
+def test_a_killed_demo_engine_finds_its_cache_again():
+    prompt = "import os\n\ndef find(folder):\n" * 20
+    with deployed(colocated(1, engine=DEMO, restart={"backoff": 0.01})) as up:
+        text, cached = ask(up, prompt=prompt, max_tokens=40)
+        assert cached == 0
+        mark, earlier = len(up.lines), up.kill("engine-0")
+        up.wait_restarted("engine-0", earlier)
+        eventually(lambda: any("engine-0 is ready: " in line for line in up.lines[mark:]), 90)
+        eventually(lambda: serves(up))
+        assert inherited(up, "engine-0", mark) > 0
+        again, cached = ask(up, prompt=prompt, max_tokens=40)
+        assert cached > 0
+        assert again == text
