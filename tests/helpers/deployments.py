@@ -62,6 +62,8 @@ class UpProcesses:
             for instance in self.settings("master")["instances"]:
                 known = f"{instance['name']} is ready: "  # says the master
                 self._until(lambda known=known: any(known in line for line in self.lines), 90)
+            for frontend in range(frontends):
+                self._until(lambda frontend=frontend: self._all_ready(frontend), 90)
             self.folder = Path(self.settings("master")["address"].removeprefix("ipc://")).parent
         except BaseException:
             self.close()
@@ -73,6 +75,10 @@ class UpProcesses:
             self.lines.append(line)
             self._new.put(line)
         self._new.put(None)
+
+    def _all_ready(self, frontend: int) -> bool:
+        """Whether a frontend is connected to every instance; it serves as soon as it is to one."""
+        return all(i["state"] == "ready" for i in json.loads(self.get("/health", frontend))["instances"])
 
     @property
     def url(self) -> str:
