@@ -41,7 +41,7 @@ def create_app(
         exception_handlers={HTTPException: on_http_exception},
     )
     app.state.max_body_bytes = max_body_bytes
-    app.add_middleware(Edge, metrics=metrics, api_keys=api_keys)
+    app.add_middleware(Edge, frontend=frontend, metrics=metrics, api_keys=api_keys)
     chat.add_routes(app, frontend)
     completions.add_routes(app, frontend)
     tokenize.add_routes(app, frontend)

@@ -41,7 +41,9 @@ async def _answer(frontend: Frontend, body: ChatBody, request_id: str, send: Sen
         template_kwargs=body.chat_template_kwargs,
     )
     shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
-    with Outputs(frontend, [prompt], params, request_id=request_id, priority=body.priority, arrival=arrival) as outputs:
+    with Outputs(
+        frontend, [prompt], params, request_id=request_id, model=model, priority=body.priority, arrival=arrival
+    ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)
         else:

@@ -43,7 +43,9 @@ async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, sen
     prompts = await _encoded(frontend, given, body.add_special_tokens)
     echoes = await asyncio.gather(*(_text(frontend, prompt) for prompt in given)) if body.echo else [""] * len(given)
     shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
-    with Outputs(frontend, prompts, params, request_id=request_id, priority=body.priority, arrival=arrival) as outputs:
+    with Outputs(
+        frontend, prompts, params, request_id=request_id, model=model, priority=body.priority, arrival=arrival
+    ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)
         else:

@@ -1,19 +1,24 @@
-"""The outermost layer of the application: request ids, keys, counting, and an answer to every error."""
+"""The outermost layer of the application: request ids, keys, counting, refusing at the end, answers to all errors."""
 
 from __future__ import annotations
 
 import hmac
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.api.errors import error_response
-from penstock.core.errors import InvalidRequest, Unauthorized
+from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
 from penstock.obs.metrics import Metrics
 
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
 OPEN_ROUTES = {"/health", "/ready", "/metrics", "/version"}  # need no key
+TO_THE_END = {"/health", "/metrics", "/version"}  # are answered while the server drains
 MAX_REQUEST_ID_CHARS = 128
 CLIENT_GONE = 499  # counted, never sent
 
@@ -21,8 +26,9 @@ CLIENT_GONE = 499  # counted, never sent
 class Edge:
     """ASGI middleware. Sets `request.state.request_id` and `request.state.headers`, a list of response headers."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, frontend: Frontend, metrics: Metrics, api_keys: tuple[str, ...]) -> None:
         self._app = app
+        self._frontend = frontend
         self._metrics = metrics
         self._keys = [key.encode() for key in api_keys]
 
@@ -42,7 +48,8 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], *headers]}
+                close = [(b"connection", b"close")] if self._frontend.draining else []  # the next one goes elsewhere
+                message = {**message, "headers": [*message["headers"], *headers, *close]}
             await send(message)
 
         try:
@@ -59,7 +66,10 @@ class Edge:
             self._metrics.observe_http(route, status or CLIENT_GONE)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises `Unauthorized`, or `InvalidRequest` for a request id that cannot be one."""
+        """Raises `Unavailable` when nothing new is taken any more, `Unauthorized`, or `InvalidRequest` for a request id
+        that cannot be one."""
+        if self._frontend.draining and path not in TO_THE_END:
+            raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
         if self._keys and path not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             good = [hmac.compare_digest(key.strip().encode("latin-1"), known) for known in self._keys]

@@ -22,14 +22,16 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_lar
 
 
 def error_row(error: Exception, request_id: str) -> tuple[int, dict[str, object]]:
-    """(HTTP status, body). What is our own fault goes to the log with its traceback, and shows only the request id."""
+    """(HTTP status, body). What nobody expected goes to the log with its traceback, and shows only the request id."""
     if isinstance(error, HTTPException):
         code = HTTP_CODES.get(error.status_code, "invalid_request")
         return error.status_code, _body(error.detail, "invalid_request_error", None, code)
     status, kind, code = http_row(error)
     message = str(error) if isinstance(error, PenstockError) else "internal error"
     if status == 500:
-        logger.error("request %s failed: %s", request_id, error, exc_info=error)
+        # of an error of our own kind, whoever raised it has told the log the cause, once for all requests that it ended
+        level = logging.DEBUG if isinstance(error, PenstockError) else logging.ERROR
+        logger.log(level, "request %s failed: %s", request_id, error, exc_info=error)
         message = f"{message} (request {request_id})"
     return status, _body(message, kind, getattr(error, "field", None), code)
 
@@ -63,7 +65,7 @@ def served_model(frontend: Frontend, name: str | None) -> str:
 def check_ready(frontend: Frontend) -> None:
     """Raises `Unavailable` when a request would not be served now; the model's sizes may not be known then."""
     if not frontend.ready:
-        raise Unavailable(f"not ready: {frontend.unhealthy_reason or 'starting or draining'}")
+        raise Unavailable(f"not ready: {frontend.unhealthy_reason or 'starting'}")
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:

@@ -22,7 +22,8 @@ def add_routes(app: FastAPI, frontend: Frontend, metrics: Metrics) -> None:
         """Whether this process and its engines make progress, as a whole and one by one."""
         if not frontend.healthy:
             raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")
-        return json_response({"status": "healthy", "instances": frontend.instance_states()})
+        status = "draining" if frontend.draining else "healthy"
+        return json_response({"status": status, "instances": frontend.instance_states()})
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -20,6 +20,7 @@ class Outputs:
     An output's index is that of its prompt times `params.n`, plus its own.
 
     Args:
+        model: the name that the client called it by.
         arrival: when the request came, by the frontend's clock.
 
     Raises what `Frontend.submit` raises; then nothing runs.
@@ -32,6 +33,7 @@ class Outputs:
         params: SamplingParams,
         *,
         request_id: str,
+        model: str,
         priority: int | None,
         arrival: float,
     ) -> None:
@@ -44,7 +46,9 @@ class Outputs:
             for i, prompt in enumerate(prompts):
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 self._generations.append(
-                    frontend.submit(prompt, params, request_id=part_id, priority=priority or 0, arrival=arrival)
+                    frontend.submit(
+                        prompt, params, request_id=part_id, model=model, priority=priority or 0, arrival=arrival
+                    )
                 )
                 self._generations[-1].listen(partial(self._hear, i))
         except BaseException:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.service.placement import Placement
 
 log = logging.getLogger("penstock.server")
+LAST_WORDS = 5  # seconds to send what is left to say once every request has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,19 +100,28 @@ class Site:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self) -> None:
-        """Take nothing new; returns at once."""
+        """Listen no longer; returns at once."""
         self.http.should_exit = True
 
     def drain(self) -> None:
-        """Take nothing new and let what runs finish; what still runs after the drain timeout, or at the second signal,
-        is ended with an error that its client sees."""
-        over = Unavailable("the server is shutting down")
-        if self.http.should_exit:
-            self.frontend.end_all(over)
+        """Let what runs finish, and answer what is new with a 503 until then; what still runs after the drain timeout,
+        or at the second signal, is ended with an error that its client sees."""
+        if self.frontend.draining:
+            self._end()
             return
         log.info("draining: running requests have %g s", self.options.drain_timeout)
+        self.frontend.draining = True
+        self._tasks.append(asyncio.create_task(self._finish()))
+
+    async def _finish(self) -> None:
+        running = set(self.http.server_state.tasks)  # one for each request; later ones are refused
+        if running:
+            await asyncio.wait(running, timeout=self.options.drain_timeout)
+        self._end()
+
+    def _end(self) -> None:
+        self.frontend.end_all(Unavailable("the server is shutting down"))
         self.stop()
-        asyncio.get_running_loop().call_later(self.options.drain_timeout, self.frontend.end_all, over)
 
     async def close(self) -> None:
         await self.frontend.close()
@@ -221,7 +231,6 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nobody asks where a request came from
-        # by then every request has been ended
-        timeout_graceful_shutdown=int(options.drain_timeout) + 5,
+        timeout_graceful_shutdown=LAST_WORDS,
     )
     return Server(config)

@@ -31,7 +31,7 @@ LOOK = 0.5  # seconds between two looks at the parent
 
 
 def main(settings: dict[str, Any]) -> int:
-    setup_logging(settings["log_level"], settings["log_format"])
+    setup_logging(settings["log_level"], settings["log_format"], "master")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import uvloop
 

@@ -81,7 +81,8 @@ def _up(deployment: Deployment) -> int:
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        return Launcher(programs, supervisor, SystemClock(), environments(deployment, os.environ)).run()
+        surroundings = environments(deployment, os.environ)
+        return Launcher(programs, supervisor, SystemClock(), surroundings, listeners).run()
 
 
 def _read(path: str) -> str:

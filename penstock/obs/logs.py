@@ -21,7 +21,7 @@ class RequestRecord:
 
     Attributes:
         request_id: the client's `X-Request-Id`, or ours.
-        model: the name it is served under.
+        model: the name that the client called it by.
         instance: where it ran: "engine-0"; "p0>d1" with a hand-off; several, separated by commas, when its outputs
             ran in several places; "" when nowhere.
         prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.

@@ -1,4 +1,8 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work when the prefix is exchanged."""
+"""Prometheus metrics under vLLM's names, so that its dashboards work when the prefix is exchanged.
+
+Series with the label `engine` are an engine's own, of which every frontend hears: all frontends show the same, so take
+one of them (`max by (engine)`), never their sum. The others count what went through one frontend: add those up.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from penstock.obs.logs import RequestRecord
 
 PREFIX = "penstock:"
 ENGINE_LABELS = ["model_name", "engine"]
+SAME = "; of the engine, so the same in every frontend"  # in the help of series with these labels
 
 # Upper bounds of histogram buckets; seconds, but for the last
 FIRST_TOKEN = (
@@ -50,6 +55,8 @@ class _Engine:
     hits: Counter
     preemptions: Counter
     step_tokens: Histogram
+    up: Gauge
+    lost: Counter
     last: EngineStats = NO_STATS
 
     def observe(self, stats: EngineStats, step_tokens: int) -> None:
@@ -94,9 +101,11 @@ class Metrics:
         queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
+        up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
+        lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         step_tokens = Histogram(
             PREFIX + "iteration_tokens_total",
-            "Tokens computed in one engine step",
+            "Tokens computed in one engine step" + SAME,
             ENGINE_LABELS,
             registry=self.registry,
             buckets=STEP_TOKENS,
@@ -110,6 +119,8 @@ class Metrics:
                 hits=hits.labels(model_name, name),
                 preemptions=preemptions.labels(model_name, name),
                 step_tokens=step_tokens.labels(model_name, name),
+                up=up.labels(model_name, name),
+                lost=lost.labels(model_name, name),
             )
             for name in engines
         }
@@ -149,8 +160,14 @@ class Metrics:
         """Take over an engine's load and totals. A total that went back is an engine that started again."""
         self._engines[engine].observe(stats, step_tokens)
 
+    def observe_up(self, engine: str, up: bool) -> None:
+        """Whether an engine serves now."""
+        self._engines[engine].up.set(up)
+
     def observe_loss(self, engine: str) -> None:
-        """An engine is gone, and its load with it."""
+        """An engine that had been ready is gone, and its load with it."""
+        self.observe_up(engine, False)
+        self._engines[engine].lost.inc()
         self._engines[engine].show_load(NO_STATS)
 
     def observe_routing(self, policy: str, reason: str) -> None:
@@ -195,7 +212,7 @@ class Metrics:
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def _by_engine(self, kind: type[Metric], name: str, help: str) -> Metric:
-        return kind(PREFIX + name, help, ENGINE_LABELS, registry=self.registry)
+        return kind(PREFIX + name, help + SAME, ENGINE_LABELS, registry=self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
         """`name` without `_total`, which the exposition appends."""

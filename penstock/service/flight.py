@@ -8,6 +8,8 @@ from penstock.core.errors import EngineFailure
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import LEASE, Peer
 
+AGAIN = "the request can be sent again"  # clients are told, for nothing of it was wrong
+
 
 class Flight:
     """Tokens come from the instance that reads the prompt, and after a hand-off from the one that decodes; both may
@@ -65,20 +67,20 @@ class Flight:
         if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
             if self.handed_over and not decoded:
                 return []  # it lost sight of what it gave away
-            raise EngineFailure(self._why_given_up(output.finish))
+            raise EngineFailure(self._why_given_up(source, output.finish))
         self.handed_over |= decoded
         ready = self._in_order(output)
         self._deadline = self._next_deadline(now)
         return ready
 
-    def _why_given_up(self, finish: FinishReason) -> str:
+    def _why_given_up(self, source: Peer, finish: FinishReason) -> str:
         """True whichever it was: an engine says only that it could not go on."""
         if finish is FinishReason.ABORT:
-            return "the engine dropped this request"
-        no_number = "the model computed something that is no number"
+            return f"{source.name} dropped this request, {AGAIN}"
+        no_number = f"{source.name} gave this request up: the model computed something that is no number"
         if self.decode is None:
-            return f"the engine gave this request up: {no_number}"
-        return f"the engine gave this request up: {no_number}, or its hand-over to {self.decode.name} was lost"
+            return no_number
+        return f"{no_number}, or its hand-over to {self.decode.name} was lost"
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """A life of an instance is over.
@@ -90,17 +92,26 @@ class Flight:
             return
         self._lost.append(peer)
         if not self.peers or (self.handed_over and (peer == self.decode or self._early)):
-            raise EngineFailure(f"the engine failed during this request: {reason}")
+            raise EngineFailure(f"{peer.name} failed during this request ({reason}), {AGAIN}")
         self._deadline = self._next_deadline(now)
 
     def overdue(self, now: float) -> bool:
         """Whether a sign of life was waited for in vain."""
         return self._deadline is not None and now > self._deadline
 
+    def why_overdue(self) -> str:
+        """For its client, once it is."""
+        if self._lost:
+            lost = " and ".join(peer.name for peer in self._lost)
+            return f"{lost} failed during this request, and nothing came of it since, {AGAIN}"
+        missing = self.prefill.name if self.prefill is not None else "the engine"
+        return f"tokens of this request that {missing} had computed did not come, {AGAIN}"
+
     def _next_deadline(self, now: float) -> float | None:
         if self._early:  # a gap is not made longer by what comes after it
-            if self.prefill in self._lost:
-                raise EngineFailure("the engine failed during this request: its first tokens are lost")
+            first = self.prefill
+            if first is not None and first in self._lost:
+                raise EngineFailure(f"{first.name} failed during this request, its first tokens are lost, {AGAIN}")
             return self._deadline if self._deadline is not None else now + LEASE
         return now + LEASE if self._lost and not self.handed_over else None
 

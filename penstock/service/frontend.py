@@ -42,6 +42,9 @@ class Frontend:
         traffic: to the engines.
         rng: seeds of requests that bring none.
         max_requests: sequences held at once, running and waiting; one more is refused.
+
+    Attributes:
+        draining: whether the server is about to end. What it has begun goes on; what is new is refused at its edge.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Frontend:
         self.metrics = metrics
         self.clock = clock
         self.log_format = log_format
+        self.draining = False
         self._max_requests = max_requests
         self._eos_ids = defaults.eos_ids
         self._rng = rng
@@ -191,6 +195,7 @@ class Frontend:
         params: SamplingParams,
         *,
         request_id: str,
+        model: str | None = None,
         priority: int = 0,
         arrival: float | None = None,
     ) -> Generation:
@@ -199,6 +204,7 @@ class Frontend:
         Args:
             prompt: token ids.
             request_id: for logs; need not be unique.
+            model: which of its served names the client used, for logs; None for the first.
             priority: lower runs first.
             arrival: when the request came in, by `clock`; TTFT counts from there. None is now.
 
@@ -220,7 +226,7 @@ class Frontend:
         unique = f"{request_id}-{secrets.token_hex(4)}"
         sequences = make_sequences(unique, prompt, params, limits, self._rng, priority)
         arrival = self.clock.now() if arrival is None else arrival
-        generation = Generation(self, request_id, sequences, params, arrival)
+        generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
         held = [Held(generation, index, Flight(sequence), arrival) for index, sequence in enumerate(sequences)]
         self.traffic.add(held)
         if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS:

@@ -21,7 +21,6 @@ class Owner(Protocol):
     """What a generation needs of its frontend."""
 
     tokenizer: Tokenizer
-    served_names: list[str]
     metrics: Metrics
     clock: Clock
     log_format: Format
@@ -33,16 +32,26 @@ class Owner(Protocol):
 class Generation:
     """The outputs of one request as deltas, all outputs interleaved.
 
+    Args:
+        model: the name that the client called it by.
+
     Attributes:
         usage: grows with the deltas.
     """
 
     def __init__(
-        self, frontend: Owner, request_id: str, sequences: list[Request], params: SamplingParams, arrival: float
+        self,
+        frontend: Owner,
+        request_id: str,
+        sequences: list[Request],
+        params: SamplingParams,
+        arrival: float,
+        model: str,
     ) -> None:
         self.usage = Usage(prompt_tokens=len(sequences[0].prompt))
         self._frontend = frontend
         self._request_id = request_id
+        self._model = model
         self._sequences = sequences
         self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(len(sequences))]
         self._open = len(sequences)
@@ -142,7 +151,7 @@ class Generation:
             self._record["tpot"] = (last - self._first) / steps
         record = RequestRecord(
             request_id=self._request_id,
-            model=frontend.served_names[0],
+            model=self._model,
             instance=",".join(self._routes),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

@@ -101,6 +101,7 @@ class Launcher:
 
     Args:
         environments: role -> environment of its processes, where it is not this process's own.
+        listeners: of the frontends; closed when these have ended for good, so that nobody waits for an answer.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Launcher:
         supervisor: Supervisor,
         clock: Clock,
         environments: Mapping[Role, Mapping[str, str]],
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
@@ -117,6 +119,7 @@ class Launcher:
         self._signals: list[int] = []
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: list[zmq.Socket[bytes]] = []
+        self._listeners = listeners
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else what the supervisor ended with. Nothing is left."""
@@ -160,6 +163,9 @@ class Launcher:
                 expected = self._supervisor.stopping
                 sentence = self._supervisor.exited(name, code, now)
                 log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+        if self._supervisor.stopping and not any(self._programs[n].role == "frontend" for n in self._processes):
+            for listener in self._listeners:
+                listener.close()
 
     def _act(self, action: Action) -> None:
         match action.what:

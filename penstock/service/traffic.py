@@ -266,11 +266,20 @@ class Traffic:
         for held in [self.held[sequence_id] for sequence_id in self._waiting]:
             if now > held.believes_from:
                 held.generation.fail(Unavailable("no instance could take this request in time"))
-        for held in [held for held in self.held.values() if held.flight.overdue(now)]:
-            held.generation.fail(EngineFailure("the engine failed during this request, and nothing came of it since"))
+        self._end_overdue(now)
         for instance in self.instances.values():
             if instance.ready is not None and instance.stuck(now):
-                self._lose(instance, instance.ready.peer, instance.trouble(now))
+                trouble = instance.trouble(now)
+                if ended := self._lose(instance.ready.peer, trouble):
+                    log.warning("%s is stuck (%s): %s", instance.name, trouble, _ended(ended))
+            self._metrics.observe_up(instance.name, instance.serves(now))
+
+    def _end_overdue(self, now: float) -> None:
+        overdue = {id(h.generation): h for h in self.held.values() if h.flight.overdue(now)}
+        for held in overdue.values():
+            held.generation.fail(EngineFailure(held.flight.why_overdue()))
+        if overdue:
+            log.warning("nothing came any more of what an engine had left unfinished: %s", _ended(len(overdue)))
 
     def _handle(self, instance: Instance, event: Event | LinkLost) -> None:
         instance.heard = self._clock.now()
@@ -290,8 +299,21 @@ class Traffic:
             self.instance_lost(instance.name, "another life of the engine has begun")
         instance.ready = instance.said = ready
         instance.lost, instance.pool = "", ready.pool
+        self._metrics.observe_up(instance.name, True)
+        self._compare_lengths(instance.name, ready.max_model_len)
+        if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
+            log.info("%d of %d instances are ready", len(self.instances), len(self.instances))
         self.changed.set()
         self._waiting.hurry()
+
+    def _compare_lengths(self, name: str, length: int) -> None:
+        """The shortest one limits every request, so that each fits wherever it is placed, also after a loss."""
+        others = {i.said.max_model_len for i in self.instances.values() if i.said is not None and i.name != name}
+        if others - {length}:
+            limit = min(length, *others)
+            shown = " and ".join(str(other) for other in sorted(others))
+            text = "%s has a max-model-len of %d, others have %s: no request may be longer than %d, wherever it runs"
+            log.warning(text, name, length, shown, limit)
 
     def instance_lost(self, name: str, reason: str) -> None:
         """An engine is gone: its requests end with an error unless another engine has them by now."""
@@ -299,13 +321,15 @@ class Traffic:
         instance.lost = instance.lost or reason
         ready, instance.ready = instance.ready, None
         if ready is not None:
-            log.warning("%s is lost: %s", name, reason)
             self._metrics.observe_loss(name)
-            self._lose(instance, ready.peer, reason)
+            ended = self._lose(ready.peer, reason)
+            log.warning("%s was lost (%s): %s", name, reason, _ended(ended))
         self.changed.set()
 
-    def _lose(self, instance: Instance, life: Peer, reason: str) -> None:
+    def _lose(self, life: Peer, reason: str) -> int:
+        """How many requests end with it."""
         now = self._clock.now()
+        ended = set()
         for held in list(self.held.values()):
             peer = next(
                 (p for p in held.flight.peers if p.name == life.name and p.incarnation == life.incarnation), None
@@ -315,6 +339,8 @@ class Traffic:
                     held.flight.lose(peer, reason, now)
                 except EngineFailure as error:
                     held.generation.fail(error)
+                    ended.add(id(held.generation))
+        return len(ended)
 
     def _refused(self, instance: Instance, refused: Refused) -> None:
         held = self.held.get(refused.request_id)
@@ -349,6 +375,7 @@ class Traffic:
                 if output.request_id not in self.held:
                     break  # a stop string ended it, whatever comes after
         except EngineFailure as error:
+            log.warning("request %s: %s", output.request_id, error)
             held.generation.fail(error)
         except Exception:  # of this one request: the others go on
             log.exception("request %s failed", output.request_id)
@@ -362,3 +389,7 @@ class Traffic:
         unaware = flight.prefill if flight.handed_over else flight.decode
         if unaware in flight.peers and unaware is not None:
             self._cancel(unaware, [flight.request.id])
+
+
+def _ended(requests: int) -> str:
+    return f"{requests} request{'' if requests == 1 else 's'} ended with an error"

@@ -109,9 +109,11 @@ class ScriptedFrontend:
         self.tokenizer = ByteTokenizer()
         self.default_sampling: dict[str, object] = {}
         self.ready = self.healthy = True
+        self.draining = False
         self.script: Callable[[ScriptedGeneration], object] = hello
         self.clock = ManualClock()
         self.arrivals: list[float] = []
+        self.models: list[str] = []
         self.submitted: list[ScriptedGeneration] = []
         self.on_encode: Callable[[], object] = lambda: None
         self.encoding_blocked = False
@@ -143,8 +145,9 @@ class ScriptedFrontend:
         return self.tokenizer.decode(tokens)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, priority: int = 0, arrival: float
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, model: str, priority: int, arrival: float
     ) -> ScriptedGeneration:
+        self.models.append(model)
         self.arrivals.append(arrival)
         if not prompt:
             raise InvalidRequest("prompt: empty", "prompt")

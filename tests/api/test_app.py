@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.core.errors import EngineFailure
 from penstock.obs.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +204,45 @@ async def test_every_key_opens(make_client: Callable[..., httpx.AsyncClient], ke
     async with make_client(api_keys=("key-1", "ключ")) as client:
         response = await client.get("/v1/models", headers={b"authorization": f"Bearer {key}".encode()})
         assert response.status_code == 200
+
+
+async def test_while_it_drains_it_refuses_what_is_new(client: httpx.AsyncClient, frontend: Any) -> None:
+    assert "connection" not in (await client.get("/health")).headers
+    frontend.draining = True
+    for refused in (
+        await client.get("/ready"),
+        await client.get("/v1/models"),
+        await client.post("/v1/completions", json={"prompt": "a"}),
+        await client.post("/v1/completions", content="no JSON"),
+    ):
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
+        assert "shutting down" in error_of(refused)["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["connection"] == "close"
+    assert not frontend.submitted
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"], health.headers["connection"]) == (200, "draining", "close")
+    assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_the_name_that_the_client_used_is_passed_on(client: httpx.AsyncClient, frontend: Any) -> None:
+    await client.post("/v1/chat/completions", json=CHAT)
+    await client.post("/v1/chat/completions", json=CHAT | {"model": "tiny"})
+    await client.post("/v1/completions", json={"prompt": ["a", "b"], "model": "tiny"})
+    assert frontend.models == ["org/tiny", "tiny", "tiny", "tiny"]
+
+
+async def test_an_engine_that_failed_leaves_no_traceback(
+    client: httpx.AsyncClient, frontend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    frontend.script = lambda generation: generation.fail(EngineFailure("engine-1 failed during this request"))
+    response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "r9"})
+    assert response.status_code == 500
+    assert error_of(response)["message"] == "engine-1 failed during this request (request r9)"
+    assert not [record for record in caplog.records if record.name.startswith("penstock")]
+    caplog.set_level("DEBUG", "penstock.api")
+    await client.post("/v1/completions", json={"prompt": "a"})
+    assert "EngineFailure: engine-1" in caplog.text
 
 
 async def test_our_own_fault_is_logged_with_the_id_and_shows_nothing(

@@ -200,9 +200,7 @@ async def test_errors_before_the_first_token_have_a_status(
     assert response.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
 
 
-async def test_an_error_after_the_first_token_ends_the_stream(
-    client: httpx.AsyncClient, frontend: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_after_the_first_token_ends_the_stream(client: httpx.AsyncClient, frontend: Any) -> None:
     def script(generation: Any) -> None:
         generation.say("Hel")
         generation.fail(EngineFailure("the engine died"))
@@ -214,7 +212,6 @@ async def test_an_error_after_the_first_token_ends_the_stream(
     assert deltas(chunks) == "Hel"
     assert error["error"]["message"] == "the engine died (request r1)"
     assert error["error"]["type"] == "server_error"
-    assert "r1" in caplog.text
     assert frontend.submitted[0].cancelled.is_set()
 
 

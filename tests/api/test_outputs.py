@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,8 @@ def test_merging_keeps_every_outputs_text_and_tokens(parts: list[tuple[int, str,
 
 def open_outputs(frontend: Any, prompts: int = 1, n: int = 1) -> Outputs:
     frontend.script = lambda generation: None
-    return Outputs(frontend, [[1]] * prompts, SamplingParams(n=n), request_id="r", priority=None, arrival=0.0)
+    of = {"request_id": "r", "model": "tiny", "arrival": 0.0}
+    return Outputs(frontend, [[1]] * prompts, SamplingParams(n=n), priority=None, **cast(Any, of))
 
 
 async def test_a_delta_never_waits_for_the_next(frontend: Any) -> None:

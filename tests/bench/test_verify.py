@@ -53,7 +53,7 @@ def test_right_answers(modelled, tmp_path, capsys, flags):
 
 def test_each_request_has_its_own_seed(modelled, tmp_path):
     verify(modelled, tmp_path, "--temperature", 1.0, "--seed", 7)
-    assert [body["seed"] for body in modelled.bodies[2:]] == [7, 8, 9, 10]
+    assert sorted(body["seed"] for body in modelled.bodies[2:]) == [7, 8, 9, 10]  # they may overtake each other
 
 
 @pytest.mark.parametrize(

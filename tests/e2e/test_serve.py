@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from penstock import LLM, SamplingParams
-from tests.helpers.servers import QUICK, serving
+from tests.helpers.servers import QUICK, refuses_while_it_drains, serving
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 
@@ -152,6 +152,13 @@ def test_sigterm_lets_running_requests_finish_and_exits_with_0():
         assert server.process.wait(60) == 0
 
 
+def test_while_it_drains_it_answers_503_and_finishes_what_runs():
+    with serving("demo", *QUICK) as server:
+        refuses_while_it_drains(server)
+        assert server.process.wait(60) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_a_full_queue_answers_429():
     with serving("demo", *QUICK, "--max-queued-requests", "4") as server:
         ask = {"model": "demo", "prompt": "a", "max_tokens": 2000, "n": 4, "stream": True, "ignore_eos": True}
@@ -175,6 +182,20 @@ def test_what_outlasts_the_drain_is_ended_with_an_error():
         assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
         assert server.process.wait(60) == 0
         assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_second_signal_ends_what_runs_at_once():
+    with serving("demo", *QUICK) as server:
+        ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("draining")
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+        assert server.process.wait(60) == 0
 
 
 def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_1():

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.helpers.deployments import PACED, colocated, deployed
+from tests.helpers.servers import refuses_while_it_drains
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 ASK = {"model": "demo", "prompt": "import os", "max_tokens": 12, "temperature": 0}
@@ -113,6 +114,30 @@ def test_a_signal_drains_and_leaves_nothing():
         assert not any("Traceback" in line for line in up.lines)
 
 
+def test_while_it_drains_its_frontends_answer_503():
+    with deployed(colocated(2, engine=PACED)) as up:
+        refuses_while_it_drains(up)
+        assert up.process.wait(30) == 0
+        assert not any("Traceback" in line for line in up.lines)
+        assert any("frontend-0]: 2 of 2 instances are ready" in line for line in up.lines)
+        assert any("master]: engine-1 is ready" in line for line in up.lines)
+
+
+def test_requests_of_an_engine_that_dies_leave_a_line_each_and_no_traceback():
+    with deployed(colocated(1, engine=PACED, frontends=1)) as up:
+        body = {**ASK, "max_tokens": 3000, "stream": True, "ignore_eos": True, "n": 3}
+        with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            up.kill("engine-0")
+            rest = [line for line in lines if line]
+        assert "engine-0 failed during this request" in rest[-1]
+        assert "the request can be sent again" in rest[-1]
+        up.wait_for("engine-0 was lost .*: 1 request ended with an error")
+        until(lambda: 'penstock:instance_lost_total{engine="engine-0",model_name="demo"} 1.0' in up.get("/metrics"))
+        assert not any("Traceback" in line for line in up.lines)
+
+
 def test_nobody_outlives_a_killed_launcher():
     with deployed(colocated(1, engine=PACED)) as up:
         pids = up.pids()
@@ -156,7 +181,7 @@ def test_what_only_an_engine_can_find_out_ends_with_2_too(tmp_path):
     file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")
     done = penstock_up(file)
     assert done.returncode == 2
-    assert "--max-model-len: 99999999, this checkpoint allows" in done.stderr
+    assert "[engine-0]: max-model-len: 99999999, this checkpoint allows" in done.stderr
     assert "engine-0 ended with exit code 2: it cannot be served" in done.stderr
     assert "Traceback" not in done.stderr
 

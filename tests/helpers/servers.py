@@ -13,6 +13,9 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
 QUICK = ("--max-num-batched-tokens", "512", "--kv-cache-memory", "64M", "--max-model-len", "4096")
@@ -42,17 +45,18 @@ class Server:
         self.url = self.wait_for(READY).group(1)
 
     def _read(self) -> None:
+        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             self._new.put(line)
         self._new.put(None)
 
-    def wait_for(self, pattern: re.Pattern[str], timeout: float = 90) -> re.Match[str]:
+    def wait_for(self, pattern: re.Pattern[str] | str, timeout: float = 90) -> re.Match[str]:
         """The first match in a line that was not looked at before."""
         while True:
             line = self._new.get(timeout=timeout)
             assert line is not None, "the server ended:\n" + "".join(self.lines)
-            if found := pattern.search(line):
+            if found := re.search(pattern, line):
                 return found
 
     def get(self, path: str) -> str:
@@ -72,6 +76,25 @@ class Server:
         """Send a signal and return the exit code."""
         self.process.send_signal(how)
         return self.process.wait(timeout)
+
+
+def refuses_while_it_drains(server: Any) -> None:
+    """Sends SIGTERM to a `Server` or an `UpProcesses` in the middle of a stream: new connections get a 503, /health
+    says what happens, and the stream goes on to its end."""
+    ask = {"model": "demo", "prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("draining")
+        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", "/v1/completions")):
+            refused = httpx.request(method, server.url + path, json={"prompt": "a"}, timeout=10)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["connection"] == "close"
+        health = httpx.get(server.url + "/health", timeout=10)
+        assert (health.status_code, health.json()["status"]) == (200, "draining")
+        assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 @contextlib.contextmanager

@@ -143,6 +143,28 @@ def test_engines_are_told_apart_and_a_lost_one_has_no_load() -> None:
     assert value(metrics, "prefix_cache_queries_total", engine="a") == 9
 
 
+def test_lives_of_instances() -> None:
+    metrics = Metrics("m", ["a", "b"])
+    assert value(metrics, "instance_up", engine="a") == 0
+    metrics.observe_up("a", True)
+    metrics.observe_up("b", True)
+    metrics.observe_loss("a")
+    assert [value(metrics, "instance_up", engine=name) for name in "ab"] == [0, 1]
+    metrics.observe_up("a", True)
+    assert value(metrics, "instance_up", engine="a") == 1
+    assert [value(metrics, "instance_lost_total", engine=name) for name in "ab"] == [1, 0]
+
+
+def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
+    families = list(text_string_to_metric_families(Metrics("m", ["e"]).render()[0].decode()))
+    by_engine = {f.name for f in families if any("engine" in sample.labels for sample in f.samples)}
+    assert "penstock:instance_up" in by_engine
+    told = {f.name for f in families if "the same in every frontend" in f.documentation}
+    assert {name for name in told if not name.endswith("_created")} == {
+        name for name in by_engine if not name.endswith("_created")
+    }
+
+
 def test_decisions_and_hand_offs() -> None:
     metrics = Metrics("m", [])
     metrics.observe_routing("round-robin", "colocated")

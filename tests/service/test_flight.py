@@ -71,16 +71,17 @@ def test_an_error_of_the_prefiller_counts_until_the_decoder_spoke():
     [
         (None, FinishReason.ERROR, "gave this request up: the model computed something that is no number"),
         (D, FinishReason.ERROR, "no number, or its hand-over to d was lost"),
-        (D, FinishReason.ABORT, "dropped this request"),
+        (D, FinishReason.ABORT, "dropped this request, the request can be sent again"),
     ],
 )
 def test_the_client_is_told_no_more_than_is_known(decode, finish, says):
-    with pytest.raises(EngineFailure, match=f"the engine .*{says}$"):
+    with pytest.raises(EngineFailure, match=f"^p .*{says}$"):
         feed(flight(decode), P, out(0, finish=finish))
 
 
 def test_alone_an_instance_takes_its_sequences_with_it():
-    with pytest.raises(EngineFailure, match="burnt"):
+    says = r"^p failed during this request \(burnt\), the request can be sent again$"
+    with pytest.raises(EngineFailure, match=says):
         flight(decode=None).lose(P, "burnt", 0.0)
 
 
@@ -100,6 +101,7 @@ def test_after_a_loss_a_sign_of_life_is_waited_for():
     f.lose(P, "gone", 100.0)
     assert not f.overdue(100.0 + LEASE)
     assert f.overdue(100.1 + LEASE)
+    assert f.why_overdue().startswith("p failed during this request, and nothing came of it since")
     assert feed(f, D, out(1, 11), now=101.0) == [(1, [11], None)]  # it had been handed over
     assert not f.overdue(1e9)
 
@@ -132,6 +134,7 @@ def test_tokens_that_nobody_can_send_any_more_end_it():
     feed(f, D, out(1, 11), now=10.0)
     feed(f, D, out(2, 12), now=14.0)  # does not make the gap younger
     assert f.overdue(10.1 + LEASE)
+    assert f.why_overdue().startswith("tokens of this request that p had computed did not come")
 
 
 def test_another_place_is_another_attempt():

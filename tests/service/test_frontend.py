@@ -251,6 +251,62 @@ def test_a_lost_engine_ends_every_request_with_an_error(tokenizer, event):
     run(tokenizer, scenario)
 
 
+def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
+    async def scenario(frontend, links, clock):
+        def up():
+            return [value(frontend, "penstock:instance_up", engine=name) for name in "ab"]
+
+        generations = [(await submit(frontend, params=SamplingParams(n=2)))[0] for _ in range(2)]
+        generations.append((await submit(frontend))[0])
+        assert up() == [1, 1]
+        caplog.clear()
+        links["a"].say(LinkLost("the connection was lost"))
+        for generation in generations:
+            says = r"^a failed during this request \(the connection was lost\), the request can be sent again$"
+            with pytest.raises(EngineFailure, match=says):
+                await collect(generation)
+        lines = [record.getMessage() for record in caplog.records if record.name == "penstock.frontend"]
+        assert lines == ["a was lost (the connection was lost): 3 requests ended with an error"]
+        assert up() == [0, 1]
+        lost = [value(frontend, "penstock:instance_lost_total", engine=name) for name in "ab"]
+        assert lost == [1, 0]
+        clock.advance(STUCK_AFTER + 1)
+        frontend.traffic.tick()
+        assert up() == [0, 0]
+        links["a"].say(ready("a", 2))
+        await until(lambda: up() == [1, 0])
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_that_all_instances_are_ready_is_told_once(tokenizer, caplog):
+    caplog.set_level("INFO")
+
+    def told():
+        return [r.getMessage() for r in caplog.records if "instances are ready" in r.getMessage()]
+
+    async def scenario(frontend, links, clock):
+        links["a"].say(ready("a"))
+        await until(lambda: frontend.traffic.instances["a"].ready)
+        assert told() == []
+        links["b"].say(ready("b"))
+        await until(lambda: frontend.traffic.instances["b"].ready)
+        assert told() == ["2 of 2 instances are ready"]
+
+    run(tokenizer, scenario, "a", "b", ready_now=False)
+
+
+@pytest.mark.parametrize("model", [None, "alias"])
+def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
+    caplog.set_level("INFO", "penstock.request")
+
+    async def scenario(frontend, link, clock):
+        frontend.submit([1], SamplingParams(), request_id="r", model=model).cancel()
+        assert f"model={model or 'm'} id=r" in caplog.text
+
+    run(tokenizer, scenario)
+
+
 def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
     async def scenario(frontend, link, clock):
         generation, (name,) = await submit(frontend)
@@ -357,10 +413,13 @@ def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
     run(tokenizer, scenario, ready_now=False)
 
 
-def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer):
+def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, caplog):
     async def scenario(frontend, links, clock):
+        assert "max-model-len" not in caplog.text
         links["b"].say(ready("b", 2, max_model_len=50))
         await until(lambda: frontend.max_model_len == 50)
+        told = "b has a max-model-len of 50, others have 100: no request may be longer than 50, wherever it runs"
+        assert told in caplog.text
         with pytest.raises(PromptTooLong):
             frontend.submit([1] * 50, SamplingParams(), request_id="r")
         links["a"].say(LinkLost("burnt"))
