@@ -25,8 +25,8 @@ RULES = {
     "bench": {"core", "workload", "obs"},
 }
 EVERYTHING = ["cli", "llm"]  # put the rest together, so they may import all of it
-TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "api", "bench"]
-PURE = ["sched", "kv"]  # no clock, no hidden randomness, no environment, no I/O
+TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "sim", "api", "bench"]
+PURE = ["sched", "kv", "sim"]  # no clock, no hidden randomness, no environment, no I/O
 IMPURE = {
     "time",
     "random",

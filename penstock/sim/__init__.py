@@ -1,0 +1,20 @@
+"""A discrete-event simulator of a whole cluster, for policies: days of traffic in minutes, without a device.
+
+What decides is what decides in production: `service.master.Master`, the policies of `sched.cluster`, and on every
+instance the `Scheduler`, `BlockPool` and `Handoffs` of `sched.local` and `kv`. What is modelled is what those cannot
+decide: how long a step takes, how long a message or a block travels, when clients come and when outputs end, what
+breaks. A function of its arguments: equal scenarios and seeds give equal results, to the byte.
+
+    simulate.py   one simulation, from a scenario to its result
+    scenario.py   what is simulated, from a YAML file
+    traffic.py    its requests; prompts.py: their tokens
+    bundles.py    its policies, by name
+    cluster.py    everything together on one timeline
+    frontend.py   the clients' side, and the record of what each request saw
+    instance.py   one engine: real scheduling, modelled time
+    pace.py       how long steps take
+    stride.py     many equal decode steps at once
+    wires.py      how long messages and blocks travel between instances
+    events.py     what happens next
+    result.py     what came of it
+"""

@@ -1,0 +1,417 @@
+"""One engine: the real scheduler, blocks and hand-offs, on a device whose steps only take time.
+
+What it says and when is what an engine's server says: outputs to frontends, snapshots and cache deltas to the master.
+Between steps it reads what has come; during a step it hears nothing. Of a request's outputs only the first from here
+and the last are sent, the last with all tokens in between: nobody here reads along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import inf
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from penstock.core.errors import UserError
+from penstock.core.plan import StepPlan, StepResult
+from penstock.core.request import Request, TokenOutput
+from penstock.core.wire.engine import (
+    AskCache,
+    CacheDelta,
+    Cancel,
+    Command,
+    Drain,
+    Enqueue,
+    Event,
+    LinkFailed,
+    Peer,
+    Ready,
+    Refused,
+    SetPool,
+    Snapshot,
+    Unlink,
+)
+from penstock.core.wire.handoff import PeerMessage, Push
+from penstock.sched.local import Scheduler
+from penstock.sched.local.handoff import Handoffs
+from penstock.sim.events import Due, Priority
+from penstock.sim.pace import Pace
+from penstock.sim.prompts import STOP, own_token
+from penstock.sim.stride import Stride, begin_stride, repeat
+from penstock.sim.wires import MemoryCarrier, PeerArrival
+
+IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
+TICKS = 20  # of the hand-offs, in a lease
+
+
+@dataclass(frozen=True, slots=True)
+class FromFrontend:
+    frontend: str
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The link to a peer broke."""
+
+    peer: Peer
+    reason: str
+
+
+Letter = FromFrontend | Command | PeerArrival | PeerLost  # a bare command is the master's
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What requests of one frontend got; a `StepReport` without the load, which nobody reads here."""
+
+    incarnation: int
+    outputs: tuple[TokenOutput, ...]
+
+
+class Post(Protocol):
+    """Carries what an instance says."""
+
+    def to_master(self, now: float, name: str, event: Event) -> Due: ...
+    def to_frontend(self, now: float, frontend: str, name: str, message: Outputs | Refused) -> Due: ...
+    def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    frontend: str
+    generation: int
+
+
+class Instance:
+    """One life of an engine.
+
+    Args:
+        ready: what it says of itself at first.
+        lengths: tokens that each request will generate: what only the device knows.
+        heartbeat: seconds between snapshots while the load changes.
+        lease: seconds of silence after which a hand-off is over.
+        strides: whether equal steps are taken together; without, the same comes out more slowly.
+
+    Attributes:
+        pool: which work the master means it for.
+        busy: seconds that its steps took.
+    """
+
+    def __init__(
+        self,
+        ready: Ready,
+        scheduler: Scheduler,
+        carrier: MemoryCarrier,
+        pace: Pace,
+        post: Post,
+        lengths: Mapping[str, int],
+        *,
+        heartbeat: float,
+        lease: float,
+        prefix_cache: bool = True,
+        strides: bool = True,
+    ) -> None:
+        self.ready = ready
+        self.pool = ready.pool
+        self.scheduler = scheduler
+        self.handoffs = Handoffs(scheduler, carrier, self, lease)
+        self.steps = 0
+        self.busy = 0.0
+        self.alive = True
+        self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
+        self._heartbeat, self._tick_every = heartbeat, lease / TICKS
+        self._prefix_cache, self._strides = prefix_cache, strides
+        self._incarnation = ready.peer.incarnation
+        self._draining = False
+        self._pool_generation = 0
+        self._inbox: list[Letter] = []
+        self._owner: dict[str, _Owner] = {}
+        self._sent: dict[str, int] = {}  # tokens of each request that its frontend has from here or from before
+        self._news: list[Due] = []
+        self._now = 0.0
+        self._stride: Stride | None = None
+        self._began = 0.0
+        self._turn = 0  # numbers the times to wake up, of which only the newest counts
+        self._changed = True
+        self._snapshots = self._deltas = 0
+        self._snapshot = self._make_snapshot()
+        self._looked_at = self._told_at = self._ticked_at = -inf
+
+    @property
+    def name(self) -> str:
+        return self.ready.peer.name
+
+    # --- what happens
+
+    def start(self, now: float) -> list[Due]:
+        """Make itself known and begin to live."""
+        self._now = self._looked_at = self._ticked_at = now
+        self._news.append(self._post.to_master(now, self.name, self.ready))
+        self._send_cache(now)
+        return self._go_on(now)
+
+    def stop(self, now: float) -> None:
+        """It dies: nothing more comes of it."""
+        self.alive = False
+        if self._stride is not None:
+            self.steps += self._stride.done(now)
+            self.busy += now - self._began
+
+    def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
+        """Something has come; it is read between steps."""
+        if not self.alive:
+            return []
+        self._now = now
+        self._inbox += letters
+        if self._stride is None:
+            return self._go_on(now)
+        # a block alone changes nothing: what it is for is in the commit after it
+        if all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters):
+            return []
+        dropped = self._stride.cut(now)
+        self._pace.give_back(dropped)
+        return [self._wake_at(self._stride.end)] if dropped else []
+
+    def _wake(self, turn: int, now: float) -> list[Due]:
+        if not self.alive or turn != self._turn:
+            return []
+        self._now = now
+        if self._stride is not None:
+            self._finish(now, self._stride)
+        return self._go_on(now)
+
+    def _go_on(self, now: float) -> list[Due]:
+        """Between steps: do what is due, read what has come, and begin the next step."""
+        self._pulse(now)
+        self._read(now)
+        if self.scheduler.has_work:
+            self._begin(now)
+        self._send_peers(now)
+        news, self._news = self._news, []
+        wake = self._stride.end if self._stride is not None else self._next_pulse()
+        news.append(self._wake_at(max(now, wake)))
+        return news
+
+    def _wake_at(self, at: float) -> Due:
+        self._turn += 1
+        return Due(at, Priority.STEP, partial(self._wake, self._turn))
+
+    # --- steps
+
+    def _begin(self, now: float) -> None:
+        plan = self.scheduler.schedule()
+        if not plan.sequences:
+            return  # no room: until a message or a deadline makes some
+        self.handoffs.started(now, plan)
+        repeats = self._strides and all(s.request_id in self._sent for s in plan.sequences)
+        until = self._next_pulse(changed=True) if repeats else now
+        self._began = now
+        self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
+
+    def _finish(self, now: float, stride: Stride) -> None:
+        self._stride = None
+        self._changed = True
+        self.steps += len(stride.ends)
+        self.busy += now - self._began
+        outputs = self.scheduler.update(stride.plan, self._draw(stride.plan))
+        if len(stride.ends) > 1:
+            repeat(stride.plan, self.scheduler, len(stride.ends) - 1, self.scheduler.root, self._prefix_cache)
+        self._report(now, outputs)
+        self.handoffs.progress(now)
+
+    def _draw(self, plan: StepPlan) -> StepResult:
+        tokens = []
+        for s in plan.sequences:
+            if s.sample:
+                generated = s.start + len(s.tokens) - s.prompt_tokens
+                tokens.append(STOP if generated + 1 == self._lengths[s.request_id] else own_token(s.seed))
+        return StepResult(tokens, [None] * len(tokens))
+
+    def _report(self, now: float, outputs: Iterable[TokenOutput]) -> None:
+        """Tell frontends what is new to them."""
+        theirs: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            sent = self._sent.get(output.request_id)
+            if sent is not None and output.finish is None:
+                continue
+            owner = self._owner[output.request_id]
+            if sent is not None:
+                output.tokens = output.tokens * (output.start + len(output.tokens) - sent)
+                output.start = sent
+            output.generation = owner.generation
+            self._sent[output.request_id] = output.start + len(output.tokens)
+            if output.finish is not None:
+                del self._owner[output.request_id], self._sent[output.request_id]
+            theirs.setdefault(owner.frontend, []).append(output)
+        for frontend, own in theirs.items():
+            self._news.append(self._post.to_frontend(now, frontend, self.name, Outputs(self._incarnation, tuple(own))))
+
+    # --- by the clock
+
+    def _next_pulse(self, changed: bool | None = None) -> float:
+        """When the clock next asks for something."""
+        changed = self._changed if changed is None else changed
+        snapshot = self._looked_at + self._heartbeat
+        if not changed:
+            snapshot = max(snapshot, self._told_at + IDLE_HEARTBEAT)
+        return min(snapshot, self._ticked_at + self._tick_every) if self.handoffs.busy else snapshot
+
+    def _pulse(self, now: float) -> None:
+        if self.handoffs.busy and now >= self._ticked_at + self._tick_every:
+            self._ticked_at = now
+            self.handoffs.tick(now)
+        if now >= self._looked_at + self._heartbeat and (self._changed or now >= self._told_at + IDLE_HEARTBEAT):
+            self._tell_master(now)
+
+    def _tell_master(self, now: float) -> None:
+        """The load when it has changed or a while has passed, and what came and went in the cache."""
+        self._looked_at, self._changed = now, False
+        snapshot = self._make_snapshot()
+        if snapshot != self._snapshot or now >= self._told_at + IDLE_HEARTBEAT:
+            self._snapshot, self._told_at = snapshot, now
+            self._snapshots += 1
+            self._news.append(self._post.to_master(now, self.name, replace(snapshot, sequence=self._snapshots)))
+        added, removed = self.scheduler.pool.take_changes()
+        if added or removed:
+            self._deltas += 1
+            delta = CacheDelta(self._incarnation, self._deltas, [p.key for p in added], removed)
+            self._news.append(self._post.to_master(now, self.name, delta))
+
+    def _send_cache(self, now: float) -> None:
+        self.scheduler.pool.take_changes()
+        keys = self.scheduler.pool.keys()
+        self._news.append(
+            self._post.to_master(now, self.name, CacheDelta(self._incarnation, self._deltas, keys, [], whole=True))
+        )
+
+    def _make_snapshot(self) -> Snapshot:
+        """Without a number, so that two can be compared."""
+        scheduler = self.scheduler
+        waiting, prefill, running = scheduler.tokens_due()
+        return Snapshot(
+            incarnation=self._incarnation,
+            sequence=0,
+            pool=self.pool,
+            pool_generation=self._pool_generation,
+            draining=self._draining,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            leaving=scheduler.num_leaving,
+            waiting_tokens=waiting,
+            prefill_tokens=prefill,
+            running_tokens=running,
+            free_blocks=scheduler.pool.available,
+            reserved_blocks=scheduler.num_reserved_blocks,
+            num_blocks=scheduler.pool.num_blocks,
+            ttft_ms=None,
+            tpot_ms=None,
+            interval_ms=None,
+            factors={},
+        )
+
+    # --- messages
+
+    def _read(self, now: float) -> None:
+        if not self._inbox:
+            return
+        self._changed = True
+        letters, self._inbox = self._inbox, []
+        for letter in letters:
+            match letter:
+                case PeerArrival():
+                    self.handoffs.on(now, letter)
+                case PeerLost(peer=peer, reason=reason):
+                    self.handoffs.lost(peer, for_good=False)
+                    self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))
+                case FromFrontend(frontend=frontend, command=Enqueue() as enqueue):
+                    self._enqueue(now, frontend, enqueue)
+                case FromFrontend(frontend=frontend, command=Cancel(to=to, request_ids=request_ids)):
+                    if to == self._incarnation:
+                        self._cancel(frontend, request_ids)
+                case _ if getattr(letter, "to", None) == self._incarnation:
+                    self._obey(now, letter)
+
+    def _obey(self, now: float, command: Letter) -> None:
+        """The master. A `Link` asks for nothing here, since every way is there."""
+        match command:
+            case Unlink(peer=peer):
+                self.handoffs.lost(peer, for_good=True)
+            case SetPool(pool=pool, generation=generation):
+                if generation > self._pool_generation:
+                    self.pool, self._pool_generation = pool, generation
+            case Drain():
+                self._draining = True
+            case AskCache():
+                self._send_cache(now)
+
+    def _enqueue(self, now: float, frontend: str, command: Enqueue) -> None:
+        request = command.request
+        away = command.decode is not None and command.decode.name != self.name
+        refusal: Refused | None = None
+        if command.to != self._incarnation:
+            refusal = Refused(self._incarnation, request.id, f"meant for incarnation {command.to}", "stale")
+        elif self._draining:
+            refusal = Refused(self._incarnation, request.id, "this instance takes nothing new", "draining")
+        else:
+            try:
+                self.scheduler.add(request, departs=away)
+            except UserError as error:
+                refusal = Refused(self._incarnation, request.id, str(error))
+        if refusal is not None:
+            self._news.append(self._post.to_frontend(now, frontend, self.name, refusal))
+            return
+        self._owner[request.id] = _Owner(frontend, command.generation)
+        self.handoffs.supersede(request.id)
+        if away and command.decode is not None:
+            self.handoffs.begin(request, command.generation, frontend, command.decode)
+
+    def _cancel(self, frontend: str, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.handoffs.cancel(request_id, frontend)
+            if self.scheduler.cancel(request_id):
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._owner.pop(request_id, None)
+        self._sent.pop(request_id, None)
+
+    def _send_peers(self, now: float) -> None:
+        """Blocks that leave together for one peer are delivered together, when the last of them is there."""
+        for (peer, pushes), run in groupby(self._carrier.take(), lambda sent: (sent[0], isinstance(sent[1], Push))):
+            messages = [message for _, message in run]
+            for together in [messages] if pushes else ([message] for message in messages):
+                self._news.append(self._post.to_peer(now, self.ready.peer, peer, together))
+
+    # --- what hand-offs tell (`sched.local.handoff.Host`)
+
+    def refuses(self, request: Request, frontend: str) -> str:
+        return "this instance takes nothing new" if self._draining else ""
+
+    def spent(self, request_id: str) -> tuple[float, float]:
+        return 0.0, 0.0  # times are taken where the clients are
+
+    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
+        self._owner[request.id] = _Owner(frontend, generation)
+
+    def departed(self, request_id: str) -> None:
+        self._forget(request_id)
+
+    def failed(self, output: TokenOutput) -> None:
+        owner = self._owner[output.request_id]
+        output.generation = owner.generation
+        self._forget(output.request_id)
+        message = Outputs(self._incarnation, (output,))
+        self._news.append(self._post.to_frontend(self._now, owner.frontend, self.name, message))
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything it holds belongs to a request that somebody wants."""
+        self.scheduler.check()
+        self.handoffs.check()
+        held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
+        assert len(self._owner) == held, "a request has no owner"
+        assert self._sent.keys() <= self._owner.keys()

@@ -1,0 +1,66 @@
+"""How long steps take on a modelled device: predicted time, a seeded noise, and how slow this instance is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.core.plan import StepPlan
+from penstock.sched.steptime import StepTime
+
+DRAWN_AT_ONCE = 512
+KEPT = 4096  # draws that can be given back
+
+
+class Pace:
+    """
+    Args:
+        slowdown: factor on all times.
+        noise: standard deviation of a step's time, relative to it. Log-normal with mean 1: a step is never negative
+            and now and then much longer, as real ones are.
+        rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
+            are compared on the same luck.
+    """
+
+    def __init__(self, times: StepTime, slowdown: float, noise: float, rng: np.random.Generator) -> None:
+        self._times = times
+        self._seconds = slowdown / 1e3  # per ms of the model
+        self._noise = noise
+        self._rng = rng
+        self._drawn: list[float] = []
+        self._used = 0  # of those
+        self._decode_ms: dict[int, float] = {}  # sequences -> a decode step's time without reading KV
+        self._kv_ms = (times.step_ms(decodes=1, kv_tokens=1 << 20) - times.step_ms(decodes=1)) / (1 << 20)  # per token
+
+    def step(self, plan: StepPlan) -> float:
+        """Seconds that a step takes."""
+        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
+        kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
+        decodes = len(plan.sequences) - len(prefills)
+        if not prefills:
+            return self.decode(decodes, kv_tokens)
+        ms = self._times.step_ms(prefills, decodes, kv_tokens, sum(s.sample for s in plan.sequences))
+        return self._noisy(ms)
+
+    def decode(self, sequences: int, kv_tokens: int) -> float:
+        """Seconds of a step in which so many sequences compute one token each, and read so many together: the step-time
+        model is linear in these."""
+        ms = self._decode_ms.get(sequences)
+        if ms is None:
+            ms = self._decode_ms[sequences] = self._times.step_ms(decodes=sequences)
+        return self._noisy(ms + self._kv_ms * kv_tokens)
+
+    def give_back(self, steps: int) -> None:
+        """So many of the last steps were not taken after all."""
+        self._used -= steps if self._noise else 0
+        assert self._used >= 0
+
+    def _noisy(self, ms: float) -> float:
+        if not self._noise:
+            return ms * self._seconds
+        if self._used == len(self._drawn):
+            mean = -(self._noise**2) / 2
+            self._drawn = self._drawn[-KEPT:] + self._rng.lognormal(mean, self._noise, DRAWN_AT_ONCE).tolist()
+            self._used = len(self._drawn) - DRAWN_AT_ONCE
+        factor = self._drawn[self._used]
+        self._used += 1
+        return ms * self._seconds * factor

@@ -1,0 +1,94 @@
+"""Between instances: how long messages and blocks travel, and the carrier that hand-offs send them with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import Commit, PeerMessage, Push
+from penstock.kv.depot import DepotSource
+
+TransportKind = Literal["shared", "copy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How requests are handed over.
+
+    Attributes:
+        kind: "shared": a block only changes who holds it; "copy": its bytes travel.
+        bandwidth: bytes per second into and out of each instance, of "copy".
+        latency: seconds that any message takes.
+        lease: seconds of silence after which a hand-off is over.
+    """
+
+    kind: TransportKind
+    bandwidth: float
+    latency: float
+    lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerArrival:
+    """What a peer sent; see `sched.local.handoff.Arrival`."""
+
+    peer: Peer
+    message: PeerMessage
+
+
+class Wires:
+    """Of all instances. Each has one way out and one way in, on which blocks travel one after the other."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._out: dict[str, float] = defaultdict(float)  # when the way out of an instance is free
+        self._into: dict[str, float] = defaultdict(float)
+        self._pushed: dict[tuple[str, str], float] = defaultdict(float)  # when the last block arrives
+
+    def arrival(self, now: float, source: str, target: str, message: PeerMessage, block_bytes: int) -> float:
+        """When a message that is sent now arrives. A commit does not overtake the blocks before it."""
+        latency = self._transport.latency
+        if self._transport.kind == "copy" and isinstance(message, Push):
+            start = max(now, self._out[source], self._into[target])
+            self._out[source] = self._into[target] = start + block_bytes / self._transport.bandwidth
+            self._pushed[source, target] = at = self._out[source] + latency
+            return at
+        if isinstance(message, Commit):
+            return max(now + latency, self._pushed[source, target])
+        return now + latency
+
+
+class MemoryCarrier:
+    """A `sched.local.handoff.Carrier`: keeps what is to be sent until somebody takes it.
+
+    Args:
+        source: this instance's end of the pool that all share; None when blocks are copied.
+    """
+
+    def __init__(self, source: DepotSource | None) -> None:
+        self._source = source
+        self._sent: list[tuple[Peer, PeerMessage]] = []
+
+    @property
+    def shares(self) -> bool:
+        return self._source is not None
+
+    def send(self, peer: Peer, message: PeerMessage) -> None:
+        self._sent.append((peer, message))
+
+    def take(self) -> list[tuple[Peer, PeerMessage]]:
+        """What was sent since the last call."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    def stamp(self, block: int) -> tuple[int, int]:
+        return (0 if self._source is None else self._source.depot.generation(block)), 0
+
+    def land(self, arrival: PeerArrival, into: int) -> int | None:
+        push = arrival.message
+        assert isinstance(push, Push)
+        if self._source is None:
+            return into
+        return push.block if self._source.hold([(push.block, push.generation)], [into]) else None
