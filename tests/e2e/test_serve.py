@@ -100,7 +100,8 @@ def test_errors_have_the_status_and_name_the_field(server, body, status, param):
 def test_leaving_cancels_the_work(server):
     ask = {"model": "demo", "prompt": "for", "max_tokens": 4000, "ignore_eos": True}
     with httpx.stream("POST", server.url + "/v1/completions", json={**ask, "stream": True}, timeout=30) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: when it is collected, the connection is closed
+        next(lines)
         until(lambda: server.metric("num_requests_running") == 1)
     until(lambda: server.metric("num_requests_running") == 0)
     with pytest.raises(httpx.ReadTimeout):
@@ -234,7 +235,8 @@ def test_the_engine_stops_computing_for_a_server_that_is_gone():
         engine = server.engine_pid()
         ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "n": 8, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             server.stop(signal.SIGKILL)
         until(lambda: not alive(engine))
 
