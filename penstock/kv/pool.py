@@ -17,6 +17,7 @@ before its parent; should that order come out wrong for it, it merely stays unfo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,7 +54,7 @@ class BlockPool:
         self._transfers: dict[int, int] = {}
         self._key: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
-        self._idle: dict[int, None] = {}  # in the order of eviction
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction; a dict's first is slow to find
         self._parent: dict[int, bytes] = {}  # block with a key -> its parent's key
         self._offered: set[int] = set()
         self._spent: list[int] = []
@@ -250,8 +251,7 @@ class BlockPool:
         self._removed.discard(key)
 
     def _evict(self) -> int:
-        block = next(iter(self._idle))
-        del self._idle[block]
+        block, _ = self._idle.popitem(last=False)
         key = self._key.pop(block)
         del self._block[key], self._parent[block]
         if self._added.pop(key, None) is None:
