@@ -149,7 +149,7 @@ def test_killed_at_any_instant_nothing_leaks(keeper):
     counts = keeper_status(path).counts
     assert counts.pop("open_files") == open_files
     assert counts == {"free": 0, "orphaned": 0, "pools": 0, "clients": 0, "resident_bytes": 0}
-    assert set(os.listdir("/dev/shm")) == shm
+    eventually(lambda: set(os.listdir("/dev/shm")) <= shm)  # other tests, beside this one, make and unlink theirs
     assert process.poll() is None
 
 
