@@ -64,7 +64,9 @@ class Node:
     def departed(self, request_id: str) -> None:
         pass
 
-    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
+    def joined(
+        self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
+    ) -> None:
         self.joins += 1
         self.scheduler.cancel(request.id)
 

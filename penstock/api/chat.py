@@ -12,10 +12,12 @@ from starlette.types import Send
 
 from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
+from penstock.api.levels import service_level
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
+from penstock.core.service_level import ServiceLevel
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+        level = service_level(body, request.headers)
+        return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
     add_post(app, "/v1/chat/completions", ChatBody, chat_completions)
 
 
-async def _answer(frontend: Frontend, body: ChatBody, request_id: str, send: Send) -> None:
+async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, send: Send) -> None:
     arrival = frontend.clock.now()
     model = served_model(frontend, body.model)
     check_ready(frontend)
@@ -42,7 +45,7 @@ async def _answer(frontend: Frontend, body: ChatBody, request_id: str, send: Sen
     )
     shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
     with Outputs(
-        frontend, [prompt], params, request_id=request_id, model=model, priority=body.priority, arrival=arrival
+        frontend, [prompt], params, request_id=request_id, model=model, level=level, arrival=arrival
     ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)

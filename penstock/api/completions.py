@@ -14,12 +14,14 @@ from starlette.types import Send
 
 from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
+from penstock.api.levels import service_level
 from penstock.api.logprobs import CompletionLogprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -29,12 +31,13 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody)
-        return UntilDisconnect(partial(_answer, frontend, body, request.state.request_id))
+        level = service_level(body, request.headers)
+        return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
     add_post(app, "/v1/completions", CompletionBody, completions)
 
 
-async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, send: Send) -> None:
+async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel, request_id: str, send: Send) -> None:
     arrival = frontend.clock.now()
     model = served_model(frontend, body.model)
     check_ready(frontend)
@@ -44,7 +47,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, request_id: str, sen
     echoes = await asyncio.gather(*(_text(frontend, prompt) for prompt in given)) if body.echo else [""] * len(given)
     shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
     with Outputs(
-        frontend, prompts, params, request_id=request_id, model=model, priority=body.priority, arrival=arrival
+        frontend, prompts, params, request_id=request_id, model=model, level=level, arrival=arrival
     ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Outputs:
         *,
         request_id: str,
         model: str,
-        priority: int | None,
+        level: ServiceLevel,
         arrival: float,
     ) -> None:
         self._offset = params.n
@@ -46,9 +47,7 @@ class Outputs:
             for i, prompt in enumerate(prompts):
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 self._generations.append(
-                    frontend.submit(
-                        prompt, params, request_id=part_id, model=model, priority=priority or 0, arrival=arrival
-                    )
+                    frontend.submit(prompt, params, request_id=part_id, model=model, level=level, arrival=arrival)
                 )
                 self._generations[-1].listen(partial(self._hear, i))
         except BaseException:

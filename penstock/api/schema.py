@@ -72,8 +72,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     # how it is served
-    "service_tier": ("auto", "default"),
-    "slo": (),
     "stream_options.continuous_usage_stats": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -93,6 +91,7 @@ ALLOWED = {
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "too_short": "at least {min_length}",
+    "extra_forbidden": "ttft_ms and tpot_ms",
 }
 
 
@@ -109,6 +108,15 @@ class Body(BaseModel):
     def undeclared(self) -> dict[str, Any]:
         """Fields that came although no model declares them."""
         return self.model_extra or {}
+
+
+class Targets(BaseModel):
+    """Service level objectives, in milliseconds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 class GenerationBody(Body):
@@ -136,6 +144,9 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     priority: Int32 | None = None
+    slo: Targets | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from penstock.cli.options import Option, integer, number, one_of, text, words
-from penstock.cli.serve import ENGINE_OPTIONS, SERVER_OPTIONS
+from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH
 from penstock.sched.steptime import DEVICES, GEOMETRIES
@@ -23,6 +23,7 @@ MODELLED_TOO = (  # of the engine's options
     "step-time-limit-ms",
     "kv-cache-memory",
     "enable-prefix-caching",
+    "scheduling-policy",
 )
 
 
@@ -64,6 +65,7 @@ TABLES = Tables(
         Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
         Option("frontends", integer(1, 64), 1, "how many, each on a port of its own: port, port + 1, ..."),
         *(option for option in SERVER_OPTIONS if option.name not in LIMITS),
+        FLIGHT_RECORDER,
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],
     instances=(

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.devices import THIS_MACHINE, measure, save_device, saved_file
+
 VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 EXTRAS = {"aiohttp": "bench", "huggingface-hub": "hub"}
 Row = tuple[str, str, str]  # what, "ok" | "missing" | "note", what was found
@@ -18,28 +20,40 @@ Row = tuple[str, str, str]  # what, "ok" | "missing" | "note", what was found
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="what of this machine will be used", allow_abbrev=False)
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write what was measured to a file (default: where scenarios look for the device this-machine)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 when something that serving needs is missing."""
+    """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="penstock doctor", title_justify="left", show_header=False, box=None, padding=(0, 2))
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
-    rows = list(examine())
+    rows = list(examine(None if args.save is None else Path(args.save) if args.save else saved_file()))
     for what, state, found in rows:
         table.add_row(what, marks[state], found)
     Console().print(table)
     return 1 if any(state == "missing" for _, state, _ in rows) else 0
 
 
-def examine() -> Iterator[Row]:
-    """Everything that is looked at, in the order of the table."""
+def examine(save: Path | None = None) -> Iterator[Row]:
+    """Everything that is looked at, in the order of the table.
+
+    Args:
+        save: where what is measured is written, if anywhere.
+    """
     yield "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield from _processor()
     yield from _torch()
+    yield from _speed(save)
     yield from _packages()
     yield from _demo()
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -82,6 +96,25 @@ def _torch() -> Iterator[Row]:
         using.setdefault(op.backend_on(device).name, []).append(name)
     for backend, names in using.items():
         yield f"{backend} ops on {device}", "ok", ", ".join(names)
+
+
+def _speed(save: Path | None) -> Iterator[Row]:
+    """What a step's time is predicted from."""
+    try:
+        import torch
+    except ImportError:
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, float32 = measure(device)
+    yield f"speed of {device}", "ok", f"{model.peak_flops:.3g} bfloat16 and {float32:.3g} float32 operations a second"
+    yield f"memory of {device}", "ok", f"{model.bandwidth / 1e9:.3g} GB/s, {model.memory / 1e9:.0f} GB"
+    if save is not None:
+        save_device(model, save)
+        yield THIS_MACHINE, "ok", f"written to {save}"
+    elif saved_file().exists():
+        yield THIS_MACHINE, "ok", f"as in {saved_file()}"
+    else:
+        yield THIS_MACHINE, "note", "not saved; --save lets engines and scenarios predict its step times"
 
 
 def _packages() -> Iterator[Row]:

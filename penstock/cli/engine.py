@@ -32,6 +32,7 @@ from penstock.obs.logs import setup_logging
 
 if TYPE_CHECKING:
     from penstock.core.clock import Clock
+    from penstock.core.device import DeviceModel
     from penstock.core.wire.engine import Ready
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
@@ -147,7 +148,20 @@ def introduce(
         device=str(built.runner.device),
         dtype=built.layout.dtype,
         drawn_ids=drawn_ids(built),
+        max_sequences=scheduler.limits.max_sequences,
+        device_model=device_model(built),
+        shape=built.shape,
     )
+
+
+def device_model(built: Built | BuiltModelled) -> DeviceModel | None:
+    from penstock.engine.modelled import BuiltModelled
+
+    if isinstance(built, BuiltModelled):
+        return built.device_model
+    from penstock.cli.devices import known_device
+
+    return known_device(built.runner.device)
 
 
 def drawn_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:

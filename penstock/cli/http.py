@@ -142,6 +142,7 @@ def make_site(
     endpoints: Sequence[Endpoint],
     master: str | None = None,
     dispatch: str = "least-loaded",
+    flight_recorder: str | None = None,
 ) -> Site:
     """
     Args:
@@ -149,6 +150,7 @@ def make_site(
         endpoints: of the engines.
         master: the master's ZMQ endpoint; None for one of its own, in this process.
         dispatch: policy of its own master.
+        flight_recorder: the file where that writes what it decides. Raises ConfigError when it cannot.
     """
     import zmq
 
@@ -165,7 +167,8 @@ def make_site(
     clock, context = SystemClock(), zmq.Context()
     placement: Placement
     if master is None:
-        placement = LocalPlacement(make_master(context, endpoints, dispatch, options.seed, f"{name}-master"), name)
+        pump = make_master(context, endpoints, dispatch, options.seed, f"{name}-master", flight_recorder)
+        placement = LocalPlacement(pump, name)
     else:
         placement = RemotePlacement(master_link(context, master, name, clock), clock)
     metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints])
@@ -192,25 +195,33 @@ def make_master(
     dispatch: str,
     seed: int | None,
     name: str = "master",
+    flight_recorder: str | None = None,
 ) -> MasterPump:
     """A master with its own wires to the engines.
 
     Args:
         name: by which engines know it; two masters of one name would take each other's messages.
+        flight_recorder: the file where it writes what it decides. Raises ConfigError when it cannot.
     """
     import time
 
     from penstock.core.clock import SystemClock
     from penstock.sched.cluster import DISPATCH
     from penstock.service.link import engine_link
-    from penstock.service.master import Master
+    from penstock.service.master import Master, Policies
     from penstock.service.master_pump import MasterPump
+    from penstock.service.recorder import Recorder
+    from penstock.service.recorder_file import RecorderFile
 
     clock = SystemClock()
-    master = Master(endpoints, DISPATCH[dispatch](), random.Random(seed), time.time_ns())
-    return MasterPump(
-        master, {e.name: engine_link(context, e.address, name, "master", clock) for e in endpoints}, clock
-    )
+    recorder = recording = None
+    if flight_recorder is not None:
+        recorder = Recorder()
+        recording = RecorderFile(Path(flight_recorder), recorder, clock)
+    policies = Policies(dispatch=DISPATCH[dispatch]())
+    master = Master(endpoints, policies, random.Random(seed), time.time_ns(), recorder=recorder)
+    links = {e.name: engine_link(context, e.address, name, "master", clock) for e in endpoints}
+    return MasterPump(master, links, clock, recording)
 
 
 def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:

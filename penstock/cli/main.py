@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, serve, sim, up
+from penstock.cli import bench, chat, doctor, explain, plan, serve, sim, up
 from penstock.cli.options import in_flags
 from penstock.core.errors import PenstockError, UserError
 
@@ -30,7 +30,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (serve, up, chat, bench, sim, doctor):
+    for command in (serve, up, chat, bench, sim, plan, explain, doctor):
         command.add_parser(commands)
     return parser, commands.choices
 

@@ -5,6 +5,7 @@ JSON:
     parent              process id; without that process this one ends
     instances           [{"name", "address", "pool"}, ...]: where the engines listen
     dispatch            name of a policy in `sched.cluster.DISPATCH`
+    flight_recorder     file where every decision is written; null for none
     seed                of the lots that policies draw; null for an unpredictable one
     log_level, log_format
 
@@ -23,6 +24,7 @@ import sys
 from typing import Any
 
 from penstock.cli.http import make_master
+from penstock.core.errors import PenstockError
 from penstock.obs.logs import setup_logging
 from penstock.service.instances import Endpoint
 
@@ -31,11 +33,16 @@ LOOK = 0.5  # seconds between two looks at the parent
 
 
 def main(settings: dict[str, Any]) -> int:
+    """Returns 0 when told to stop, 2 when the settings cannot be used."""
     setup_logging(settings["log_level"], settings["log_format"], "master")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import uvloop
 
-    uvloop.run(serve(settings))
+    try:
+        uvloop.run(serve(settings))
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -47,7 +54,8 @@ async def serve(settings: dict[str, Any]) -> None:
 
     context = zmq.Context()
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
-    pump = make_master(context, endpoints, settings["dispatch"], settings["seed"])
+    recording = settings["flight_recorder"]
+    pump = make_master(context, endpoints, settings["dispatch"], settings["seed"], flight_recorder=recording)
     pump.start()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)

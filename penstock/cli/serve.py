@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.cli.http import ServerOptions, Site, bind, make_site, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
+from penstock.sched.local import PACING
 from penstock.service.checkpoint import find_checkpoint
 
 log = logging.getLogger("penstock.server")
@@ -37,6 +38,12 @@ ENGINE_OPTIONS = (
     Option("kv-cache-memory", size, None, "of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "find computed prefixes again"),
+    Option(
+        "scheduling-policy",
+        one_of(*PACING),
+        "slack",
+        "fcfs: by priority and arrival; slack: also by targets of latency, where requests have any",
+    ),
     Option(
         "kv-address-mode",
         one_of("auto", "contiguous", "table"),
@@ -59,7 +66,8 @@ SERVER_OPTIONS = (
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
     Option("log-format", one_of("text", "json"), "text", "of the log"),
 )
-OPTIONS = (*SERVER_OPTIONS, *ENGINE_OPTIONS)
+FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
+OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
 
 
 def add_parser(commands: Any) -> None:
@@ -86,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         with engine_process(address, engine_options(directory, values), server) as engine:
             import uvloop
 
-            return uvloop.run(serve(server, engine, address, listener))
+            return uvloop.run(serve(server, engine, address, listener, values["flight_recorder"]))
 
 
 def short_folder() -> str | None:
@@ -127,11 +135,18 @@ def engine_process(address: str, options: dict[str, Any], server: ServerOptions)
             process.wait()
 
 
-async def serve(options: ServerOptions, engine: subprocess.Popen[bytes], address: str, listener: socket.socket) -> int:
+async def serve(
+    options: ServerOptions,
+    engine: subprocess.Popen[bytes],
+    address: str,
+    listener: socket.socket,
+    flight_recorder: str | None,
+) -> int:
     """Run the HTTP server until a signal, or until the engine ends; returns the exit code."""
     from penstock.service.instances import Endpoint
 
-    site = make_site(options, listener, "frontend-0", [Endpoint(ENGINE, address)])
+    endpoints = [Endpoint(ENGINE, address)]
+    site = make_site(options, listener, "frontend-0", endpoints, flight_recorder=flight_recorder)
     try:
         await site.run(watch_engine(engine, site))
     finally:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
 import random
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +20,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from penstock.bench.slo import Probe, SearchResult
     from penstock.sim.cluster import Cluster
     from penstock.sim.scenario import Scenario, Tables
     from penstock.workload.requests import WorkRequest
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"  # beside the project
 TARGET = 0.9  # share of requests that keep both limits
-LARGEST_SCALE, TOLERANCE = 4096.0, 0.02
+LARGEST_SCALE = 4096.0
 
 
 def add_parser(commands: Any) -> None:
@@ -46,10 +42,16 @@ def add_parser(commands: Any) -> None:
     one.set_defaults(run=run)
 
     many = kinds.add_parser(
-        "compare", allow_abbrev=False, help=f"find the greatest rate at which {TARGET:.0%} of requests keep both limits"
+        "compare", allow_abbrev=False, help="find the greatest rate at which enough requests keep both of their targets"
     )
     _common_flags(many)
-    many.add_argument("--policies", required=True, metavar="A,B", help="names, each with @LAYOUT if need be")
+    many.add_argument("--policies", metavar="A,B", help="names, each with @LAYOUT if need be (default: all)")
+    many.add_argument("--seeds", metavar="N", help="so many, from --seed on; the median is reported (default: 1)")
+    many.add_argument("--rates", metavar="A,B", help="requests per second to simulate, instead of a search")
+    many.add_argument(
+        "--bound", action=argparse.BooleanOptionalAction, default=True, help="tell what nobody could do better than"
+    )
+    many.add_argument("--save", metavar="FOLDER", help="write each policy's result and its page there")
     many.add_argument("--jobs", help="processes at once (default: as many as there are cores)")
     many.set_defaults(run=compare)
 
@@ -57,6 +59,7 @@ def add_parser(commands: Any) -> None:
 def _common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", help="a YAML file; scenarios/ has some to start from")
     parser.add_argument("--json", metavar="OUT", help="write the result there")
+    parser.add_argument("--html", metavar="OUT", help="write a page about it there")
     parser.add_argument("--seed", help="of traffic, step times and lots, instead of the file's")
     parser.add_argument(
         "--traces", metavar="DIR", help="the folder of traces (default: ../shared/traces beside the project)"
@@ -69,6 +72,8 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_tables() -> Tables:
     from penstock.cli.deployment import TABLES, between
+    from penstock.cli.options import switch
+    from penstock.sched.local import PACING
     from penstock.sched.steptime import DEVICES, GEOMETRIES
     from penstock.sim.bundles import BUNDLES
     from penstock.sim.scenario import Tables
@@ -77,19 +82,28 @@ def make_tables() -> Tables:
     names = ("max-num-seqs", "max-num-batched-tokens", "step-time-limit-ms", "kv-blocks", "enable-prefix-caching")
     devices = one_of(*(f"modelled:{name}" for name in DEVICES))
     needed = partial(Option, default=None)
+    targets = (
+        needed("ttft-ms", number(0), help="time to first token"),
+        needed("tpot-ms", number(0), help="mean time per token after it"),
+    )
     return Tables(
         top=(
             Option("description", str, "", "what it is about"),
             Option("policy", one_of(*BUNDLES), "least_loaded", "what decides"),
             Option("seed", integer(0), 0, "of traffic, step times and lots"),
+            Option("target", number(0, 1), TARGET, "share of online requests that have to keep their targets"),
             Option("latency-ms", between(0, 10_000), 0.2, "of messages between frontend, master and instances"),
         ),
         workload=(
             Option("trace", text, "", "a file in the folder of traces"),
             Option("rate-scale", number(0, LARGEST_SCALE), 1.0, "factor on the workload's own rate"),
+            Option("vary", one_of("online", "offline"), "online", "whose rate other scales than the file's are for"),
+            Option("most-scale", number(0, LARGEST_SCALE), LARGEST_SCALE, "beyond which no greater one is sought"),
             Option("start", between(0, 1e9), 0.0, "seconds of the trace that are left out"),
             Option("duration", number(0, 1e9), None, "seconds of arrivals; by default all of it once"),
             Option("spread", between(0, 3600), 0.0, "seconds over which a tick of the trace's clock is spread"),
+            Option("chats", switch, False, "requests that share a beginning are turns of a chat"),
+            Option("tide", between(1, 1e6), None, "highest rate over lowest, of a day that takes the duration"),
             Option("max-tokens", integer(1), 4096, "limit on outputs that clients set"),
         ),
         synthetic=(
@@ -104,19 +118,48 @@ def make_tables() -> Tables:
             Option("prefix-tokens", integer(1), 512, "tokens of each"),
             Option("prefix-zipf", between(0, 10), 0.0, "how unevenly they are taken"),
         ),
-        slo=(
-            needed("ttft-ms", number(0), help="time to first token"),
-            needed("tpot-ms", number(0), help="mean time per token after it"),
+        tasks=(
+            needed("name", text, help="of the class of requests"),
+            needed("rate", number(0, 1e6), help="requests per second at a rate-scale of 1"),
+            needed("prompt", number(0, 1e7), help="mean tokens of a prompt"),
+            Option("prompt-sd", between(0, 1e7), 0.0, "standard deviation of that"),
+            needed("output", number(0, 1e7), help="mean tokens of an output"),
+            Option("output-sd", between(0, 1e7), 0.0, "standard deviation of that"),
+            *targets,
+            Option("priority", integer(0, 1000), 0, "lower runs first"),
+            Option("priority-only", switch, False, "the cluster is told the priority and not the targets"),
+            Option("start", between(0, 1e9), 0.0, "seconds until they begin to come"),
+            Option("duration", number(0, 1e9), None, "seconds for which they come; by default to the end"),
         ),
+        offline=(
+            needed("rate", number(0, 1e6), help="requests per second"),
+            needed("backlog", integer(1, 10**8), help="requests that are there from the start"),
+            Option("like-online", switch, False, "lengths are drawn from those of the online requests"),
+            Option("prompt", number(0, 1e7), 4096.0, "mean tokens of a prompt"),
+            Option("prompt-sd", between(0, 1e7), 2048.0, "standard deviation of that"),
+            Option("output", number(0, 1e7), 512.0, "mean tokens of an output"),
+            Option("output-sd", between(0, 1e7), 256.0, "standard deviation of that"),
+        ),
+        slo=targets,
         engine=(
             Option("device", devices, "modelled:h200", "what the instances run on"),
+            Option("tensor-parallel-size", integer(1, 64), 1, "devices that every layer is spread over"),
+            Option("efficiency", number(0, 1), 1.0, "share of its data sheet that a device reaches"),
             Option("geometry", one_of(*GEOMETRIES), "llama-3.1-8b", "the model whose times are modelled"),
+            Option("scheduling-policy", one_of(*PACING), None, "of the engines, instead of what the policy has"),
             Option("max-model-len", integer(2), 16384, "prompt and output tokens of one sequence"),
             Option("noise", between(0, 1), 0.05, "standard deviation of a step's time, relative to it"),
-            Option("slowdown", between(0.01, 100), 1.0, "factor on all times"),
+            Option("slowdown", between(0.01, 100), 1.0, "factor on all times, of which nobody is told"),
+            Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
         ),
         instances=tuple(TABLES.instances),
+        scaling=(
+            needed("least", integer(1, 4096), help="instances that serve"),
+            needed("most", integer(1, 4096), help="instances that serve"),
+            Option("start-seconds", between(0, 86_400), 2.05, "from the decision until an instance serves"),
+            Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
+        ),
         heartbeat=(
             Option("every-ms", number(0, 60_000), 50.0, "between snapshots while the load changes"),
             Option("delay-ms", between(0, 60_000), 5.0, "by which the master hears of them later"),
@@ -163,7 +206,7 @@ def read_given(args: argparse.Namespace) -> Given:
     return Given(scenario, read_trace(file if args.trace else folder / file), seed)
 
 
-def _simulate(given: Given, variant: str, scale: float, **more: Any) -> tuple[dict[str, Any], Cluster]:
+def simulate_given(given: Given, variant: str, scale: float, **more: Any) -> tuple[dict[str, Any], Cluster]:
     """More: see `simulate`."""
     from penstock.sim.simulate import simulate
 
@@ -179,17 +222,18 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.bench.document import check_writable
+    from penstock.sim.report import curves, run_page
     from penstock.sim.result import request_rows
 
-    check_writable(args.json, "--json")
+    for flag in ("json", "html"):
+        check_writable(getattr(args, flag), f"--{flag}")
     given = read_given(args)
-    workload = given.scenario.workload
-    scale = workload.rate_scale
+    scale = given.scenario.workload.scale
     if args.rate_scale is not None:
         scale = Option("rate-scale", number(0, LARGEST_SCALE), 1.0, "").read(args.rate_scale, "--rate-scale")
     console = Console(stderr=True)
     began = perf_counter()
-    with _progress(console) as progress:
+    with make_progress(console) as progress:
         task = progress.add_task("requests", total=None)
 
         def watch(ended: int, total: int) -> None:
@@ -197,165 +241,97 @@ def run(args: argparse.Namespace) -> int:
                 progress.update(task, completed=ended, total=total)
 
         variant = args.policy or given.scenario.policy
-        result, cluster = _simulate(given, variant, scale, progress=watch)
+        result, cluster = simulate_given(given, variant, scale, progress=watch)
     took = perf_counter() - began
     Console().print(_run_table(given.scenario, result))
     console.print(
         f"[dim]{result['duration']:.0f} s simulated in {took:.1f} s, {result['events'] / took:,.0f} events/s[/dim]"
     )
-    _write(args.json, result | ({"per_request": request_rows(cluster.records)} if args.save_requests else {}))
+    if args.html:
+        write(args.html, run_page({"scenario": given.scenario.name, **result, **curves(cluster.records)}))
+    if args.json:
+        write(
+            args.json, as_json(result | ({"per_request": request_rows(cluster.records)} if args.save_requests else {}))
+        )
     return 0
 
 
 def _run_table(scenario: Scenario, result: Mapping[str, Any]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
+    columns = ("mean", "p50", "p90", "p95", "p99")
     table = Table(
-        title=f"{scenario.name}: {result['policy']} at {_shown(result['rate'])} requests/s", title_justify="left"
+        title=f"{scenario.name}: {result['policy']} at {shown(result['rate'])} requests/s", title_justify="left"
     )
     table.add_column("")
-    for name in ("mean", "p50", "p90", "p95", "p99"):
+    for name in columns:
         table.add_column(name, justify="right")
-    for name, unit in (("ttft", "ms"), ("tpot", "ms"), ("latency", "s")):
-        cells = [result[f"{name}_{column}_{unit}"] for column in ("mean", "p50", "p90", "p95", "p99")]
-        table.add_row(f"{name} ({unit})", *(_shown(cell) for cell in cells))
+    tasks = result.get("tasks") or {}
+    parts = {"": result} if len(tasks) < 2 else {"all": result, **tasks}
+    for part, of in parts.items():
+        kept = f": {of['attainment']:.1%} of {of['requests']:,} kept" if of["attainment"] is not None else ""
+        if part:
+            table.add_row(f"[bold]{escape(part)}[/bold]{kept}")
+        for name, unit in (("ttft", "ms"), ("tpot", "ms"), ("latency", "s")):
+            cells = [of[f"{name}_{column}_{unit}"] for column in columns]
+            table.add_row(f"{name} ({unit})", *(shown(cell) for cell in cells), end_section=name == "latency")
     table.caption_justify = "left"
-    table.caption = (
-        f"{result['attainment']:.1%} of {result['requests']:,} requests kept ttft {scenario.slo.ttft * 1e3:g} ms and "
-        f"tpot {scenario.slo.tpot * 1e3:g} ms; {result['failed']} failed; "
-        f"{_shown(result['output_tokens_per_s'])} tokens/s out; {result['reused_tokens']:,} of "
-        f"{result['prompt_tokens']:,} prompt tokens reused; {result['instance_seconds']:,.0f} instance-seconds"
-    )
+    table.caption = _caption(scenario, result)
     return table
 
 
-# --- sim compare
+def _caption(scenario: Scenario, result: Mapping[str, Any]) -> str:
+    slo = scenario.slo
+    targets = "their targets" if result.get("tasks") else f"ttft {slo.ttft * 1e3:g} ms and tpot {slo.tpot * 1e3:g} ms"
+    offline = result.get("offline_tokens_per_s")
+    return (
+        (f"{result['attainment']:.1%} of " if result["attainment"] is not None else "")
+        + f"{result['requests']:,} requests kept {targets}; {result['failed']} failed; "
+        + f"{shown(result['output_tokens_per_s'])} tokens/s out; "
+        + (f"{shown(offline)} tokens/s of offline work; " if offline is not None else "")
+        + f"{result['reused_tokens']:,} of {result['prompt_tokens']:,} prompt tokens reused; "
+        + f"{result['instance_seconds']:,.0f} instance-seconds"
+    )
 
 
 def compare(args: argparse.Namespace) -> int:
     """Search for each policy, all at once. Raises ConfigError."""
-    from rich.console import Console
+    from penstock.cli.sim_compare import compare
 
-    from penstock.bench.document import check_writable
-
-    check_writable(args.json, "--json")
-    given = read_given(args)
-    variants = [name.strip() for name in args.policies.split(",") if name.strip()]
-    for variant in variants:
-        given.scenario.choose(variant)  # complains before anything is simulated
-    jobs = os.cpu_count() or 1
-    if args.jobs is not None:
-        jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
-    console = Console(stderr=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_keep, initargs=(given,)) as pool, _progress(console) as bars:
-        found = asyncio.run(_search_all(pool, bars, given, variants))
-    policies = {name: _row(search, results) for name, (search, results) in zip(variants, found, strict=True)}
-    Console().print(_compare_table(given.scenario, policies))
-    _write(args.json, {"scenario": given.scenario.name, "seed": given.seed, "target": TARGET, "policies": policies})
-    return 0
-
-
-_given: Given | None = None  # in a worker process
-
-
-def _keep(given: Given) -> None:
-    global _given  # noqa: PLW0603
-    _given = given
-
-
-def _measure(variant: str, scale: float) -> dict[str, Any]:
-    """In a worker process: one simulation, given up as soon as it is known to miss the target."""
-    assert _given is not None
-    result, _ = _simulate(_given, variant, scale, allowed_misses=1 - TARGET)
-    return {key: value for key, value in result.items() if key != "timeline"}
-
-
-async def _search_all(
-    pool: ProcessPoolExecutor, bars: Progress, given: Given, variants: Sequence[str]
-) -> list[tuple[SearchResult, dict[float, dict[str, Any]]]]:
-    return await asyncio.gather(*(_search(pool, bars, given, variant) for variant in variants))
-
-
-async def _search(
-    pool: ProcessPoolExecutor, bars: Progress, given: Given, variant: str
-) -> tuple[SearchResult, dict[float, dict[str, Any]]]:
-    from penstock.bench.slo import find_greatest_load
-
-    loop = asyncio.get_running_loop()
-    results: dict[float, dict[str, Any]] = {}
-    task = bars.add_task(variant, total=None)
-
-    async def measure(scale: float) -> float:
-        results[scale] = result = await loop.run_in_executor(pool, _measure, variant, scale)
-        return result["attainment"] if result["complete"] else 0.0
-
-    def show(probe: Probe) -> None:
-        rate = results[probe.load]["rate"]
-        bars.update(task, advance=1, description=f"{variant} {rate:.1f}/s {'kept' if probe.kept else 'missed'}")
-
-    search = await find_greatest_load(
-        measure,
-        start=given.scenario.workload.rate_scale,
-        low=1 / LARGEST_SCALE,
-        high=LARGEST_SCALE,
-        target=TARGET,
-        tolerance=TOLERANCE,
-        progress=show,
-    )
-    bars.update(task, total=len(search.probes), completed=len(search.probes))
-    return search, results
-
-
-def _row(search: SearchResult, results: Mapping[float, Mapping[str, Any]]) -> dict[str, Any]:
-    """What is reported of a policy: at its greatest rate; null where it does not apply. The attainment of a probe that
-    is not complete is of what was over when it was given up."""
-    best = results[search.best] if search.best is not None else {}
-    names = ("attainment", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "latency_mean_s", "instance_seconds")
-    row = {name: best.get(name) for name in (*names, "reused_tokens", "requests", "failed")}
-    row["mean_latency_s"] = row.pop("latency_mean_s")
-    return {
-        "max_rate_90": best.get("rate"),
-        "max_scale_90": search.best,
-        "missed_scale": search.missed,
-        **row,
-        "offline_tokens_per_s": None,
-        "share_of_bound": None,
-        "probes": [
-            {"scale": p.load, "kept": p.kept}
-            | {key: results[p.load][key] for key in ("rate", "attainment", "complete")}
-            for p in search.probes
-        ],
-    }
-
-
-def _compare_table(scenario: Scenario, policies: Mapping[str, Mapping[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{scenario.name}: greatest rate with {TARGET:.0%} attainment", title_justify="left")
-    table.add_column("policy", no_wrap=True)
-    columns = ("max_rate_90", "attainment", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "mean_latency_s")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
-    for name, row in policies.items():
-        table.add_row(name, *(_shown(row[column]) for column in columns))
-    return table
+    return compare(args)
 
 
 # --- both
 
 
-def _progress(console: Console) -> Progress:
+def make_progress(console: Console) -> Progress:
+    """Bars that are gone when it is over."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _write(path: str | None, content: Mapping[str, Any]) -> None:
-    if path is not None:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def write(path: str | Path, content: str) -> None:
+    """All of it or nothing. Raises ConfigError."""
+    path = Path(path)
+    special = path.exists() and not path.is_file()  # as /dev/stdout, which must not be replaced
+    part = path if special else path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(content, encoding="utf-8")
+        if not special:
+            part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        if not special:
+            part.unlink(missing_ok=True)

@@ -28,6 +28,10 @@ class Request:
         stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
         max_tokens: generated tokens at most, at least 1; already cut to the model's length.
         priority: lower runs first.
+        ttft_ms, tpot_ms: what its client was promised: time to first token, and mean time per token after it; None
+            without a promise.
+        waited: seconds of the first that were over when it was sent to the engine.
+        offline: it has no targets, and runs in the gaps that others leave.
     """
 
     id: str
@@ -37,6 +41,10 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int
     priority: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    waited: float = 0.0
+    offline: bool = False
 
 
 @dataclass(slots=True)

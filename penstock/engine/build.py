@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.clock import Clock
+from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.engine.budget import find_token_budget
@@ -23,7 +24,7 @@ from penstock.nn.config import DTYPES
 from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
-from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local import Limits, Scheduler, make_pacing
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool
 
@@ -49,6 +50,7 @@ class EngineOptions:
             and table on CUDA, which has nothing else yet.
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
+        scheduling_policy: a name in `sched.local.PACING`.
     """
 
     model: str
@@ -63,6 +65,7 @@ class EngineOptions:
     prefix_cache: bool = True
     kv_address_mode: str = "auto"
     kv_layout: str = "auto"
+    scheduling_policy: str = "slack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,14 @@ class Built:
 
     Attributes:
         layout: of a block.
+        shape: of the model.
         pool: where its blocks are; None on CUDA, where they are in the device's own memory.
     """
 
     engine: Engine
     runner: Runner
     layout: KVLayout
+    shape: ModelShape
     pool: Pool | None
 
     def close(self) -> None:
@@ -126,7 +131,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     blocks = _block_pool(pool, num_blocks, options.prefix_cache)
     limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache)
+    pacing = make_pacing(options.scheduling_policy, None, budget)  # the server says what predicts steps here
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing)
     runner = Runner(model, cache)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
@@ -141,7 +147,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         model_len,
         budget,
     )
-    return Built(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, pool)
+    return Built(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, _shape(model), pool)
 
 
 def _open_cache(
@@ -176,6 +182,21 @@ def _block_pool(pool: Pool | None, num_blocks: int, prefix_cache: bool) -> Block
     if prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     return blocks
+
+
+def _shape(model: Decoder) -> ModelShape:
+    config = model.config
+    return ModelShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        tied=config.tie_embeddings,
+        bytes_per_value=model.dtype.itemsize,
+    )
 
 
 def _chosen(option: str, auto: str) -> str:

@@ -30,8 +30,8 @@ from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
-from penstock.sched.local import Limits, Scheduler
-from penstock.sched.local.sequence import blocks_for
+from penstock.sched.local import Limits, Scheduler, make_pacing
+from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import OpenPool, Pool, private_pool
@@ -39,8 +39,6 @@ from penstock.transfer.pool import OpenPool, Pool, private_pool
 log = logging.getLogger("penstock.engine")
 PREFIX = "modelled:"
 BLOCK_BYTES = 4096  # a page, of which the digests take an eighth
-MOST_TOKENS = 8192  # in a step, however fast the device is
-MEMORY_SHARE = 0.9  # of the modelled device's memory, for weights and KV together
 LATE_SHARE = 0.05  # of modelled time; beyond it the pace is not to be believed
 REPORT_EVERY = 30.0  # modelled seconds between two looks at it
 
@@ -60,6 +58,7 @@ class ModelledOptions:
             the device's own time, before the slowdown.
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         prefix_cache: whether computed prefixes are found again.
+        scheduling_policy: a name in `sched.local.PACING`.
     """
 
     model: str
@@ -75,15 +74,22 @@ class ModelledOptions:
     kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     prefix_cache: bool = True
+    scheduling_policy: str = "slack"
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModelled:
-    """See `engine.build.Built`."""
+    """See `engine.build.Built`.
+
+    Attributes:
+        device_model: with the slowdown.
+    """
 
     engine: Engine
     runner: PacedRunner
     layout: KVLayout
+    shape: ModelShape
+    device_model: DeviceModel
     pool: Pool
 
     def close(self) -> None:
@@ -99,8 +105,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     config = _read_json(directory / "config.json")
     shape = _shape(options.geometry, config)
     times = StepTime(device, shape)
-    num_blocks, model_len = _size(options, device, shape, config)
-    budget = _token_budget(options, times, model_len)
+    sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
     layout = KVLayout(
         model=_identity(config, shape),
         order="digest",
@@ -112,7 +117,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     )
     vocab_size = _positive(config, "vocab_size")
     token_ids = ordinary_ids(directory, vocab_size)
-    pool = open_pool(layout, num_blocks)
+    pool = open_pool(layout, sizes.num_blocks)
     runner = PacedRunner(
         pool.memory,
         times,
@@ -125,12 +130,14 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         noise=options.noise,
         rng=random.Random(options.seed),
     )
-    limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
+    limits = Limits(token_budget=sizes.token_budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
     blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.keeper)
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype)
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache)
+    device_model = device.slowed(options.slowdown)
+    pacing = make_pacing(options.scheduling_policy, StepTime(device_model, shape), sizes.token_budget)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing)
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
         "slowed down %g times",
@@ -139,10 +146,11 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         blocks.num_blocks,
         blocks.cached,
         model_len,
-        budget,
+        sizes.token_budget,
         options.slowdown,
     )
-    return BuiltModelled(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, pool)
+    engine = Engine(scheduler, runner, clock, ledger_of(pool))
+    return BuiltModelled(engine, runner, layout, shape, device_model, pool)
 
 
 # --- running
@@ -363,48 +371,40 @@ def _shape(name: str | None, config: dict[str, Any]) -> ModelShape:
     return GEOMETRIES[name]
 
 
-def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, config: dict[str, Any]) -> tuple[int, int]:
-    """(blocks, longest sequence served)."""
-    most, asked = _positive(config, "max_position_embeddings"), options.max_model_len
+def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, most: int) -> tuple[Sizes, int]:
+    """(blocks and tokens of a step, longest sequence served).
+
+    Args:
+        most: tokens of the longest sequence that the model allows.
+    """
+    asked, kv_blocks = options.max_model_len, options.kv_blocks
     if asked is not None and not 2 <= asked <= most:
         raise ConfigError(f"max-model-len: {asked}, this checkpoint allows 2 to {most}", "max-model-len")
-    model_len = asked or most
-    free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
-    per_block = shape.kv_bytes_per_token * BLOCK_TOKENS
-    if (options.kv_cache_memory or per_block) > free:
+    fitting = fitting_blocks(device, shape)
+    if options.kv_cache_memory is not None:
+        kv_blocks = options.kv_cache_memory // (shape.kv_bytes_per_token * BLOCK_TOKENS)
+    if not fitting or (options.kv_cache_memory is not None and kv_blocks is not None and kv_blocks > fitting):
+        free = max(0.0, device.memory * MEMORY_SHARE - shape.weight_bytes)
         raise ConfigError(
-            f"device: {options.device} has {device.memory / 1e9:.0f} GB, of which {max(free, 0) / 1e9:.1f} GB are left "
+            f"device: {options.device} has {device.memory / 1e9:.0f} GB, of which {free / 1e9:.1f} GB are left "
             f"for the KV cache beside {shape.weight_bytes / 1e9:.1f} GB of weights",
             "kv-cache-memory" if options.kv_cache_memory else "device",
         )
-    if options.kv_blocks is not None:
-        num_blocks = options.kv_blocks
-    elif options.kv_cache_memory is not None:
-        num_blocks = options.kv_cache_memory // per_block
-    else:
-        num_blocks = min(free // per_block, options.max_num_seqs * blocks_for(model_len))
-    longest = num_blocks * BLOCK_TOKENS
-    if longest < (asked or 2):
-        raise ConfigError(
-            f"max-model-len: {asked or 2} tokens need {blocks_for(asked or 2)} blocks of KV cache, {num_blocks} "
-            "are there",
-            "max-model-len",
+    room = BLOCK_TOKENS * (fitting if kv_blocks is None else kv_blocks)
+    model_len = asked or max(2, min(most, room))
+    try:
+        sizes = sized(
+            device,
+            shape,
+            max_model_len=model_len,
+            max_num_seqs=options.max_num_seqs,
+            kv_blocks=kv_blocks,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            step_time_limit_ms=options.step_time_limit_ms,
         )
-    return num_blocks, min(model_len, longest)
-
-
-def _token_budget(options: ModelledOptions, times: StepTime, model_len: int) -> int:
-    asked = options.max_num_batched_tokens
-    if asked is None:
-        high = max(min(MOST_TOKENS, model_len), options.max_num_seqs)
-        return times.largest_prefill(options.step_time_limit_ms, options.max_num_seqs, high)
-    if asked < options.max_num_seqs:
-        raise ConfigError(
-            f"max-num-batched-tokens: {asked}, at least max-num-seqs ({options.max_num_seqs}) is needed, "
-            "so that every running sequence gets a token in every step",
-            "max-num-batched-tokens",
-        )
-    return asked
+    except ConfigError as error:
+        raise ConfigError(f"{error.field}: {error}", error.field) from None
+    return sizes, model_len
 
 
 def _identity(config: dict[str, Any], shape: ModelShape) -> str:

@@ -7,6 +7,7 @@ over. What is meant for an earlier life of this engine is refused.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +15,7 @@ import msgspec
 import zmq
 
 from penstock.core.clock import Clock
-from penstock.core.errors import UserError
-from penstock.core.request import Request, TokenOutput
+from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
     LEASE,
@@ -32,7 +32,6 @@ from penstock.core.wire.engine import (
     Link,
     LinkFailed,
     Ready,
-    Refused,
     SetPool,
     Shutdown,
     Snapshot,
@@ -44,6 +43,8 @@ from penstock.engine import load
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.loop import Engine
 from penstock.sched.local.handoff import Handoffs
+from penstock.sched.local.intake import Intake
+from penstock.sched.local.load import snapshot
 from penstock.transfer.carrier import Arrival, LinkDown
 from penstock.transfer.transports import Transport
 
@@ -60,14 +61,6 @@ class _Client:
     kind: str
     incarnation: int
     heard: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """Who gets a request's tokens, and which attempt they belong to."""
-
-    client: bytes
-    generation: int
 
 
 class EngineServer:
@@ -89,15 +82,14 @@ class EngineServer:
         self._socket.bind(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._clients: dict[bytes, _Client] = {}
-        self._owner: dict[str, _Owner] = {}
+        self._clients: dict[str, _Client] = {}
         self._transport: Transport | None = None
         self._handoffs: Handoffs | None = None
-        self._stopping = self._draining = False
-        self._pool_generation = 0
+        self._stopping = False
+        self._changed = True  # something has, since the masters were told
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
-        self._snapshot_at = self._ticked_at = self._told_at = self._looked_at = clock.now()
+        self._snapshot_at = self._ticked_at = self._told_at = self._looked_at = self._beat = clock.now()
 
     # --- life
 
@@ -115,12 +107,16 @@ class EngineServer:
             transport: the way to other engines; without one this engine neither hands over nor takes over.
             lease: seconds of silence after which a hand-off is over.
         """
-        self._engine, self._ready, self._pool = engine, ready, ready.pool
+        self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
+        self._intake = Intake(ready.peer, ready.pool, engine.scheduler, engine.recent, ready.vocab_size)
+        self._intake.frontends = self._clients.keys()
+        if times := engine.recent.learn(ready.device_model, ready.shape):
+            engine.scheduler.predict_by(times)
         engine.cache_log = CacheLog()
         if transport is not None:
             self._transport = transport
-            self._handoffs = Handoffs(engine.scheduler, transport, self, lease)
+            self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every = lease / 20
         looked = self._beat = self._clock.now() - HEARTBEAT
@@ -129,6 +125,8 @@ class EngineServer:
             self._receive(self._patience(stalled))
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
+            if failed := self._intake.take_failed():
+                self._report(failed, 0)
             now = self._clock.now()
             self._pulse(now)
             if now - looked >= HEARTBEAT:
@@ -147,18 +145,24 @@ class EngineServer:
         self._context.term()
 
     def _patience(self, stalled: bool) -> float:
-        """Seconds to wait for messages before the next step."""
+        """Seconds to wait for messages before the next step, or before the clock asks for something."""
         if stalled:
             return STALLED
         if self._engine.has_work:
             return 0.0
-        return min(HEARTBEAT, self._tick_every) if self._handoffs and self._handoffs.busy else HEARTBEAT
+        due = self._beat + HEARTBEAT
+        if self._changed:
+            due = min(due, self._snapshot_at + SNAPSHOT)
+        if self._handoffs is not None and self._handoffs.busy:
+            due = min(due, self._ticked_at + self._tick_every)
+        return max(0.0, due - self._clock.now())
 
     def _step(self) -> bool:
         """One step; False when there was no room to work."""
         plan = self._engine.plan()
         if not plan.sequences:
             return False
+        self._changed = True
         if self._handoffs is not None:
             self._handoffs.started(self._clock.now(), plan)
         self._report(self._engine.run(plan), plan.num_tokens)
@@ -172,7 +176,7 @@ class EngineServer:
             return
         self._looked_at = now
         for client in [c for c, state in self._clients.items() if now - state.heard > LEASE]:
-            log.info("the %s %s has gone", self._clients[client].kind, _name(client))
+            log.info("the %s %s has gone", self._clients[client].kind, client)
             self._forsake(client)
 
     def _pulse(self, now: float) -> None:
@@ -190,10 +194,10 @@ class EngineServer:
     def _receive(self, patience: float) -> None:
         """Handle everything that has arrived, waiting for the first so many seconds."""
         if patience:
-            self._poller.poll(int(patience * 1000))
+            self._poller.poll(math.ceil(patience * 1000))
         while True:
             try:
-                client, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             except ValueError:
@@ -204,29 +208,29 @@ class EngineServer:
             except msgspec.DecodeError as error:
                 log.warning("a message that is no command was dropped: %s", error)
                 continue
-            self._handle(client, command)
+            self._changed = True
+            self._handle(_name(identity), command)
         if self._transport is not None:
             for arrival in self._transport.receive():
+                self._changed = True
                 self._on_peer(arrival)
+            self._engine.write_down()  # what came with requests that were taken over
 
-    def _handle(self, client: bytes, command: Command) -> None:
+    def _handle(self, client: str, command: Command) -> None:
         match command:
             case Hello():
                 self._greet(client, command)
             case Inspect():
-                counts = {"owners": len(self._owner), "clients": len(self._clients)}
-                self._send(client, load.inspection(self._engine, self._incarnation, self._handoffs, counts))
+                self._send(client, load.inspection(self._engine, self._intake, {"clients": len(self._clients)}))
             case Shutdown():
                 self._stopping = True
-            case Enqueue() if command.to != self._incarnation:
-                message = f"meant for incarnation {command.to} of {self._ready.peer.name}, this is {self._incarnation}"
-                self._send(client, Refused(self._incarnation, command.request.id, message, "stale"))
             case Enqueue():
-                self._enqueue(client, command)
+                if refused := self._intake.enqueue(self._clock.now(), client, command):
+                    self._send(client, refused)
             case _ if command.to != self._incarnation:
                 log.info("%s meant for an earlier life was dropped", type(command).__name__)
-            case Cancel(request_ids=request_ids):
-                self._cancel(client, request_ids)
+            case Cancel() | SetPool() | Drain():
+                self._intake.obey(client, command)
             case Link(peer=peer):
                 if self._transport is not None:
                     self._transport.connect(peer)
@@ -234,15 +238,10 @@ class EngineServer:
                 if self._transport is not None and self._handoffs is not None:
                     self._handoffs.lost(peer, for_good=True)
                     self._transport.disconnect(peer)
-            case SetPool(pool=pool, generation=generation):
-                if generation > self._pool_generation:
-                    self._pool, self._pool_generation = pool, generation
-            case Drain():
-                self._draining = True
             case AskCache():
                 self._send_cache(client)
 
-    def _greet(self, client: bytes, hello: Hello) -> None:
+    def _greet(self, client: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             self._send(client, Failed(f"protocol {hello.protocol} of {hello.sender}, {PROTOCOL} of the engine"))
             return
@@ -259,55 +258,10 @@ class EngineServer:
             self._last_snapshot = None
             self._send_cache(client)
 
-    def _enqueue(self, client: bytes, command: Enqueue) -> None:
-        request, generation = command.request, command.generation
-        if self._draining:
-            self._send(client, Refused(self._incarnation, request.id, "this instance takes nothing new", "draining"))
-            return
-        if unknown := self._unknown_tokens(request):
-            self._send(client, Refused(self._incarnation, request.id, unknown))
-            return
-        owner = self._owner.get(request.id)
-        if owner is not None and owner.client == client and owner.generation < generation:
-            self._cancel(client, [request.id])
-        away = command.decode is not None and command.decode.name != self._ready.peer.name
-        try:
-            self._engine.add(request, departs=away and self._handoffs is not None)
-        except UserError as error:
-            self._send(client, Refused(self._incarnation, request.id, str(error)))
-            return
-        self._owner[request.id] = _Owner(client, generation)
-        if self._handoffs is not None:
-            self._handoffs.supersede(request.id)
-            if command.decode is not None and away:
-                self._handoffs.begin(request, generation, _name(client), command.decode)
-
-    def _unknown_tokens(self, request: Request) -> str:
-        """Which token of a prompt the model does not know; "" when it knows all."""
-        low, high = min(request.prompt, default=0), max(request.prompt, default=0)
-        if low >= 0 and high < self._ready.vocab_size:
-            return ""
-        wrong = low if low < 0 else high
-        return f"prompt: token id {wrong}, allowed are 0 to {self._ready.vocab_size - 1}"
-
-    def _cancel(self, client: bytes, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if self._handoffs is not None:
-                self._handoffs.cancel(request_id, _name(client))
-            owner = self._owner.get(request_id)
-            if owner is not None and owner.client == client:
-                del self._owner[request_id]
-                self._engine.cancel([request_id])
-
-    def _forsake(self, client: bytes) -> None:
+    def _forsake(self, client: str) -> None:
         """Its requests have nobody who wants them."""
         del self._clients[client]
-        if self._handoffs is not None:
-            self._handoffs.forsake(_name(client))
-        mine = [request_id for request_id, owner in self._owner.items() if owner.client == client]
-        for request_id in mine:
-            del self._owner[request_id]
-        self._engine.cancel(mine)
+        self._intake.forsake(client)
 
     def _on_peer(self, arrival: Arrival | LinkDown) -> None:
         assert self._handoffs is not None
@@ -321,66 +275,39 @@ class EngineServer:
         else:
             self._handoffs.on(self._clock.now(), arrival)
 
-    # --- what hand-offs tell
-
-    def refuses(self, request: Request, frontend: str) -> str:
-        if self._draining:
-            return "this instance takes nothing new"
-        if frontend.encode() not in self._clients:
-            return f"the frontend {frontend} is not connected"
-        return self._unknown_tokens(request)
-
-    def spent(self, request_id: str) -> tuple[float, float]:
-        return self._engine.spent(request_id)
-
-    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
-        self._owner[request.id] = _Owner(frontend.encode(), generation)
-        self._engine.adopt(request.id, queue, prefill)
-        self._engine.write_down()
-
-    def departed(self, request_id: str) -> None:
-        self._owner.pop(request_id, None)
-        self._engine.forget(request_id)
-
-    def failed(self, output: TokenOutput) -> None:
-        self._engine.forget(output.request_id)
-        self._report([output], 0)
-
     # --- events
 
     def _report(self, outputs: list[TokenOutput], step_tokens: int) -> None:
         """Send every frontend its outputs, and the load to all."""
         self._beat = self._clock.now()
-        theirs: dict[bytes, list[TokenOutput]] = {c: [] for c, state in self._clients.items() if state.kind != "master"}
-        for output in outputs:
-            owner = self._owner[output.request_id] if output.finish is None else self._owner.pop(output.request_id)
-            output.generation = owner.generation
-            theirs.setdefault(owner.client, []).append(output)
+        theirs = self._intake.address(outputs)
+        for client, state in self._clients.items():
+            if state.kind != "master":
+                theirs.setdefault(client, [])
         stats = load.stats(self._engine)
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
     def _tell_masters(self, now: float) -> None:
         """The load when it has changed or a while has passed, and what came and went in the cache."""
-        self._snapshot_at = now
+        self._snapshot_at, self._changed = now, False
         changes = self._engine.cache_log.take() if self._engine.cache_log is not None else None
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
-        snapshot = load.snapshot(self._engine, self._incarnation, self._pool, self._pool_generation, self._draining)
-        last = self._last_snapshot
-        if last is None or now - self._told_at >= HEARTBEAT or snapshot != last:
-            self._last_snapshot, self._told_at = snapshot, now
+        seen, last = snapshot(self._intake), self._last_snapshot
+        if last is None or now - self._told_at >= HEARTBEAT or seen != last:
+            self._last_snapshot, self._told_at = seen, now
             self._snapshots += 1
             for client in masters:
-                self._send(client, msgspec.structs.replace(snapshot, sequence=self._snapshots))
+                self._send(client, msgspec.structs.replace(seen, sequence=self._snapshots))
         if changes is not None:
             assert self._engine.cache_log is not None
             delta = CacheDelta(self._incarnation, self._engine.cache_log.sequence, *changes)
             for client in masters:
                 self._send(client, delta)
 
-    def _send_cache(self, client: bytes) -> None:
+    def _send_cache(self, client: str) -> None:
         """Everything that can be found, numbered like the last delta, so that the next one follows it."""
         assert self._engine.cache_log is not None
         keys = self._engine.scheduler.pool.keys()
@@ -388,9 +315,10 @@ class EngineServer:
         # whoever else listens has missed what was just taken, and will see the gap
         self._send(client, CacheDelta(self._incarnation, self._engine.cache_log.sequence, keys, [], whole=True))
 
-    def _send(self, client: bytes, event: Event) -> None:
-        self._socket.send_multipart([client, codec.encode(event)])
+    def _send(self, client: str, event: Event) -> None:
+        self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
 
 
-def _name(client: bytes) -> str:
-    return client.decode(errors="replace")
+def _name(identity: bytes) -> str:
+    """Of a client, whatever it calls itself: every byte is a letter."""
+    return identity.decode("latin-1")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from penstock.core.wire.engine import CacheDelta
+
+_NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -18,11 +21,13 @@ class _Told:
 
 
 class ClusterIndex:
-    """Prefix key -> instances. An instance counts only after it has told everything once."""
+    """Prefix key -> instances. An instance counts only after it has told everything once; and it counts for what it was
+    just given to compute."""
 
     def __init__(self) -> None:
         self._instances: dict[bytes, set[str]] = {}
         self._told: dict[str, _Told] = {}
+        self._expected: dict[bytes, Counter[str]] = {}  # key -> instance -> prompts under way that will leave it there
 
     def apply(self, instance: str, delta: CacheDelta) -> bool:
         """Take over what an instance tells. False: something before it is missing, so ask for the whole.
@@ -57,21 +62,40 @@ class ClusterIndex:
         for key in told.keys if told is not None else ():
             self._remove(instance, key)
 
+    def expect(self, instance: str, keys: Sequence[bytes]) -> None:
+        """A prompt with these keys is under way to an instance: whoever follows it there will find them."""
+        for key in keys:
+            self._expected.setdefault(key, Counter())[instance] += 1
+
+    def unexpect(self, instance: str, keys: Sequence[bytes]) -> None:
+        """That prompt is over; what it left was told by now."""
+        for key in keys:
+            expected = self._expected[key]
+            expected[instance] -= 1
+            if not expected[instance]:
+                del expected[instance]
+            if not expected:
+                del self._expected[key]
+
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of a prompt each instance has, for those that have any.
 
         A block counts only where every block before it is.
         """
         found: dict[str, int] = {}
-        live = self._instances.get(keys[0], set()) if keys else set()
+        live = self._holders(keys[0]) if keys else frozenset()
         for count, key in enumerate(keys):
-            holders = self._instances.get(key, set())
+            holders = self._holders(key)
             found.update(dict.fromkeys(live - holders, count))
             live = live & holders
             if not live:
                 break
         found.update(dict.fromkeys(live, len(keys)))
         return found
+
+    def _holders(self, key: bytes) -> Set[str]:
+        told, expected = self._instances.get(key, _NOBODY), self._expected.get(key)
+        return told if expected is None else told | expected.keys()
 
     def count(self, instance: str) -> int:
         """Keys that are known of an instance."""
@@ -90,3 +114,5 @@ class ClusterIndex:
         by_name = {(key, name) for name, told in self._told.items() for key in told.keys}
         assert by_key == by_name, "the index and what instances told differ"
         assert all(self._instances.values()), "a key that nobody has"
+        assert all(n > 0 for counts in self._expected.values() for n in counts.values()), "a key that nobody expects"
+        assert all(self._expected.values()), "a key that nobody expects"

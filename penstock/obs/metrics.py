@@ -34,6 +34,10 @@ WHOLE_REQUEST = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+PREDICTION = (  # too early, and too late
+    *(-10.0, -2.5, -1.0, -0.5, -0.25, -0.1, -0.05, -0.025, -0.01, 0.0),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 NO_STATS = EngineStats(
@@ -127,6 +131,9 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
+        self._prediction = self._histogram(
+            "predicted_minus_actual_ttft_seconds", "Time to first token: what was predicted, less what came", PREDICTION
+        )
         self._itl = self._histogram("inter_token_latency_seconds", "From one token to the next", PER_TOKEN)
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "A request's mean time per token after its first", PER_TOKEN
@@ -182,6 +189,10 @@ class Metrics:
         """An output's first token came, this long after the request arrived. Counts one generated token."""
         self._ttft.observe(seconds)
         self._generation_tokens.inc()
+
+    def observe_prediction(self, predicted: float, actual: float) -> None:
+        """Of a sequence's time to first token, in seconds."""
+        self._prediction.observe(predicted - actual)
 
     def observe_inter_token(self, seconds: float, tokens: int) -> None:
         """`tokens` more came together, this long after the one before them. Counts them as generated."""

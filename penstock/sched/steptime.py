@@ -2,7 +2,7 @@
 
 The parts of a step run one after the other, so each has its own roofline and the step is their sum:
 
-    t = overhead + sum over parts of factor_part * max(flops_part / peak, bytes_part / bandwidth)
+    t = overhead + sum over parts of max(compute factor * flops / peak, memory factor * bytes / bandwidth)
 
 Prompts i bring n_i new tokens over c_i cached ones; B sequences decode one token each, with K tokens of KV together.
 
@@ -11,9 +11,13 @@ Prompts i bring n_i new tokens over c_i cached ones; B sequences decode one toke
     lm_head            2 * head_params * (rows with logits)        weights of the head
     prefill_attention  4 * L * H * d * sum n_i * (c_i + n_i / 2)   KV of c_i + n_i
     decode_attention   4 * L * H * d * K                           KV of K
+    collectives        two all-reduces of a row of `hidden` values per layer and token, over the devices' links
 
 with L layers, H query heads and d their width. Activations and the writing of new KV are small beside these and left
-out. Factors are 1 until something has been measured.
+out. Factors are 1 until something has been measured (`sched.factors`).
+
+A part's size decides which of its two bounds holds, small ones memory and large ones arithmetic, and each bound has a
+factor of its own. So a time never falls when its work grows, whatever the factors are.
 """
 
 from __future__ import annotations
@@ -21,75 +25,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, sqrt
 from typing import Any
 
+from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
+
+__all__ = ["DEVICES", "GEOMETRIES", "GRAIN", "DeviceModel", "ModelShape", "Roofline", "StepTime", "read_shape"]
 
 GRAIN = 64  # tokens: a budget is a multiple of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceModel:
-    """What an accelerator can do, from its data sheet.
-
-    Attributes:
-        peak_flops: dense bfloat16 operations per second.
-        bandwidth: of its memory, in bytes per second.
-        memory: in bytes.
-        overhead_ms: of every step, whatever is in it: deciding what runs, launching it, and drawing tokens.
-    """
-
-    peak_flops: float
-    bandwidth: float
-    memory: int
-    overhead_ms: float = 0.5
-
-
+# Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
 DEVICES = {
-    "a100": DeviceModel(peak_flops=312e12, bandwidth=2.039e12, memory=80 * 10**9),
-    "h100": DeviceModel(peak_flops=989e12, bandwidth=3.35e12, memory=80 * 10**9),
-    "h200": DeviceModel(peak_flops=989e12, bandwidth=4.8e12, memory=141 * 10**9),
+    "a100": DeviceModel(peak_flops=312e12, bandwidth=2.039e12, memory=80 * 10**9, link_bandwidth=300e9),
+    "h100": DeviceModel(peak_flops=989e12, bandwidth=3.35e12, memory=80 * 10**9, link_bandwidth=450e9),
+    "h200": DeviceModel(peak_flops=989e12, bandwidth=4.8e12, memory=141 * 10**9, link_bandwidth=450e9),
+    "l4": DeviceModel(peak_flops=121e12, bandwidth=0.3e12, memory=24 * 10**9),  # 242e12 is with sparsity
     "l40s": DeviceModel(peak_flops=362e12, bandwidth=0.864e12, memory=48 * 10**9),
+    # there is no public data sheet: 376 TFLOPS is what vendors of Atlas A2 servers name for their larger variant, where
+    # xLLM's own model takes 390; 1.6 TB/s is xLLM's; seven HCCS links of 56 GB/s both ways together
+    "ascend-910b": DeviceModel(peak_flops=376e12, bandwidth=1.6e12, memory=64 * 10**9, link_bandwidth=196e9),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The geometry of a dense decoder with a gated MLP, named as in its config.json.
-
-    Attributes:
-        bytes_per_value: of weights and KV alike.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool = False
-    bytes_per_value: int = 2
-
-    @property
-    def layer_params(self) -> int:
-        """Of all layers together; norms and biases are too few to count."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def head_params(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def weight_bytes(self) -> int:
-        """In memory: the layers, the head, and the embedding unless it is the head."""
-        return (self.layer_params + self.head_params * (1 if self.tied else 2)) * self.bytes_per_value
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value
-
 
 GEOMETRIES = {
     "qwen3-0.6b": ModelShape(
@@ -100,6 +57,18 @@ GEOMETRIES = {
     ),
     "qwen3-32b": ModelShape(
         layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, intermediate=25600, vocab=151936
+    ),
+    "qwen-7b": ModelShape(
+        layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, intermediate=11008, vocab=151936
+    ),
+    "qwen2-7b": ModelShape(
+        layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064
+    ),
+    "qwen2.5-32b": ModelShape(
+        layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, intermediate=27648, vocab=152064
+    ),
+    "llama-2-70b": ModelShape(
+        layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=32000
     ),
     "llama-3.1-8b": ModelShape(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
@@ -132,14 +101,43 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A part's time if only arithmetic counted, and if only memory did."""
+    """A part's time if only arithmetic counted, if only memory did, and if only the links between devices did."""
 
     compute_ms: float
     memory_ms: float
+    link_ms: float = 0.0
 
     @property
     def ms(self) -> float:
-        return max(self.compute_ms, self.memory_ms)
+        return max(self.compute_ms, self.memory_ms, self.link_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Arithmetic and bytes of one unit of a part, and how fast they are.
+
+    Attributes:
+        compute, memory: factors.
+        compute_slope, memory_slope: ms for one unit, with the factors.
+    """
+
+    flops: int
+    peak: float
+    moved: int
+    bandwidth: float
+    compute: float
+    memory: float
+    compute_slope: float
+    memory_slope: float
+
+    def ms(self, operands: float, moved: float) -> float:
+        """Of so many units of arithmetic and of memory."""
+        compute = self.compute * (self.flops * operands / self.peak * 1e3)
+        memory = self.memory * (self.moved * moved / self.bandwidth * 1e3)
+        return compute if compute > memory else memory
+
+    def roofline(self, operands: float, moved: float) -> Roofline:
+        return Roofline(self.flops * operands / self.peak * 1e3, self.moved * moved / self.bandwidth * 1e3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +145,42 @@ class StepTime:
     """Predicts steps of one model on one device.
 
     Attributes:
-        factors: part -> what its measured time is of its roofline; 1 where it is not named.
+        factors: what measured time is of the roofline, 1 where nothing is named: "PART:compute" and "PART:memory" for
+            one bound of a part, "PART" for what has none of its own; "collectives" and "overhead" have no bounds.
+            Names of anything else are ignored.
     """
 
     device: DeviceModel
     shape: ModelShape
     factors: Mapping[str, float] = field(default_factory=dict)
+    _overhead: float = field(init=False, repr=False, compare=False)
+    _gemm: _Part = field(init=False, repr=False, compare=False)
+    _head: _Part = field(init=False, repr=False, compare=False)
+    _prefill: _Part = field(init=False, repr=False, compare=False)
+    _decode: _Part = field(init=False, repr=False, compare=False)
+    _link: tuple[float, float] = field(init=False, repr=False, compare=False)  # ms of a step, and of each token in it
+
+    def __post_init__(self) -> None:
+        device, shape = self.device, self.shape
+        width, kv = shape.bytes_per_value, shape.kv_bytes_per_token
+        attention = 4 * shape.layers * shape.heads * shape.head_dim  # flops for one token looking at one
+        constants = {
+            "_overhead": self.factors.get("overhead", 1.0) * device.overhead_ms,
+            "_gemm": self._part("gemm", 2 * shape.layer_params, shape.layer_params * width),
+            "_head": self._part("lm_head", 2 * shape.head_params, shape.head_params * width),
+            "_prefill": self._part("prefill_attention", attention, kv),
+            "_decode": self._part("decode_attention", attention, kv),
+            "_link": tuple(self.factors.get("collectives", 1.0) * ms for ms in _all_reduces(device, shape)),
+        }
+        for name, value in constants.items():
+            object.__setattr__(self, name, value)
+
+    def _part(self, name: str, flops: int, moved: int) -> _Part:
+        both = self.factors.get(name, 1.0)
+        compute, memory = self.factors.get(f"{name}:compute", both), self.factors.get(f"{name}:memory", both)
+        peak, bandwidth = self.device.peak_flops, self.device.bandwidth
+        slopes = compute * flops / peak * 1e3, memory * moved / bandwidth * 1e3
+        return _Part(flops, peak, moved, bandwidth, compute, memory, *slopes)
 
     def parts(
         self,
@@ -169,18 +197,16 @@ class StepTime:
             kv_tokens: that they read, together.
             logit_rows: rows that a token is drawn from; by default one for every sequence.
         """
-        shape, new = self.shape, sum(n for n, _ in prefills)
+        tokens = sum(n for n, _ in prefills) + decodes
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
         pairs = sum(n * (c + n / 2) for n, c in prefills)
-        attention = 4 * shape.layers * shape.heads * shape.head_dim  # flops for one token looking at one
-        kv, width = shape.kv_bytes_per_token, shape.bytes_per_value
+        each_step, each_token = _all_reduces(self.device, self.shape)
         return {
-            "gemm": self._roofline(
-                2 * shape.layer_params * (new + decodes), shape.layer_params * width if new + decodes else 0
-            ),
-            "lm_head": self._roofline(2 * shape.head_params * rows, shape.head_params * width if rows else 0),
-            "prefill_attention": self._roofline(attention * pairs, kv * sum(n + c for n, c in prefills)),
-            "decode_attention": self._roofline(attention * kv_tokens, kv * kv_tokens),
+            "gemm": self._gemm.roofline(tokens, 1 if tokens else 0),
+            "lm_head": self._head.roofline(rows, 1 if rows else 0),
+            "prefill_attention": self._prefill.roofline(pairs, sum(n + c for n, c in prefills)),
+            "decode_attention": self._decode.roofline(kv_tokens, kv_tokens),
+            "collectives": Roofline(0.0, 0.0, each_step + each_token * tokens if tokens else 0.0),
         }
 
     def step_ms(
@@ -190,9 +216,35 @@ class StepTime:
         kv_tokens: int = 0,
         logit_rows: int | None = None,
     ) -> float:
-        """Time of a whole step; arguments as in `parts`."""
-        parts = self.parts(prefills, decodes, kv_tokens, logit_rows)
-        return self.device.overhead_ms + sum(self.factors.get(name, 1.0) * part.ms for name, part in parts.items())
+        """Time of a whole step; arguments as in `parts`. Takes a few microseconds."""
+        tokens, pairs, read = decodes, 0.0, 0
+        for new, cached in prefills:
+            tokens += new
+            pairs += new * (cached + new / 2)
+            read += new + cached
+        rows = len(prefills) + decodes if logit_rows is None else logit_rows
+        attention = self._prefill.ms(pairs, read) if prefills else 0.0
+        return self._overhead + (self._rows_ms(tokens, rows) + attention + self._decode.ms(kv_tokens, kv_tokens))
+
+    def prefill_ms(self, tokens: int, cached: int = 0, *, budget: int, decodes: int = 0, kv_tokens: int = 0) -> float:
+        """Time to read a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many.
+
+        Args:
+            tokens: of the prompt that are to be computed; nothing takes no time.
+            cached: before those.
+            budget: tokens of the prompt in every step but the last.
+            decodes: sequences that compute one token in each of the steps.
+            kv_tokens: that they read in each, together.
+        """
+        if tokens <= 0:
+            return 0.0
+        full = (tokens - 1) // budget
+        last = tokens - full * budget
+        each = self._overhead + self._decode.ms(kv_tokens, kv_tokens)
+        end = each + self._rows_ms(last + decodes, decodes + 1) + self._chunks_ms(1, last, cached + full * budget)
+        if not full:
+            return end
+        return full * (each + self._rows_ms(budget + decodes, decodes)) + self._chunks_ms(full, budget, cached) + end
 
     def largest_prefill(self, limit_ms: float, low: int, high: int) -> int:
         """The largest multiple of GRAIN up to `high` whose prompt, read in one step, stays within the limit; at least
@@ -201,5 +253,91 @@ class StepTime:
         fitting = bisect_right(sizes, limit_ms, key=lambda tokens: self.step_ms([(tokens, 0)]))
         return max(low, fitting * GRAIN)
 
-    def _roofline(self, flops: float, moved: float) -> Roofline:
-        return Roofline(flops / self.device.peak_flops * 1e3, moved / self.device.bandwidth * 1e3)
+    def largest_chunk(self, limit_ms: float, cached: int, decodes: int, kv_tokens: int, high: int) -> int:
+        """The most tokens of a prompt, up to `high`, whose step beside those decodes stays within the limit; 0 if none
+        do.
+
+        Args:
+            cached: tokens of the prompt before them.
+            decodes, kv_tokens: as in `parts`.
+        """
+        each_step, each_token = self._link
+        fixed = self._overhead + self._head.ms(decodes + 1, 1) + self._decode.ms(kv_tokens, kv_tokens)
+        left = limit_ms - fixed - each_step - each_token * decodes
+        gemm, attention = self._gemm, self._prefill
+        # the time is the largest of four polynomials, one for each choice of bounds: each of them has to stay within
+        most = float(high)
+        for slope, constant in ((gemm.compute_slope, gemm.compute_slope * decodes), (0.0, gemm.memory_slope)):
+            linear = slope + each_token
+            by_memory = linear + attention.memory_slope
+            most = min(most, (left - constant - attention.memory_slope * cached) / by_memory)
+            most = min(
+                most, _root(attention.compute_slope / 2, linear + attention.compute_slope * cached, constant - left)
+            )
+        fitting = int(max(0.0, most))
+        # the last bit of rounding
+        while fitting and self.step_ms([(fitting, cached)], decodes, kv_tokens) > limit_ms:
+            fitting -= 1
+        while fitting < high and self.step_ms([(fitting + 1, cached)], decodes, kv_tokens) <= limit_ms:
+            fitting += 1
+        return fitting
+
+    def utilisation(
+        self,
+        prefills: Sequence[tuple[int, int]] = (),
+        decodes: int = 0,
+        kv_tokens: int = 0,
+        logit_rows: int | None = None,
+    ) -> tuple[float, float]:
+        """How much of a step the arithmetic and the memory are busy, each from 0 to 1; arguments as in `parts`. What
+        is larger is the bound that more of the same would meet."""
+        parts = self.parts(prefills, decodes, kv_tokens, logit_rows).values()
+        ms = self.step_ms(prefills, decodes, kv_tokens, logit_rows)
+        if not ms:
+            return 0.0, 0.0
+        return min(1.0, sum(p.compute_ms for p in parts) / ms), min(1.0, sum(p.memory_ms for p in parts) / ms)
+
+    def _rows_ms(self, tokens: int, rows: int) -> float:
+        """Everything that depends on how many tokens there are and not on what they look at."""
+        gemm = self._gemm.ms(tokens, 1 if tokens else 0) + self._head.ms(rows, 1 if rows else 0)
+        if self.device.tensor_parallel == 1 or not tokens:
+            return gemm
+        each_step, each_token = self._link
+        return gemm + each_step + each_token * tokens
+
+    def _chunks_ms(self, chunks: int, size: int, cached: int) -> float:
+        """Attention of consecutive chunks of a prompt, the first over `cached` tokens.
+
+        Over c tokens a chunk takes compute * size * (c + size / 2), or memory * (c + size) if that is more. The first
+        is below the second at most up to some c, and above it from there on.
+        """
+        compute, memory = self._prefill.compute_slope, self._prefill.memory_slope
+        steeper = compute * size - memory
+        if steeper <= 0:
+            by_memory = chunks
+        else:
+            crossing = size * (memory - compute * size / 2) / steeper
+            by_memory = min(chunks, max(0, ceil((crossing - cached) / size)))
+        by_compute = chunks - by_memory
+        # sums of c over the chunks of either kind
+        early = by_memory * cached + size * (by_memory * (by_memory - 1) // 2)
+        all_of_them = chunks * cached + size * (chunks * (chunks - 1) // 2)
+        return memory * (early + by_memory * size) + compute * size * (all_of_them - early + by_compute * size / 2)
+
+
+def _all_reduces(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
+    """(ms for a step, ms for each token in it) of two all-reduces per layer. In a ring each device sends all but its
+    own share of the row twice."""
+    count, size = 2 * shape.layers, device.tensor_parallel
+    if size == 1:
+        return 0.0, 0.0
+    sent = 2 * (size - 1) / size * shape.hidden * shape.bytes_per_value
+    return count * device.link_latency_us / 1e3, count * sent / device.link_bandwidth * 1e3
+
+
+def _root(square: float, linear: float, constant: float) -> float:
+    """The x above 0 with square * x**2 + linear * x + constant = 0; 0 without one. The first two are not negative."""
+    if constant >= 0:
+        return 0.0
+    # this form stays exact where square is next to nothing
+    return -2 * constant / (linear + sqrt(linear * linear - 4 * square * constant))

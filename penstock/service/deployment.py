@@ -111,6 +111,7 @@ class Deployment:
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         lease: seconds that a hand-off may hear nothing from its other side.
         transport: None when no instance hands requests over.
+        flight_recorder: file where the master writes what it decides, if anywhere.
         orphans: seconds that the keeper holds the blocks of an engine that died; None when there is no keeper.
         warnings: about settings that are allowed and probably not meant.
     """
@@ -124,6 +125,7 @@ class Deployment:
     transport: Transport | None
     orphans: float | None
     restart: Restart
+    flight_recorder: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -171,7 +173,7 @@ class _Parser:
         self._check_groups(groups)
         linked = "transport" in spots or any(group.pool != "any" for group in groups)
         file.finish()
-        model, frontends = top.pop("model"), top.pop("frontends")
+        model, frontends, flight_recorder = (top.pop(key) for key in ("model", "frontends", "flight_recorder"))
         return Deployment(
             model=model,
             frontends=frontends,
@@ -182,6 +184,7 @@ class _Parser:
             transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
             orphans=orphans if any(group.shares_memory for group in groups) else None,
             restart=restart,
+            flight_recorder=flight_recorder,
             warnings=("transport.faults: messages between engines are damaged on purpose",) if faults else (),
         )
 

@@ -17,6 +17,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import Overloaded, PenstockError, Unavailable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.core.wire.engine import Ready
 from penstock.kv.keys import extend_keys
 from penstock.obs.logs import Format
@@ -196,7 +197,7 @@ class Frontend:
         *,
         request_id: str,
         model: str | None = None,
-        priority: int = 0,
+        level: ServiceLevel = NO_LEVEL,
         arrival: float | None = None,
     ) -> Generation:
         """Have a request run.
@@ -205,7 +206,7 @@ class Frontend:
             prompt: token ids.
             request_id: for logs; need not be unique.
             model: which of its served names the client used, for logs; None for the first.
-            priority: lower runs first.
+            level: targets, priority, and whether it is offline work.
             arrival: when the request came in, by `clock`; TTFT counts from there. None is now.
 
         Raises:
@@ -224,10 +225,13 @@ class Frontend:
             )
         limits = ModelLimits(self.max_model_len, self.vocab_size, self._eos_ids)
         unique = f"{request_id}-{secrets.token_hex(4)}"
-        sequences = make_sequences(unique, prompt, params, limits, self._rng, priority)
+        sequences = make_sequences(unique, prompt, params, limits, self._rng, level)
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
-        held = [Held(generation, index, Flight(sequence), arrival) for index, sequence in enumerate(sequences)]
+        held = [
+            Held(generation, index, Flight(sequence), arrival, chat=level.chat)
+            for index, sequence in enumerate(sequences)
+        ]
         self.traffic.add(held)
         if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS:
             root = self._said[0].root_key

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.request import Request
 from penstock.core.sampling import SEED_BITS, SamplingParams
+from penstock.core.service_level import NO_LEVEL, ServiceLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def make_sequences(
     params: SamplingParams,
     limits: ModelLimits,
     rng: random.Random,
-    priority: int = 0,
+    level: ServiceLevel = NO_LEVEL,
 ) -> list[Request]:
     """One `Request` per output; output i is drawn with seed + i.
 
@@ -55,7 +56,10 @@ def make_sequences(
             seed=_wrap(seed + i),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_ids),
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-            priority=priority,
+            priority=level.priority,
+            ttft_ms=level.ttft_ms,
+            tpot_ms=level.tpot_ms,
+            offline=level.offline,
         )
         for i in range(params.n)
     ]

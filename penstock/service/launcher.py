@@ -63,6 +63,7 @@ def plan(
         place = {"address": settings["address"], "socket": folder / name}
         programs.append(_program(name, "engine", settings, needs=needs, **place))
     settings = {"dispatch": deployment.dispatch, "seed": deployment.server["seed"], "instances": instances}
+    settings["flight_recorder"] = deployment.flight_recorder
     programs.append(_program("master", "master", common | settings | {"address": master}, socket=folder / "master"))
     for number, listener in enumerate(listeners):
         settings = {"name": f"frontend-{number}", "listen_fd": listener.fileno(), "master": master}

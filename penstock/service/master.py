@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire import PROTOCOL
@@ -15,161 +17,161 @@ from penstock.core.wire.engine import (
     LEASE,
     AskCache,
     CacheDelta,
-    Command,
+    Drain,
     Event,
     Failed,
-    Link,
     LinkFailed,
-    Peer,
     Pool,
     Ready,
+    SetPool,
     Snapshot,
-    Unlink,
 )
-from penstock.core.wire.master import Ended, FrontendMessage, Join, Joined, MasterMessage, NoPlace, Place, Placed
+from penstock.core.wire.master import (
+    Begun,
+    Ended,
+    FrontendMessage,
+    Join,
+    Joined,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+)
 from penstock.kv.index import ClusterIndex
-from penstock.sched.cluster import Demand, DispatchPolicy, InstanceLoad, Random, dispatch, hands_over
+from penstock.sched.cluster import (
+    ClusterView,
+    Decision,
+    Demand,
+    DispatchPolicy,
+    Fleet,
+    Later,
+    Move,
+    PrioritySLO,
+    Random,
+    RolePolicy,
+    ScalingPolicy,
+    Start,
+    Stop,
+)
+from penstock.sched.cluster.base import Key
+from penstock.service.events import (
+    Action,
+    FromEngine,
+    FromFrontend,
+    Happening,
+    Notice,
+    StartInstance,
+    StopInstance,
+    ToEngine,
+    ToFrontend,
+)
 from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.life import Life
+from penstock.service.mesh import Mesh
+from penstock.service.queue import Queue, Waiting
+from penstock.service.rates import RateWindow
 
 SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
 DEAD_AFTER = 60.0  # seconds without one after which it gets none although there is nobody else
-UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
-RELINK_AFTER = 5.0  # seconds until a failed link is tried again
-PROBATION = 1.0  # seconds without a complaint until it is trusted again
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
-
-
-@dataclass(frozen=True, slots=True)
-class FromEngine:
-    name: str
-    event: Event | LinkLost
-
-
-@dataclass(frozen=True, slots=True)
-class FromFrontend:
-    name: str
-    message: FrontendMessage
-
-
-@dataclass(frozen=True, slots=True)
-class ToEngine:
-    name: str
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class ToFrontend:
-    name: str
-    message: MasterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """For the log."""
-
-    text: str
-
-
-Happening = FromEngine | FromFrontend
-Action = ToEngine | ToFrontend | Notice
-
-
-@dataclass(slots=True)
-class _Life:
-    """One incarnation of an instance, and what was placed on it.
-
-    Attributes:
-        heard: when its newest Snapshot came; at first, when it became ready.
-        held_tokens, requests: of sequences that stay here after their prompt.
-        unseen: sequences whose prompt was sent here -> (prompt tokens, number of the first Snapshot that has them).
-        links: to whom it was told to connect.
-        peers: those of them that it can hand over to.
-        unlinked: why it cannot to others that it should be able to.
-        asked: when it was asked for its cache.
-        load: what policies see of it; None when that has changed.
-    """
-
-    ready: Ready
-    heard: float
-    snapshot: Snapshot | None = None
-    held_tokens: int = 0
-    requests: int = 0
-    unseen: dict[_Key, tuple[int, int]] = field(default_factory=dict)
-    links: dict[str, Peer] = field(default_factory=dict)
-    peers: set[str] = field(default_factory=set)
-    unlinked: dict[str, str] = field(default_factory=dict)
-    asked: float = float("-inf")
-    load: InstanceLoad | None = None
-
-    @property
-    def peer(self) -> Peer:
-        return self.ready.peer
-
-    @property
-    def pool(self) -> Pool:
-        return self.snapshot.pool if self.snapshot is not None else self.ready.pool
-
-    def disconnect(self, name: str) -> None:
-        """Forget all about an instance that has gone."""
-        self.links.pop(name, None)
-        self.peers.discard(name)
-        self.unlinked.pop(name, None)
-
-
-@dataclass(slots=True)
-class _Failure:
-    """Of a link from one instance to another.
-
-    Attributes:
-        since: when it was told.
-        retried: whether the instance was told to connect once more since.
-    """
-
-    since: float
-    retried: bool = False
+SHOWN = 256  # offline sequences that policies see, of however many wait
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     """A sequence that was placed, with the lives it counts on."""
 
+    demand: Demand
     placed: Placed
-    prompt_tokens: int
-    reader: _Life
-    home: _Life
+    reader: Life
+    home: Life
+    keys: list[bytes]
 
 
-_Key = tuple[str, str]  # frontend, request id
-_Pair = tuple[str, str]  # instances: from, to
+class Recorder(Protocol):
+    """Writes down what is decided, and what became of it."""
+
+    def decided(
+        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
+    ) -> None: ...
+    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
+    def moved(self, now: float, move: Move | Start | Stop) -> None: ...
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """Everything about a cluster that is decided and not configured.
+
+    Attributes:
+        priorities: what a priority is worth as targets, for requests that come without; None leaves them without.
+    """
+
+    dispatch: DispatchPolicy
+    roles: RolePolicy | None = None
+    scaling: ScalingPolicy | None = None
+    priorities: PrioritySLO | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """How many instances may serve, and how long one takes to start, in seconds."""
+
+    least: int
+    most: int
+    start_seconds: float
 
 
 class Master:
     """
     Args:
         instances: all there can be.
-        policy: compares them.
         rng: for policies that draw lots.
         incarnation: of this master.
+        fleet: what scaling may do; None when nothing is ever started or stopped.
+        recorder: is told every decision.
 
     Attributes:
         joined: what it tells a frontend that makes itself known.
         index: who has which prefix.
+        wake: when `tick` is to be called although nothing has happened; inf for never.
     """
 
     def __init__(
-        self, instances: Sequence[Endpoint], policy: DispatchPolicy, rng: Random, incarnation: int = 0
+        self,
+        instances: Sequence[Endpoint],
+        policies: Policies,
+        rng: Random,
+        incarnation: int = 0,
+        *,
+        fleet: FleetLimits | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.index = ClusterIndex()
+        self.wake = inf
         self._endpoints = {endpoint.name: endpoint for endpoint in instances}
-        self._lives: dict[str, _Life] = {}
-        self._policy = policy
-        self._rng = rng
-        self.joined = Joined(incarnation, wants_keys=policy.wants_keys)
+        self._lives: dict[str, Life] = {}
+        self._mesh = Mesh(self._lives, everybody=policies.roles is not None and policies.roles.dynamic)
+        self._policies, self._rng, self._recorder = policies, rng, recorder
+        self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
         self._frontends: dict[str, float] = {}  # name -> when it was heard
         self._frontend_lives: dict[str, int] = {}
-        self._in_flight: dict[_Key, _InFlight] = {}
-        self._failed_links: dict[_Pair, _Failure] = {}
+        self._queue = Queue()  # online
+        self._backlog = Queue(shown=SHOWN)  # offline
+        self._untold: list[Key] = []  # in one of them, whose frontends were not told
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._rates = RateWindow()
+        self._pools: dict[str, Pool] = {}  # that it decided on
+        self._fleet = fleet
+        self._starting: dict[str, float] = {}  # instance -> when it will serve
+        self._next_scaling = -inf if policies.scaling is not None and fleet is not None else inf
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a place, online ones."""
+        return len(self._queue)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """What to do about what happened, or about time going on. Call it now and then, with or without an event.
@@ -179,12 +181,24 @@ class Master:
         """
         match happening:
             case FromEngine(name, event):
-                return self._on_engine(now, name, event)
+                actions = self._on_engine(now, name, event)
             case FromFrontend(name, message):
-                return self._on_frontend(now, name, message)
+                actions = self._on_frontend(now, name, message)
             case None:
-                self._forget_silent_frontends(now)
-                return self._retry_links(now)
+                actions = self._by_the_clock(now)
+        if self._queue or self._backlog:
+            actions += self._decide(now)
+        return actions
+
+    def _by_the_clock(self, now: float) -> list[Action]:
+        self._forget_silent_frontends(now)
+        actions = self._mesh.retry(now)
+        actions += self._refuse_hopeless(now)
+        if self._policies.roles is not None:
+            actions += self._move(now, self._policies.roles.decide(self._view(now)))
+        if now >= self._next_scaling:
+            actions += self._scale(now)
+        return actions + self._retire(now)
 
     # --- instances
 
@@ -203,73 +217,39 @@ class Master:
                     life.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
             case LinkFailed(peer=peer, message=message) if life is not None:
-                if event.incarnation == life.peer.incarnation and life.links.get(peer.name) == peer:
-                    self._failed_links[name, peer.name] = _Failure(now)
-                    life.peers.discard(peer.name)
-                    life.unlinked[peer.name] = message
-                    return [Notice(f"{name} cannot hand over to {peer.name}: {message}")]
+                if event.incarnation == life.peer.incarnation:
+                    return self._mesh.fail(now, life, peer, message)
         return []
 
-    def _on_snapshot(self, now: float, life: _Life, snapshot: Snapshot) -> list[Action]:
-        moved = life.pool != snapshot.pool
-        life.snapshot, life.heard, life.load = snapshot, now, None
-        life.unseen = {k: v for k, v in life.unseen.items() if v[1] > snapshot.sequence}
-        return self._connect_with_all(life) if moved else []
+    def _on_snapshot(self, now: float, life: Life, snapshot: Snapshot) -> list[Action]:
+        life.hear(now, snapshot)
+        if snapshot.pool == life.pool:
+            return []
+        if snapshot.pool_generation < life.pool_generation:
+            return [self._set_pool(life)]  # it has not heard, or the message was lost
+        life.pool, life.pool_generation = snapshot.pool, snapshot.pool_generation  # decided before this master
+        return self._mesh.connect(life)
+
+    def _set_pool(self, life: Life) -> Action:
+        return ToEngine(life.name, SetPool(life.peer.incarnation, life.pool, life.pool_generation))
 
     def _join(self, now: float, name: str, ready: Ready) -> list[Action]:
         if name not in self._endpoints:
             return []
         actions = self._leave(name, "another life of it has begun")
-        life = self._lives[name] = _Life(ready, heard=now)
-        actions.append(Notice(f"{name} is ready: pool {ready.pool}, {ready.num_blocks} blocks on {ready.device}"))
-        return actions + self._connect_with_all(life)
-
-    def _connect_with_all(self, life: _Life) -> list[Action]:
-        return [
-            action
-            for other in self._lives.values()
-            if other is not life
-            for action in (*self._connect(life, other), *self._connect(other, life))
-        ]
-
-    def _connect(self, source: _Life, target: _Life) -> list[Action]:
-        name = target.peer.name
-        if not _may_link(source, target) or name in source.links:
-            return []
-        if why := _mismatch(source, target):
-            source.unlinked[name] = why
-            return []
-        source.links[name] = target.peer
-        source.peers.add(name)
-        return [ToEngine(source.peer.name, Link(source.peer.incarnation, target.peer))]
+        self._starting.pop(name, None)
+        life = self._lives[name] = Life(ready, heard=now, pool=ready.pool)
+        actions.append(Notice(f"{name} is ready: pool {life.pool}, {ready.num_blocks} blocks on {ready.device}"))
+        if self._pools.get(name, life.pool) != life.pool:
+            life.pool, life.pool_generation = self._pools[name], 1
+            actions.append(self._set_pool(life))
+        return actions + self._mesh.connect(life)
 
     def _leave(self, name: str, why: str) -> list[Action]:
-        gone = self._lives.pop(name, None)
         self.index.forget(name)
-        if gone is None:
+        if self._lives.pop(name, None) is None:
             return []
-        actions: list[Action] = [Notice(f"{name} has gone: {why}")]
-        for other, life in self._lives.items():
-            if name in life.links:
-                actions.append(ToEngine(other, Unlink(life.peer.incarnation, gone.peer)))
-            life.disconnect(name)
-        for pair in [pair for pair in self._failed_links if name in pair]:
-            del self._failed_links[pair]
-        return actions
-
-    def _retry_links(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for (name, other), failure in list(self._failed_links.items()):
-            source = self._lives[name]
-            if now - failure.since < RELINK_AFTER:
-                continue
-            if not failure.retried:
-                failure.retried = True
-                actions.append(ToEngine(name, Link(source.peer.incarnation, source.links[other])))
-            elif now - failure.since >= RELINK_AFTER + PROBATION:
-                del self._failed_links[name, other], source.unlinked[other]
-                source.peers.add(other)
-        return actions
+        return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
     # --- frontends
 
@@ -279,49 +259,100 @@ class Master:
             case Join(incarnation=incarnation, protocol=protocol):
                 if self._frontend_lives.setdefault(name, incarnation) != incarnation:
                     self._frontend_lives[name] = incarnation
-                    self._forget({name})
+                    self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
                 return [*refused, ToFrontend(name, self.joined)]  # with the protocol: it leaves by itself
             case Place():
-                return [ToFrontend(name, self._place(now, name, message))]
-            case Ended(request_ids=request_ids):
+                return self._enqueue(now, name, message)
+            case Begun(request_ids=request_ids):
                 for request_id in request_ids:
-                    self._end((name, request_id))
+                    self._begin(now, (name, request_id))
+            case Ended(request_ids=request_ids, outcomes=outcomes):
+                told = {outcome.request_id: outcome for outcome in outcomes}
+                for request_id in request_ids:
+                    self._end(now, (name, request_id), told.get(request_id))
         return []
 
     def _forget_silent_frontends(self, now: float) -> None:
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
         if gone:
-            self._forget(gone)
+            self._forget(now, gone)
             for name in gone:
                 del self._frontends[name]
                 self._frontend_lives.pop(name, None)
 
-    def _forget(self, frontends: set[str]) -> None:
+    def _forget(self, now: float, frontends: set[str]) -> None:
         """What they placed is over."""
-        for key in [key for key in self._in_flight if key[0] in frontends]:
-            self._end(key)
+        for key in [
+            key for held in (self._in_flight, self._queue, self._backlog) for key in held if key[0] in frontends
+        ]:
+            self._end(now, key)
 
     # --- placement
 
-    def _place(self, now: float, frontend: str, place: Place) -> Placed | NoPlace:
+    def _enqueue(self, now: float, frontend: str, place: Place) -> list[Action]:
         key = (frontend, place.request_id)
         before = self._in_flight.get(key)
         if before is not None and before.placed.generation == place.generation:
-            return before.placed  # asked twice, by a frontend that lost its connection
-        self._end(key)
-        able = self._able(now)
-        if place.exclude:
-            able = [life for life in able if life.peer.name not in place.exclude]
-        demand = Demand(
+            return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
+        queue = self._backlog if place.offline else self._queue
+        if key in queue and queue[key].place.generation == place.generation:
+            return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
+        again = before is not None or key in queue
+        self._end(now, key)
+        demand = self._demand(now, key, place)
+        if not self._able_for(demand, self._able(now)):
+            return [self._no_place(now, frontend, place)]
+        queue[key] = Waiting(demand, place)
+        self._untold.append(key)
+        if not (again or place.offline):
+            self._rates.arrive(now, demand)
+        return []
+
+    def _demand(self, now: float, key: Key, place: Place) -> Demand:
+        ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
+        priorities = self._policies.priorities
+        if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
+            pending = Counter(queued.demand.priority for queued in self._queue.values())
+            ttft, tpot = priorities.target(place.priority, pending)
+        hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in self._match(place).items()}
+        return Demand(
+            key=key,
             prompt_tokens=place.prompt_tokens,
             max_tokens=place.max_tokens,
+            arrived=now - place.waited,
+            ttft=ttft,
+            tpot=tpot,
             priority=place.priority,
-            waited=place.waited,
+            offline=place.offline,
+            chat=place.chat,
+            hits=hits,
+            exclude=frozenset(place.exclude),
         )
-        decision = dispatch(self._policy, demand, [life.load or _refreshed(life) for life in able], self._rng)
-        if decision is None:
-            return NoPlace(place.request_id, place.generation, self._why_nobody(now, place))
+
+    def _match(self, place: Place) -> dict[str, int]:
+        return self.index.match(place.keys) if place.keys else {}
+
+    def _decide(self, now: float) -> list[Action]:
+        """Ask for decisions until there is none to be had."""
+        actions: list[Action] = []
+        while self._queue or self._backlog:
+            view = self._view(now)
+            verdict = self._policies.dispatch.decide(view, self._rng) if view.instances else Later()
+            actions += self._move(now, verdict.moves)
+            if isinstance(verdict, Later):
+                self.wake = verdict.at
+                actions += self._hold(now, verdict)
+                return actions
+            actions.append(self._take(now, view, verdict))
+        self.wake = inf
+        return actions
+
+    def _take(self, now: float, view: ClusterView, decision: Decision) -> Action:
+        key = decision.key
+        queued = self._queue.pop(key) or self._backlog.pop(key)
+        assert queued is not None
+        demand, place = queued.demand, queued.place
         reader = self._lives[decision.prefill]
         home = reader if decision.decode is None else self._lives[decision.decode]
         placed = Placed(
@@ -331,29 +362,141 @@ class Master:
             None if decision.decode is None else home.peer,
             decision.policy,
             decision.reason,
+            _milliseconds(demand.ttft),
+            _milliseconds(demand.tpot),
+            decision.predicted_ttft,
         )
-        self._in_flight[key] = _InFlight(placed, place.prompt_tokens, reader, home)
-        first = (reader.snapshot.sequence if reader.snapshot is not None else 0) + UNSEEN
-        reader.unseen[key] = (place.prompt_tokens, first)
-        home.held_tokens += place.prompt_tokens
-        home.requests += 1
-        reader.load = home.load = None
-        return placed
+        self._in_flight[key] = _InFlight(demand, placed, reader, home, place.keys)
+        self.index.expect(reader.name, place.keys)
+        reader.read(now, demand)
+        home.house(demand)
+        if self._recorder is not None:
+            self._recorder.decided(now, view, demand, place.request_id, key[0], decision)
+        return ToFrontend(key[0], placed)
 
-    def _end(self, key: _Key) -> None:
+    def _hold(self, now: float, later: Later) -> list[Action]:
+        """Tell those whose sequences begin to wait that they were heard."""
+        actions: list[Action] = []
+        for key in self._untold:
+            queued = self._queue.get(key) or self._backlog.get(key)
+            if queued is not None:
+                actions.append(ToFrontend(key[0], Queued(key[1], queued.place.generation)))
+                if self._recorder is not None:
+                    self._recorder.held(now, queued.demand, key[1], key[0], later)
+        self._untold.clear()
+        return actions
+
+    def _begin(self, now: float, key: Key) -> None:
+        flight = self._in_flight.get(key)
+        if flight is not None:
+            flight.reader.was_read(now, key)
+            flight.home.begin(key)
+
+    def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
+        queued = self._queue.pop(key) or self._backlog.pop(key)
         over = self._in_flight.pop(key, None)
-        if over is not None:
-            over.reader.unseen.pop(key, None)
-            over.home.held_tokens -= over.prompt_tokens
-            over.home.requests -= 1
-            over.reader.load = over.home.load = None
+        if self._recorder is not None and (queued or over):
+            self._recorder.ended(now, key[1], key[0], outcome)
+        if over is None:
+            return
+        over.reader.was_read(now, key)
+        over.home.leave(key)
+        self.index.unexpect(over.reader.name, over.keys)
+        if outcome is not None and not over.demand.offline:
+            self._rates.end(now, over.demand, outcome)
+            if self._policies.priorities is not None:
+                tpot = None if outcome.tpot_ms is None else outcome.tpot_ms / 1e3
+                self._policies.priorities.observe(
+                    over.demand.priority, outcome.ttft_ms / 1e3, tpot, outcome.queue_ms / 1e3
+                )
 
-    def _able(self, now: float) -> list[_Life]:
+    def _refuse_hopeless(self, now: float) -> list[Action]:
+        """Nobody is left who could hold these."""
+        able = self._able(now)
+        shortest = min((life.ready.max_model_len for life in able), default=0)
+        actions: list[Action] = []
+        for queue in (self._queue, self._backlog):
+            doubtful = [k for k, q in queue.items() if q.demand.tokens > shortest or q.demand.exclude]
+            for key in [key for key in doubtful if not self._able_for(queue[key].demand, able)]:
+                actions.append(self._no_place(now, key[0], queue[key].place))
+                self._end(now, key)
+        return actions
+
+    @staticmethod
+    def _able_for(demand: Demand, able: Sequence[Life]) -> bool:
+        return any(life.ready.max_model_len >= demand.tokens and life.name not in demand.exclude for life in able)
+
+    def _no_place(self, now: float, frontend: str, place: Place) -> Action:
+        return ToFrontend(frontend, NoPlace(place.request_id, place.generation, self._why_nobody(now, place)))
+
+    def _view(self, now: float) -> ClusterView:
+        return ClusterView(
+            now=now,
+            instances=[life.load or life.view() for life in self._able(now)],
+            queue=self._queue.demands,
+            offline=self._backlog.demands,
+            rates=self._rates.rates(now),
+        )
+
+    def _able(self, now: float) -> list[Life]:
         """Instances that may be given work. Silent ones are among them only when all are: a single engine in the middle
         of a long step still takes requests, for there is nobody else who could."""
-        taking = [life for life in self._lives.values() if life.snapshot is None or not life.snapshot.draining]
+        taking = [life for life in self._lives.values() if not life.leaving]
         fresh = [life for life in taking if now - life.heard <= SUSPECT_AFTER]
         return fresh or [life for life in taking if now - life.heard <= DEAD_AFTER]
+
+    # --- pools and numbers
+
+    def _move(self, now: float, moves: Sequence[Move]) -> list[Action]:
+        actions: list[Action] = []
+        for move in moves:
+            life = self._lives[move.name]
+            if life.pool == move.pool:
+                continue
+            self._pools[move.name] = life.pool = move.pool
+            life.pool_generation += 1
+            life.load = None
+            actions.append(self._set_pool(life))
+            actions.append(Notice(f"{move.name} goes to pool {move.pool}: {move.reason}"))
+            actions += self._mesh.connect(life)
+            if self._recorder is not None:
+                self._recorder.moved(now, move)
+        return actions
+
+    def _scale(self, now: float) -> list[Action]:
+        scaling, limits = self._policies.scaling, self._fleet
+        assert scaling is not None
+        assert limits is not None
+        self._next_scaling = now + scaling.interval
+        draining = {name for name, life in self._lives.items() if life.leaving}
+        fleet = Fleet(
+            absent=[name for name in self._endpoints if name not in self._lives and name not in self._starting],
+            starting=dict(self._starting),
+            draining=draining,
+            least=limits.least,
+            most=limits.most,
+        )
+        actions: list[Action] = []
+        for change in scaling.decide(self._view(now), fleet):
+            if self._recorder is not None and not isinstance(change, Move):
+                self._recorder.moved(now, change)
+            match change:
+                case Move():
+                    actions += self._move(now, [change])
+                case Start(name=name, pool=pool, reason=reason):
+                    self._starting[name] = now + limits.start_seconds
+                    self._pools[name] = pool
+                    actions += [StartInstance(name, pool), Notice(f"{name} is started for pool {pool}: {reason}")]
+                case Stop(name=name, reason=reason):
+                    life = self._lives[name]
+                    life.draining = True
+                    actions.append(ToEngine(name, Drain(life.peer.incarnation)))
+                    actions.append(Notice(f"{name} is drained: {reason}"))
+        return actions
+
+    def _retire(self, now: float) -> list[Action]:
+        """Those that have drained may go."""
+        return [StopInstance(life.name) for life in self._lives.values() if life.draining and life.drained]
 
     def _why_nobody(self, now: float, place: Place) -> str:
         states = self.states(now)
@@ -370,62 +513,28 @@ class Master:
         """Every instance -> "absent", "ready", "suspect" or "draining"."""
         return {name: self._state(now, self._lives.get(name)) for name in self._endpoints}
 
-    def _state(self, now: float, life: _Life | None) -> str:
+    def _state(self, now: float, life: Life | None) -> str:
         if life is None:
             return "absent"
         if now - life.heard > SUSPECT_AFTER:
             return "suspect"
-        return "draining" if life.snapshot is not None and life.snapshot.draining else "ready"
+        return "draining" if life.leaving else "ready"
 
     def check(self) -> None:
         """Raise AssertionError unless every sequence in flight is counted once on each side."""
         for life in self._lives.values():
-            homes = [f for f in self._in_flight.values() if f.home is life]
-            assert life.requests == len(homes), "requests are miscounted"
-            assert life.held_tokens == sum(f.prompt_tokens for f in homes), "tokens are miscounted"
-            assert all(self._in_flight[key].reader is life for key in life.unseen), "a request that is over"
-            assert life.load in (None, _load(life)), "policies see what is over"
-        for name, life in self._lives.items():
-            failed = {other for source, other in self._failed_links if source == name}
-            assert life.peers == life.links.keys() - failed, "links are miscounted"
-            assert life.links.keys() | life.unlinked.keys() <= self._lives.keys(), "a link to nobody"
+            homes = {key for key, flight in self._in_flight.items() if flight.home is life}
+            assert life.homes.keys() == homes, "requests are miscounted"
+            assert all(self._in_flight[key].reader is life for key in life.prompts), "a request that is over"
+            life.check()
+        self._mesh.check()
+        held = [*self._queue, *self._backlog, *self._in_flight]
+        assert len(held) == len(set(held)), "a sequence is in two places"
 
 
-def _load(life: _Life) -> InstanceLoad:
-    """What policies see: the newest Snapshot, and what was placed too lately to be in it."""
-    seen = life.snapshot
-    unseen = sum(tokens for tokens, _ in life.unseen.values())
-    return InstanceLoad(
-        name=life.peer.name,
-        pool=life.pool,
-        requests=max(life.requests, 0 if seen is None else seen.running + seen.waiting),
-        pending_tokens=unseen + (0 if seen is None else seen.waiting_tokens + seen.prefill_tokens),
-        held_tokens=max(
-            life.held_tokens, 0 if seen is None else seen.running_tokens + seen.reserved_blocks * BLOCK_TOKENS
-        ),
-        num_blocks=life.ready.num_blocks,
-        max_model_len=life.ready.max_model_len,
-        peers=life.peers,
-        unlinked=life.unlinked,
-    )
+def _target(milliseconds: float | None) -> float:
+    return inf if milliseconds is None else milliseconds / 1e3
 
 
-def _refreshed(life: _Life) -> InstanceLoad:
-    life.load = _load(life)
-    return life.load
-
-
-def _may_link(source: _Life, target: _Life) -> bool:
-    """Whether one should be able to hand over to the other."""
-    linkable = bool(source.peer.address and target.peer.address)
-    return source is not target and linkable and hands_over(source.pool, target.pool)
-
-
-def _mismatch(source: _Life, target: _Life) -> str:
-    """Why blocks of one mean nothing to the other; "" when they do."""
-    mine, theirs = source.ready.layout, target.ready.layout
-    if mine is None or theirs is None:
-        return "it has no KV layout"
-    if source.ready.root_key != target.ready.root_key:
-        return f"prefix keys: {source.ready.root_key.hex()} here, {target.ready.root_key.hex()} there"
-    return "" if mine == theirs else mine.difference(theirs)
+def _milliseconds(target: float) -> float | None:
+    return None if target == inf else target * 1e3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -14,12 +14,23 @@ from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event
 from penstock.core.wire.master import decode_from_frontend
+from penstock.service.events import (
+    FromEngine,
+    FromFrontend,
+    Happening,
+    Notice,
+    StartInstance,
+    StopInstance,
+    ToEngine,
+    ToFrontend,
+)
 from penstock.service.inbox import Inbox
 from penstock.service.instances import LinkLost
-from penstock.service.master import FromEngine, FromFrontend, Happening, Master, Notice, ToEngine, ToFrontend
+from penstock.service.master import Master
+from penstock.service.recorder_file import RecorderFile
 
 log = logging.getLogger("penstock.master")
-TICK = 0.25  # seconds
+TICK = 0.1  # seconds
 
 
 class ToEngineLink(Protocol):
@@ -35,38 +46,73 @@ class MasterPump:
 
     Args:
         links: to every instance, by name.
+        recording: where what the master's recorder holds is written; closed with the pump.
+
+    Attributes:
+        deliver: carries what it wants to say to frontends; set by whoever has the way to them.
     """
 
-    def __init__(self, master: Master, links: Mapping[str, ToEngineLink], clock: Clock) -> None:
+    def __init__(
+        self,
+        master: Master,
+        links: Mapping[str, ToEngineLink],
+        clock: Clock,
+        recording: RecorderFile | None = None,
+    ) -> None:
         self.master = master
+        self.deliver: Callable[[ToFrontend], None] = _nobody_listens
         self._links = links
         self._clock = clock
+        self._recording = recording
         self._tasks: list[asyncio.Task[None]] = []
+        self._alarm: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin; call it inside the event loop."""
         self._tasks = [asyncio.create_task(self._listen(name)) for name in self._links]
         self._tasks.append(asyncio.create_task(self._keep_time()))
+        if self._recording is not None:
+            self._tasks.append(asyncio.create_task(self._recording.run()))
 
     async def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._recording is not None:
+            self._recording.close()
         for link in self._links.values():
             link.close()
 
-    def handle(self, happening: Happening | None) -> list[ToFrontend]:
-        """Act on what happened; returns what frontends are to be told."""
-        answers = []
+    def handle(self, happening: Happening | None) -> None:
+        """Act on what happened, or on time going on."""
         for action in self.master.tick(self._clock.now(), happening):
             match action:
                 case ToEngine(name, command):
                     self._links[name].send(command)
                 case ToFrontend():
-                    answers.append(action)
+                    self.deliver(action)
                 case Notice(text):
                     log.info("%s", text)
-        return answers
+                case StartInstance() | StopInstance():
+                    raise AssertionError("nobody here starts and stops instances")
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        wait = self.master.wake - self._clock.now()
+        if wait < TICK:  # else the next tick is earlier
+            self._alarm = asyncio.get_running_loop().call_later(max(0.0, wait), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        try:
+            self.handle(None)
+        except Exception:  # the next tick tries again
+            log.exception("the master failed")
 
     async def _listen(self, name: str) -> None:
         while True:
@@ -85,6 +131,10 @@ class MasterPump:
             self.handle(None)
 
 
+def _nobody_listens(action: ToFrontend) -> None:
+    raise AssertionError("frontends are told something before there are any")
+
+
 async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: str) -> None:
     """Answer frontends until cancelled.
 
@@ -98,6 +148,9 @@ async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: s
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
     socket.bind(address)
 
+    def deliver(action: ToFrontend) -> None:
+        socket.send_multipart([action.name.encode(), codec.encode(action.message)])
+
     def answer(frames: list[bytes]) -> None:
         sender, *rest = frames
         try:
@@ -106,11 +159,11 @@ async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: s
             log.warning("a message that is none of a frontend's was dropped: %s", error)
             return
         try:
-            for action in pump.handle(FromFrontend(sender.decode(errors="replace"), message)):
-                socket.send_multipart([sender, codec.encode(action.message)])
+            pump.handle(FromFrontend(sender.decode(errors="replace"), message))
         except Exception:  # the other frontends go on
             log.exception("the master failed on what %s asked", sender.decode(errors="replace"))
 
+    pump.deliver = deliver
     inbox = Inbox(socket, answer)
     inbox.open()
     try:

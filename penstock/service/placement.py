@@ -11,9 +11,21 @@ import msgspec
 
 from penstock.core.clock import Clock
 from penstock.core.wire import PROTOCOL
-from penstock.core.wire.master import Ended, FrontendMessage, Join, Joined, MasterMessage, NoPlace, Place, Placed
+from penstock.core.wire.master import (
+    Begun,
+    Ended,
+    FrontendMessage,
+    Join,
+    Joined,
+    MasterMessage,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+)
+from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import LinkLost
-from penstock.service.master import FromFrontend
 from penstock.service.master_pump import MasterPump
 
 log = logging.getLogger("penstock.frontend")
@@ -38,7 +50,10 @@ class Placement(Protocol):
     def ask(self, place: Place) -> None:
         """The answer comes as soon as there is one, and always unless the sequence is over before."""
 
-    def ended(self, request_ids: Sequence[str]) -> None:
+    def begun(self, request_ids: Sequence[str]) -> None:
+        """The first tokens of these have come."""
+
+    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         """These sequences are over, and so are questions about them."""
 
     def tick(self, now: float) -> None:
@@ -63,6 +78,7 @@ class LocalPlacement:
 
     def start(self, answered: Answered) -> None:
         self._answered = answered
+        self._pump.deliver = self._deliver
         self._pump.start()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -72,15 +88,20 @@ class LocalPlacement:
             await asyncio.sleep(1.0)
 
     def ask(self, place: Place) -> None:
-        for answer in self._pump.handle(FromFrontend(self._sender, place)):
-            if isinstance(answer.message, Placed | NoPlace):
-                self._answered(answer.message)
+        self._pump.handle(FromFrontend(self._sender, place))
 
-    def ended(self, request_ids: Sequence[str]) -> None:
-        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids))))
+    def _deliver(self, action: ToFrontend) -> None:
+        if isinstance(action.message, Placed | NoPlace):
+            self._answered(action.message)
+
+    def begun(self, request_ids: Sequence[str]) -> None:
+        self._pump.handle(FromFrontend(self._sender, Begun(list(request_ids))))
+
+    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
+        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
 
     def tick(self, now: float) -> None:
-        pass  # it never waits
+        pass  # the master does not die before this does
 
     async def close(self) -> None:
         if self._renewing is not None:
@@ -113,6 +134,7 @@ class RemotePlacement:
         self._absent_since = float("-inf")
         self.wants_keys = False
         self._asked: dict[str, tuple[Place, float]] = {}  # request id -> the question, and when; the oldest first
+        self._queued: dict[str, Place] = {}  # the same, of those that the master said it has heard
         self._answered: Answered = _nobody_listens
         self._listening: asyncio.Task[None] | None = None
 
@@ -127,14 +149,21 @@ class RemotePlacement:
         return f"the master cannot be asked: {self._absent}" if away else ""
 
     def ask(self, place: Place) -> None:
-        self._asked.pop(place.request_id, None)
+        self._drop(place.request_id)
         self._asked[place.request_id] = (place, self._clock.now())
         self._link.send(place)
 
-    def ended(self, request_ids: Sequence[str]) -> None:
+    def begun(self, request_ids: Sequence[str]) -> None:
+        self._link.send(Begun(list(request_ids)))
+
+    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         for request_id in request_ids:
-            self._asked.pop(request_id, None)
-        self._link.send(Ended(list(request_ids)))
+            self._drop(request_id)
+        self._link.send(Ended(list(request_ids), list(outcomes)))
+
+    def _drop(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+        self._queued.pop(request_id, None)
 
     def tick(self, now: float) -> None:
         """What was asked in vain for too long has its answer from here."""
@@ -164,6 +193,8 @@ class RemotePlacement:
             case LinkLost(message=reason):
                 log.warning("the master has gone: %s", reason)
                 self._absent, self._absent_since = reason, self._clock.now()
+                self._asked |= {request_id: (place, self._absent_since) for request_id, place in self._queued.items()}
+                self._queued.clear()
             case Joined(protocol=protocol):
                 back, self._absent = bool(self._absent), ""
                 self.wants_keys = message.wants_keys
@@ -172,10 +203,15 @@ class RemotePlacement:
                 elif back:
                     for place, _ in self._asked.values():
                         self._link.send(place)
+            case Queued(request_id=request_id, generation=generation):
+                question, _ = self._asked.get(request_id, (None, 0.0))
+                if question is not None and question.generation == generation:
+                    del self._asked[request_id]
+                    self._queued[request_id] = question
             case Placed() | NoPlace():
-                question, _ = self._asked.get(message.request_id, (None, 0.0))
+                question, _ = self._asked.get(message.request_id, (self._queued.get(message.request_id), 0.0))
                 if question is not None and question.generation == message.generation:
-                    del self._asked[message.request_id]
+                    self._drop(message.request_id)
                     self._answered(message)
 
 

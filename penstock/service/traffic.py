@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -25,7 +25,7 @@ from penstock.core.wire.engine import (
     Shutdown,
     StepReport,
 )
-from penstock.core.wire.master import NoPlace, Place, Placed
+from penstock.core.wire.master import NoPlace, Outcome, Place, Placed
 from penstock.obs.metrics import Metrics
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
@@ -58,6 +58,9 @@ class Held:
         believes_from: when it is believed that nobody can take it: the master may only just begin to know the
             instances.
         failed_at: instances that did not take it.
+        chat: the conversation that it belongs to; "" when that is not known.
+        launched, first: when it was sent to an engine, and when its first token came.
+        predicted_ttft: what was predicted for that, in seconds from its arrival.
     """
 
     generation: Generation
@@ -67,6 +70,23 @@ class Held:
     keys: list[bytes] = field(default_factory=list)
     believes_from: float = 0.0
     failed_at: list[str] = field(default_factory=list)
+    chat: str = ""
+    launched: float = 0.0
+    first: float | None = None
+    predicted_ttft: float | None = None
+
+    def outcome(self, now: float) -> Outcome | None:
+        """How it ended, now that all its tokens have come; None when there were none."""
+        tokens = self.flight.received
+        if self.first is None:
+            return None
+        return Outcome(
+            self.flight.request.id,
+            (self.first - self.arrival) * 1e3,
+            (now - self.first) / (tokens - 1) * 1e3 if tokens > 1 else None,
+            (self.launched - self.arrival) * 1e3,
+            tokens,
+        )
 
 
 class Traffic:
@@ -144,11 +164,11 @@ class Traffic:
                 for peer in held.flight.peers:
                     self._cancel(peer, [sequence_id])
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: Held, outcome: Outcome | None = None) -> None:
         sequence_id = held.flight.request.id
         del self.held[sequence_id]
         self._waiting.leave(sequence_id)
-        self._placement.ended([sequence_id])
+        self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
 
     def _cancel(self, peer: Peer, sequence_ids: list[str]) -> None:
         if self.instances[peer.name].is_life(peer.incarnation):
@@ -224,6 +244,10 @@ class Traffic:
             held.flight.attempt,
             self._clock.now() - held.arrival,
             held.failed_at,
+            request.ttft_ms,
+            request.tpot_ms,
+            request.offline,
+            held.chat,
         )
 
     def _reaches(self, peer: Peer) -> bool:
@@ -231,12 +255,16 @@ class Traffic:
         return instance is not None and instance.is_life(peer.incarnation)
 
     def _launch(self, held: Held, placed: Placed) -> None:
-        flight = held.flight
+        flight, held.launched = held.flight, self._clock.now()
+        held.predicted_ttft = placed.predicted_ttft
         flight.launch(placed.prefill, placed.decode)
+        request = replace(
+            flight.request, waited=held.launched - held.arrival, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms
+        )
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         held.generation.routed(flight.route)
         self._links[placed.prefill.name].send(
-            Enqueue(placed.prefill.incarnation, flight.request, flight.attempt, placed.decode)
+            Enqueue(placed.prefill.incarnation, request, flight.attempt, placed.decode)
         )
 
     # --- the engines' events
@@ -369,6 +397,11 @@ class Traffic:
             if flight.handed_over and not before:
                 self._metrics.observe_handoff()
             for piece in pieces:
+                if piece.tokens and held.first is None:
+                    held.first = now
+                    if held.predicted_ttft is not None:
+                        self._metrics.observe_prediction(held.predicted_ttft, now - held.arrival)
+                    self._placement.begun([output.request_id])
                 if piece.finish is not None:
                     self._finished(held, now)
                 held.generation.receive(held.index, piece, now)
@@ -382,7 +415,7 @@ class Traffic:
             held.generation.fail(EngineFailure("the answer could not be put together"))
 
     def _finished(self, held: Held, now: float) -> None:
-        self._forget(held)
+        self._forget(held, held.outcome(now))
         self.pace += 0.1 * (now - self._ended_at - self.pace)
         self._ended_at = now
         flight = held.flight

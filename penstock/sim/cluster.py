@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import CacheDelta, Command, Event, Peer, Pool, Ready, Refused, Snapshot
 from penstock.core.wire.handoff import PeerMessage
-from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Placed
+from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
-from penstock.sched.cluster import Demand, DispatchPolicy, InstanceLoad, Random, Stage
-from penstock.sched.local import Limits, Scheduler
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
+from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.steptime import StepTime
+from penstock.service.events import (
+    FromEngine,
+    FromFrontend,
+    Happening,
+    StartInstance,
+    StopInstance,
+    ToEngine,
+    ToFrontend,
+)
 from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.master import FromEngine, FromFrontend, Happening, Master, ToEngine, ToFrontend
+from penstock.service.master import FleetLimits, Master, Policies, Recorder
 from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import Frontend, Record
 from penstock.sim.pace import Pace
-from penstock.sim.scenario import Failure, Group, Scenario
+from penstock.sim.scenario import Failure, Group, Scaling, Scenario
 from penstock.sim.wires import MemoryCarrier, PeerArrival, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
 JOIN_EVERY = 1.0  # seconds between a frontend's signs of life
-MASTER_TICK = 0.25  # seconds between a master's looks at the clock
+MASTER_TICK = 0.1  # seconds between a master's looks at the clock
 WATCH = 0.01  # seconds after which a broken connection is noticed
 
 
@@ -50,6 +61,7 @@ class Place:
         instance: its present life; None while it is down.
         lifetimes: [began, ended) of each, in seconds; None while one lasts.
         steps, busy: of all lives together; `busy` in seconds.
+        serves_first: whether it serves from the start.
     """
 
     name: str
@@ -60,6 +72,11 @@ class Place:
     lifetimes: list[tuple[float, float | None]] = field(default_factory=list)
     steps: int = 0
     busy: float = 0.0
+    serves_first: bool = True
+
+    def begin(self, now: float) -> None:
+        """From now on it is paid for, also while it starts."""
+        self.lifetimes.append((now, None))
 
     def alive_seconds(self, until: float) -> float:
         return sum((until if end is None else end) - begin for begin, end in self.lifetimes)
@@ -68,10 +85,12 @@ class Place:
 class Cluster:
     """
     Args:
-        policy: of the master.
+        policies: of the master.
         requests: that come, in order of arrival.
         rng: for policies that draw lots.
         noises: a numpy Generator of step times for each instance, by number.
+        pacing: of every engine, a name in `sched.local.PACING`.
+        recorder: is told what the master decides.
         strides: see `Instance`.
 
     Attributes:
@@ -83,32 +102,31 @@ class Cluster:
         self,
         scenario: Scenario,
         groups: Sequence[Group],
-        policy: DispatchPolicy,
+        policies: Policies,
         requests: Sequence[WorkRequest],
         rng: Random,
         noises: Callable[[int], Any],
         *,
+        pacing: str = "fcfs",
+        recorder: Recorder | None = None,
         strides: bool = True,
     ) -> None:
         self.timeline = Timeline()
         self.samples: list[tuple[float, dict[str, Sample]]] = []
         self.ended = 0
+        self._left = sum(not work.offline for work in requests) or len(requests)  # requests that it is over with
+        self._offline_alone = all(work.offline for work in requests)
         self._sample_every = 1.0
+        self._pacing = pacing
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
         self._lengths = {str(work.number): work.output_tokens for work in requests}
         self._notice: Callable[[Record], None] = lambda record: None
         self._root = root_key(groups[0].geometry, "bfloat16")
         self._wires = Wires(scenario.transport)
-        self.places = {
-            name: Place(name, group, number)
-            for number, (name, group) in enumerate((name, group) for group in groups for name in group.instances)
-        }
+        self.places = _places(groups, scenario.scaling)
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
-        endpoints = [Endpoint(place.name, "", place.group.pool) for place in self.places.values()]
-        self._policy = _Witness(policy)
-        self.master = Master(endpoints, self._policy, rng)
         self.frontend = Frontend(
             self,
             max_tokens=scenario.workload.max_tokens,
@@ -116,13 +134,26 @@ class Cluster:
             root=self._root,
             ended=self._count,
         )
+        self.master = Master(
+            [Endpoint(place.name, "", place.group.pool) for place in self.places.values()],
+            policies,
+            rng,
+            fleet=_fleet(scenario.scaling),
+            recorder=_Costs(self.records, recorder),
+        )
+        self._woken = inf  # when the master is to be woken, and only then
+
+    @property
+    def over(self) -> bool:
+        """Whether all requests are over that it is about."""
+        return not self._left
 
     @property
     def records(self) -> list[Record]:
         return self.frontend.records
 
     def run(self, *, sample_every: float, notice: Callable[[Record], bool]) -> None:
-        """Simulate until every request is over.
+        """Simulate until every online request is over; until all are, when there are only offline ones.
 
         Args:
             sample_every: seconds between two samples.
@@ -136,13 +167,15 @@ class Cluster:
 
         self._notice, self._sample_every = ended, sample_every
         for place in self.places.values():
-            self.timeline.add(self._start(place, 0.0))
+            if place.serves_first:
+                place.begin(0.0)
+                self.timeline.add(self._start(place, place.group.pool, 0.0))
         self.timeline.add([self._join(0.0), *self._tick_master(0.0), Due(0.0, Priority.CLOCK, self._sample)])
         if self._requests:
             self.timeline.add([Due(self._requests[0].at, Priority.ARRIVAL, partial(self._arrive, 0))])
         for failure in self._scenario.failures:
             self.timeline.add([Due(failure.at, Priority.FAULT, partial(self._fail, failure))])
-        self.timeline.run(lambda: stopped or self.ended == len(self._requests))
+        self.timeline.run(lambda: stopped or self.over)
         for place in self.places.values():
             self._close_account(place, self.timeline.now)
 
@@ -173,6 +206,7 @@ class Cluster:
 
     def _count(self, record: Record) -> None:
         self.ended += 1
+        self._left -= self._offline_alone or not record.offline
         self._notice(record)
 
     def _join(self, now: float) -> Due:
@@ -187,14 +221,27 @@ class Cluster:
                 case ToEngine(name, command):
                     dues.append(self._to_engine(now, name, command))
                 case ToFrontend(_, message):
-                    costs = self._policy.take() if isinstance(message, Placed) else {}
-                    dues.append(self._message(now, partial(self._at_frontend, message, costs)))
+                    dues.append(self._message(now, partial(self._at_frontend, message)))
+                case StartInstance(name, pool):
+                    place = self.places[name]
+                    place.begin(now)
+                    at = now + (self._scenario.scaling.start_seconds if self._scenario.scaling is not None else 0.0)
+                    dues.append(Due(at, Priority.FAULT, partial(self._start, place, pool)))
+                case StopInstance(name):
+                    dues += self._end_life(self.places[name], "it was stopped", now)
+        if self.master.wake < self._woken:
+            self._woken = max(now, self.master.wake)
+            dues.append(Due(self._woken, Priority.CLOCK, partial(self._wake_master, self._woken)))
         return dues
 
-    def _at_frontend(
-        self, message: MasterMessage, costs: Mapping[str, tuple[float, float]], now: float
-    ) -> Iterable[Due]:
-        return self.frontend.on_master(now, message, costs)
+    def _wake_master(self, due: float, now: float) -> list[Due]:
+        if due != self._woken:
+            return []
+        self._woken = inf
+        return self._at_master(None, now)
+
+    def _at_frontend(self, message: MasterMessage, now: float) -> Iterable[Due]:
+        return self.frontend.on_master(now, message)
 
     def _tick_master(self, now: float) -> list[Due]:
         dues = self._at_master(None, now)
@@ -205,15 +252,15 @@ class Cluster:
 
     # --- instances
 
-    def _start(self, place: Place, now: float) -> list[Due]:
-        """A life of an instance begins."""
+    def _start(self, place: Place, pool: Pool, now: float) -> list[Due]:
+        """An instance begins to serve."""
         group = place.group
         place.lives += 1
         peer = Peer(place.name, place.lives, f"sim:{place.name}")
         layout = _layout(group)
         ready = Ready(
             peer=peer,
-            pool=group.pool,
+            pool=pool,
             layout=layout,
             root_key=self._root,
             max_model_len=group.max_model_len,
@@ -222,12 +269,23 @@ class Cluster:
             token_budget=group.token_budget,
             device=group.device,
             dtype=layout.dtype,
+            device_model=group.believed,
+            shape=group.times.shape,
+            max_sequences=group.max_num_seqs,
         )
         source, blocks = self._blocks(place)
         limits = Limits(
             token_budget=group.token_budget, max_sequences=group.max_num_seqs, max_model_len=group.max_model_len
         )
-        scheduler = Scheduler(limits, BlockPool(blocks, source), root=self._root, prefix_cache=group.prefix_cache)
+        scheduler = Scheduler(
+            limits,
+            BlockPool(blocks, source),
+            root=self._root,
+            prefix_cache=group.prefix_cache,
+            pacing=PACING[group.scheduling_policy or self._pacing](
+                StepTime(group.believed, group.times.shape), group.token_budget
+            ),
+        )
         place.instance = engine.Instance(
             ready,
             scheduler,
@@ -237,10 +295,8 @@ class Cluster:
             self._lengths,
             heartbeat=self._scenario.heartbeat,
             lease=self._scenario.transport.lease,
-            prefix_cache=group.prefix_cache,
             strides=self._strides,
         )
-        place.lifetimes.append((now, None))
         self.frontend.greet(ready)
         return place.instance.start(now)
 
@@ -253,13 +309,24 @@ class Cluster:
 
     def _fail(self, failure: Failure, now: float) -> list[Due]:
         place = self.places[failure.instance]
+        dues = self._end_life(place, "the simulated process ended", now)
+        if dues and failure.restart_after is not None:
+            start = partial(self._start_again, place)
+            dues.append(Due(now + max(failure.restart_after, WATCH), Priority.FAULT, start))
+        return dues
+
+    def _start_again(self, place: Place, now: float) -> list[Due]:
+        place.begin(now)
+        return self._start(place, place.group.pool, now)
+
+    def _end_life(self, place: Place, reason: str, now: float) -> list[Due]:
         gone = place.instance
         if gone is None:
             return []
         gone.stop(now)
         self._close_account(place, now)
         place.instance = None
-        peer, reason = gone.ready.peer, "the simulated process ended"
+        peer = gone.ready.peer
         if self._depot is not None:
             self._depot.detach(place.name, keep=())
         noticed = now + WATCH
@@ -271,9 +338,6 @@ class Cluster:
             if other.instance is not None:
                 lost = partial(self._at_instance, other.name, engine.PeerLost(peer, reason))
                 dues.append(Due(noticed, Priority.MESSAGE, lost))
-        if failure.restart_after is not None:
-            start = partial(self._start, place)
-            dues.append(Due(max(now + failure.restart_after, noticed), Priority.FAULT, start))
         return dues
 
     @staticmethod
@@ -328,26 +392,60 @@ class Cluster:
         return self._to_engine(now, name, engine.FromFrontend(FRONTEND, command))
 
 
-class _Witness:
-    """A policy, and what it held against the candidates of its decisions."""
+class _Costs:
+    """A recorder that keeps of every decision what it cost and what the best would have, and tells another one all.
 
-    def __init__(self, policy: DispatchPolicy) -> None:
-        self.name, self.wants_keys = policy.name, policy.wants_keys
-        self._policy = policy
-        self._decisions: list[dict[str, tuple[float, float]]] = []
+    Args:
+        records: of requests, by number.
+    """
 
-    def choose(
-        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
-    ) -> tuple[str, Mapping[str, float]]:
-        name, costs = self._policy.choose(stage, demand, candidates, rng)
-        if stage == "prefill":
-            self._decisions.append({})
-        self._decisions[-1][stage] = (costs[name], min(costs.values()))
-        return name, costs
+    def __init__(self, records: Sequence[Record], other: Recorder | None) -> None:
+        self._records, self._other = records, other
 
-    def take(self) -> dict[str, tuple[float, float]]:
-        """By stage, the cost of the choice and the least one, of the oldest decision that was not taken yet."""
-        return self._decisions.pop(0) if self._decisions else {}
+    def decided(
+        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
+    ) -> None:
+        chosen = {"prefill": decision.prefill, "decode": decision.decode or decision.prefill}
+        self._records[int(request_id)].costs = {
+            stage: (costs[chosen[stage]], min(costs.values())) for stage, costs in decision.costs.items() if costs
+        }
+        self._records[int(request_id)].predicted_ttft = decision.predicted_ttft
+        if self._other is not None:
+            self._other.decided(now, view, demand, request_id, frontend, decision)
+
+    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
+        if self._other is not None:
+            self._other.held(now, demand, request_id, frontend, later)
+
+    def moved(self, now: float, move: Move | Start | Stop) -> None:
+        if self._other is not None:
+            self._other.moved(now, move)
+
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
+        if self._other is not None:
+            self._other.ended(now, request_id, frontend, outcome)
+
+
+def _places(groups: Sequence[Group], scaling: Scaling | None) -> dict[str, Place]:
+    """Those that serve from the start, and as many more like the first as may be started."""
+    found = [Place(name, group, number) for number, (name, group) in enumerate(_named(groups))]
+    first = groups[0]
+    for extra in range(0 if scaling is None else max(0, scaling.most - len(found))):
+        name = f"{first.name}-{first.count + extra}"
+        found.append(Place(name, first, len(found), serves_first=False))
+    return {place.name: place for place in found}
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+    for group in groups:
+        for name in group.instances:
+            yield name, group
+
+
+def _fleet(scaling: Scaling | None) -> FleetLimits | None:
+    if scaling is None:
+        return None
+    return FleetLimits(least=scaling.least, most=scaling.most, start_seconds=scaling.start_seconds)
 
 
 def _layout(group: Group) -> KVLayout:

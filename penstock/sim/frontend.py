@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from penstock.core.errors import EngineFailure
@@ -12,7 +13,18 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import LEASE, Cancel, Command, Enqueue, Peer, Ready, Refused
-from penstock.core.wire.master import Ended, FrontendMessage, Joined, MasterMessage, NoPlace, Place, Placed
+from penstock.core.wire.master import (
+    Begun,
+    Ended,
+    FrontendMessage,
+    Joined,
+    MasterMessage,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+)
 from penstock.kv.keys import extend_keys
 from penstock.service.flight import Flight
 from penstock.sim.events import Due, Priority
@@ -33,20 +45,30 @@ class Record:
 
     Attributes:
         output_tokens: that it would generate.
+        task: which class of requests it is of.
+        ttft_target, tpot_target: seconds, by which it is judged; inf without.
         received: tokens that it got.
         first, ended: None until then.
         error: why it failed; "" when it did not.
+        launched: when it was sent to an instance; None until then.
         reason: see `sched.cluster.Decision`.
         attempts: places that it was sent to.
         costs: by stage, the policy's cost of the choice, and the least of any candidate.
+        predicted_ttft: by the policy, in seconds; None when it does not predict.
     """
 
     number: int
     arrival: float
     prompt_tokens: int
     output_tokens: int
+    task: str = ""
+    offline: bool = False
+    priority: int = 0
+    ttft_target: float = inf
+    tpot_target: float = inf
     received: int = 0
     cached_tokens: int = 0
+    launched: float | None = None
     first: float | None = None
     ended: float | None = None
     error: str = ""
@@ -55,6 +77,7 @@ class Record:
     reason: str = ""
     attempts: int = 0
     costs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    predicted_ttft: float | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -81,6 +104,7 @@ class _Held:
     flight: Flight
     keys: list[bytes]
     asked: float
+    chat: str = ""
     failed_at: list[str] = field(default_factory=list)
 
 
@@ -130,20 +154,32 @@ class Frontend:
             seed=work.number,
             stop_ids=STOPS,
             max_tokens=min(self._max_tokens, self._max_model_len - len(prompt)),
+            priority=work.priority,
+            ttft_ms=_milliseconds(work.ttft, work),
+            tpot_ms=_milliseconds(work.tpot, work),
+            offline=work.offline,
         )
-        record = Record(work.number, now, work.prompt_tokens, work.output_tokens)
+        record = Record(
+            work.number,
+            now,
+            work.prompt_tokens,
+            work.output_tokens,
+            work.task,
+            work.offline,
+            work.priority,
+            work.ttft,
+            work.tpot,
+        )
         self.records.append(record)
         keys: list[bytes] = []
         if self.joined.wants_keys:
             extend_keys(keys, self._root, prompt, len(prompt) // BLOCK_TOKENS)
-        self._held[request.id] = held = _Held(record, Flight(request), keys, now)
+        self._held[request.id] = held = _Held(record, Flight(request), keys, now, work.chat)
         return [self._ask(now, held)]
 
-    def on_master(self, now: float, message: MasterMessage, costs: Mapping[str, tuple[float, float]]) -> list[Due]:
-        """
-        Args:
-            costs: of the decision, when the message is one.
-        """
+    def on_master(self, now: float, message: MasterMessage) -> list[Due]:
+        if isinstance(message, Queued):
+            return []
         if isinstance(message, Joined):
             self.joined = message
             return []
@@ -152,7 +188,6 @@ class Frontend:
             return []
         if isinstance(message, NoPlace):
             return self._wait_for_place(now, held, message)
-        held.record.costs = dict(costs)
         return self._launch(now, held, message)
 
     def on_engine(self, now: float, name: str, message: Outputs | Refused) -> list[Due]:
@@ -199,6 +234,10 @@ class Frontend:
             held.flight.attempt,
             now - held.record.arrival,
             held.failed_at,
+            request.ttft_ms,
+            request.tpot_ms,
+            request.offline,
+            held.chat,
         )
         return self._post.frontend_to_master(now, place)
 
@@ -221,9 +260,13 @@ class Frontend:
         held.flight.launch(placed.prefill, placed.decode)
         record = held.record
         record.attempts += 1
+        record.launched = now
         record.prefill, record.reason = placed.prefill.name, placed.reason
         record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        enqueue = Enqueue(placed.prefill.incarnation, held.flight.request, held.flight.attempt, placed.decode)
+        request = replace(
+            held.flight.request, waited=now - record.arrival, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms
+        )
+        enqueue = Enqueue(placed.prefill.incarnation, request, held.flight.attempt, placed.decode)
         return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
 
     def _elsewhere(self, now: float, held: _Held, names: Iterable[str]) -> list[Due]:
@@ -252,19 +295,21 @@ class Frontend:
             pieces = held.flight.accept(name, incarnation, output, now)
         except EngineFailure as error:
             return self._end(now, held, str(error))
+        dues = []
         for piece in pieces:
             if record.first is None:
                 record.first, record.cached_tokens = now, piece.cached_tokens
+                dues.append(self._post.frontend_to_master(now, Begun([held.flight.request.id])))
             record.received += len(piece.tokens)
             if piece.finish is not None:
-                return self._end(now, held)
-        return []
+                return dues + self._end(now, held)
+        return dues
 
     def _look_again(self, request_id: str, now: float) -> list[Due]:
         held = self._held.get(request_id)
         if held is None or not held.flight.overdue(now):
             return []
-        return self._end(now, held, "the engine failed during this request, and nothing came of it since")
+        return self._end(now, held, held.flight.why_overdue())
 
     def _end(self, now: float, held: _Held, error: str = "") -> list[Due]:
         """It is over; whoever may not know it is told."""
@@ -273,7 +318,8 @@ class Frontend:
         assert record.ended is None
         record.ended, record.error = now, error
         self._ended(record)
-        dues = [self._post.frontend_to_master(now, Ended([flight.request.id]))]
+        outcomes = [_outcome(record, now)] if record.first is not None and not error else []
+        dues = [self._post.frontend_to_master(now, Ended([flight.request.id], outcomes))]
         unaware = flight.peers if error else [flight.prefill if flight.handed_over else flight.decode]
         dues += [
             self._post.frontend_to_engine(now, peer.name, Cancel(peer.incarnation, [flight.request.id]))
@@ -281,3 +327,21 @@ class Frontend:
             if peer is not None and self._lives.get(peer.name) == peer.incarnation
         ]
         return dues
+
+
+def _outcome(record: Record, now: float) -> Outcome:
+    assert record.first is not None
+    assert record.launched is not None
+    tokens = record.received
+    return Outcome(
+        str(record.number),
+        (record.first - record.arrival) * 1e3,
+        (now - record.first) / (tokens - 1) * 1e3 if tokens > 1 else None,
+        (record.launched - record.arrival) * 1e3,
+        tokens,
+    )
+
+
+def _milliseconds(target: float, work: WorkRequest) -> float | None:
+    """Of a target in seconds; None when there is none, or when only its priority is told."""
+    return None if target == inf or work.priority_only else target * 1e3

@@ -16,9 +16,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from penstock.core.errors import UserError
 from penstock.core.plan import StepPlan, StepResult
-from penstock.core.request import Request, TokenOutput
+from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     AskCache,
     CacheDelta,
@@ -29,19 +28,22 @@ from penstock.core.wire.engine import (
     Event,
     LinkFailed,
     Peer,
+    Pool,
     Ready,
     Refused,
     SetPool,
-    Snapshot,
     Unlink,
 )
 from penstock.core.wire.handoff import PeerMessage, Push
 from penstock.sched.local import Scheduler
-from penstock.sched.local.handoff import Handoffs
+from penstock.sched.local.intake import Intake
+from penstock.sched.local.load import snapshot
+from penstock.sched.local.recent import Recent
+from penstock.sched.local.repeat import repeat
 from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
-from penstock.sim.stride import Stride, begin_stride, repeat
+from penstock.sim.stride import Stride, begin_stride
 from penstock.sim.wires import MemoryCarrier, PeerArrival
 
 IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
@@ -81,12 +83,6 @@ class Post(Protocol):
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    frontend: str
-    generation: int
-
-
 class Instance:
     """One life of an engine.
 
@@ -98,7 +94,6 @@ class Instance:
         strides: whether equal steps are taken together; without, the same comes out more slowly.
 
     Attributes:
-        pool: which work the master means it for.
         busy: seconds that its steps took.
     """
 
@@ -113,25 +108,22 @@ class Instance:
         *,
         heartbeat: float,
         lease: float,
-        prefix_cache: bool = True,
         strides: bool = True,
     ) -> None:
         self.ready = ready
-        self.pool = ready.pool
         self.scheduler = scheduler
-        self.handoffs = Handoffs(scheduler, carrier, self, lease)
+        self.intake = Intake(ready.peer, ready.pool, scheduler, Recent())
+        self.handoffs = self.intake.hand_off(carrier, lease)
+        if times := self.intake.recent.learn(ready.device_model, ready.shape):
+            scheduler.predict_by(times)
         self.steps = 0
         self.busy = 0.0
         self.alive = True
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
         self._heartbeat, self._tick_every = heartbeat, lease / TICKS
-        self._prefix_cache, self._strides = prefix_cache, strides
+        self._strides = strides
         self._incarnation = ready.peer.incarnation
-        self._draining = False
-        self._pool_generation = 0
         self._inbox: list[Letter] = []
-        self._owner: dict[str, _Owner] = {}
-        self._sent: dict[str, int] = {}  # tokens of each request that its frontend has from here or from before
         self._news: list[Due] = []
         self._now = 0.0
         self._stride: Stride | None = None
@@ -139,12 +131,17 @@ class Instance:
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = self._deltas = 0
-        self._snapshot = self._make_snapshot()
+        self._snapshot = snapshot(self.intake)
         self._looked_at = self._told_at = self._ticked_at = -inf
 
     @property
     def name(self) -> str:
         return self.ready.peer.name
+
+    @property
+    def pool(self) -> Pool:
+        """Which work the master means it for."""
+        return self.intake.pool
 
     # --- what happens
 
@@ -189,6 +186,8 @@ class Instance:
         """Between steps: do what is due, read what has come, and begin the next step."""
         self._pulse(now)
         self._read(now)
+        if failed := self.intake.take_failed():
+            self._send(now, failed)
         if self.scheduler.has_work:
             self._begin(now)
         self._send_peers(now)
@@ -204,11 +203,12 @@ class Instance:
     # --- steps
 
     def _begin(self, now: float) -> None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(now)
         if not plan.sequences:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
-        repeats = self._strides and all(s.request_id in self._sent for s in plan.sequences)
+        self.intake.recent.started(plan, now)
+        repeats = self._strides and all(self.intake.owner(s.request_id).told is not None for s in plan.sequences)
         until = self._next_pulse(changed=True) if repeats else now
         self._began = now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
@@ -220,7 +220,9 @@ class Instance:
         self.busy += now - self._began
         outputs = self.scheduler.update(stride.plan, self._draw(stride.plan))
         if len(stride.ends) > 1:
-            repeat(stride.plan, self.scheduler, len(stride.ends) - 1, self.scheduler.root, self._prefix_cache)
+            repeat(self.scheduler, stride.plan, len(stride.ends) - 1)
+        if times := self.intake.recent.ran(stride.plan, self._began, stride.ends):
+            self.scheduler.predict_by(times)
         self._report(now, outputs)
         self.handoffs.progress(now)
 
@@ -234,21 +236,22 @@ class Instance:
 
     def _report(self, now: float, outputs: Iterable[TokenOutput]) -> None:
         """Tell frontends what is new to them."""
-        theirs: dict[str, list[TokenOutput]] = {}
+        news = []
         for output in outputs:
-            sent = self._sent.get(output.request_id)
-            if sent is not None and output.finish is None:
-                continue
-            owner = self._owner[output.request_id]
-            if sent is not None:
-                output.tokens = output.tokens * (output.start + len(output.tokens) - sent)
-                output.start = sent
-            output.generation = owner.generation
-            self._sent[output.request_id] = output.start + len(output.tokens)
-            if output.finish is not None:
-                del self._owner[output.request_id], self._sent[output.request_id]
-            theirs.setdefault(owner.frontend, []).append(output)
-        for frontend, own in theirs.items():
+            owner = self.intake.owner(output.request_id)
+            if owner.told is not None:
+                if output.finish is None:
+                    continue
+                output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
+            self.intake.recent.stamp(output, now)
+            if owner.told is not None:
+                output.start = owner.told
+            owner.told = output.start + len(output.tokens)
+            news.append(output)
+        self._send(now, news)
+
+    def _send(self, now: float, outputs: Iterable[TokenOutput]) -> None:
+        for frontend, own in self.intake.address(outputs).items():
             self._news.append(self._post.to_frontend(now, frontend, self.name, Outputs(self._incarnation, tuple(own))))
 
     # --- by the clock
@@ -271,11 +274,11 @@ class Instance:
     def _tell_master(self, now: float) -> None:
         """The load when it has changed or a while has passed, and what came and went in the cache."""
         self._looked_at, self._changed = now, False
-        snapshot = self._make_snapshot()
-        if snapshot != self._snapshot or now >= self._told_at + IDLE_HEARTBEAT:
-            self._snapshot, self._told_at = snapshot, now
+        seen = snapshot(self.intake)
+        if seen != self._snapshot or now >= self._told_at + IDLE_HEARTBEAT:
+            self._snapshot, self._told_at = seen, now
             self._snapshots += 1
-            self._news.append(self._post.to_master(now, self.name, replace(snapshot, sequence=self._snapshots)))
+            self._news.append(self._post.to_master(now, self.name, replace(seen, sequence=self._snapshots)))
         added, removed = self.scheduler.pool.take_changes()
         if added or removed:
             self._deltas += 1
@@ -287,31 +290,6 @@ class Instance:
         keys = self.scheduler.pool.keys()
         self._news.append(
             self._post.to_master(now, self.name, CacheDelta(self._incarnation, self._deltas, keys, [], whole=True))
-        )
-
-    def _make_snapshot(self) -> Snapshot:
-        """Without a number, so that two can be compared."""
-        scheduler = self.scheduler
-        waiting, prefill, running = scheduler.tokens_due()
-        return Snapshot(
-            incarnation=self._incarnation,
-            sequence=0,
-            pool=self.pool,
-            pool_generation=self._pool_generation,
-            draining=self._draining,
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            leaving=scheduler.num_leaving,
-            waiting_tokens=waiting,
-            prefill_tokens=prefill,
-            running_tokens=running,
-            free_blocks=scheduler.pool.available,
-            reserved_blocks=scheduler.num_reserved_blocks,
-            num_blocks=scheduler.pool.num_blocks,
-            ttft_ms=None,
-            tpot_ms=None,
-            interval_ms=None,
-            factors={},
         )
 
     # --- messages
@@ -329,10 +307,10 @@ class Instance:
                     self.handoffs.lost(peer, for_good=False)
                     self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))
                 case FromFrontend(frontend=frontend, command=Enqueue() as enqueue):
-                    self._enqueue(now, frontend, enqueue)
-                case FromFrontend(frontend=frontend, command=Cancel(to=to, request_ids=request_ids)):
-                    if to == self._incarnation:
-                        self._cancel(frontend, request_ids)
+                    if refused := self.intake.enqueue(now, frontend, enqueue):
+                        self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
+                case FromFrontend(frontend=frontend, command=Cancel() as cancel):
+                    self.intake.obey(frontend, cancel)
                 case _ if getattr(letter, "to", None) == self._incarnation:
                     self._obey(now, letter)
 
@@ -341,44 +319,10 @@ class Instance:
         match command:
             case Unlink(peer=peer):
                 self.handoffs.lost(peer, for_good=True)
-            case SetPool(pool=pool, generation=generation):
-                if generation > self._pool_generation:
-                    self.pool, self._pool_generation = pool, generation
-            case Drain():
-                self._draining = True
+            case SetPool() | Drain():
+                self.intake.obey("", command)
             case AskCache():
                 self._send_cache(now)
-
-    def _enqueue(self, now: float, frontend: str, command: Enqueue) -> None:
-        request = command.request
-        away = command.decode is not None and command.decode.name != self.name
-        refusal: Refused | None = None
-        if command.to != self._incarnation:
-            refusal = Refused(self._incarnation, request.id, f"meant for incarnation {command.to}", "stale")
-        elif self._draining:
-            refusal = Refused(self._incarnation, request.id, "this instance takes nothing new", "draining")
-        else:
-            try:
-                self.scheduler.add(request, departs=away)
-            except UserError as error:
-                refusal = Refused(self._incarnation, request.id, str(error))
-        if refusal is not None:
-            self._news.append(self._post.to_frontend(now, frontend, self.name, refusal))
-            return
-        self._owner[request.id] = _Owner(frontend, command.generation)
-        self.handoffs.supersede(request.id)
-        if away and command.decode is not None:
-            self.handoffs.begin(request, command.generation, frontend, command.decode)
-
-    def _cancel(self, frontend: str, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self.handoffs.cancel(request_id, frontend)
-            if self.scheduler.cancel(request_id):
-                self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        self._owner.pop(request_id, None)
-        self._sent.pop(request_id, None)
 
     def _send_peers(self, now: float) -> None:
         """Blocks that leave together for one peer are delivered together, when the last of them is there."""
@@ -387,31 +331,6 @@ class Instance:
             for together in [messages] if pushes else ([message] for message in messages):
                 self._news.append(self._post.to_peer(now, self.ready.peer, peer, together))
 
-    # --- what hand-offs tell (`sched.local.handoff.Host`)
-
-    def refuses(self, request: Request, frontend: str) -> str:
-        return "this instance takes nothing new" if self._draining else ""
-
-    def spent(self, request_id: str) -> tuple[float, float]:
-        return 0.0, 0.0  # times are taken where the clients are
-
-    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
-        self._owner[request.id] = _Owner(frontend, generation)
-
-    def departed(self, request_id: str) -> None:
-        self._forget(request_id)
-
-    def failed(self, output: TokenOutput) -> None:
-        owner = self._owner[output.request_id]
-        output.generation = owner.generation
-        self._forget(output.request_id)
-        message = Outputs(self._incarnation, (output,))
-        self._news.append(self._post.to_frontend(self._now, owner.frontend, self.name, message))
-
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a request that somebody wants."""
-        self.scheduler.check()
-        self.handoffs.check()
-        held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
-        assert len(self._owner) == held, "a request has no owner"
-        assert self._sent.keys() <= self._owner.keys()
+        self.intake.check()

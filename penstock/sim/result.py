@@ -1,4 +1,7 @@
-"""What came of a simulation, as plain values for JSON. Everything in it is a function of scenario, policy and seed."""
+"""What came of a simulation, as plain values for JSON. Everything in it is a function of scenario, policy and seed.
+
+Attainment, times and series are of online requests; what offline ones got is told by tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,37 @@ import numpy as np
 
 from penstock.sim.cluster import Cluster, Sample
 from penstock.sim.frontend import Record
-from penstock.sim.scenario import SLO
 
 PERCENTILES = (50, 90, 95, 99)
 
 
-def kept(record: Record, slo: SLO) -> bool:
-    """Whether a request that is over got all it asked for, within both limits."""
-    if record.error or record.ttft is None or record.ttft > slo.ttft:
-        return False
-    return record.tpot is None or record.tpot <= slo.tpot
+def kept(record: Record) -> bool:
+    """Whether a request that is over got all it asked for, within both of its targets."""
+    return not record.error and _in_time(record) and _at_pace(record)
 
 
-def summarise(cluster: Cluster, slo: SLO) -> dict[str, Any]:
+def summarise(cluster: Cluster) -> dict[str, Any]:
     """Times in ms where the name says so, else in seconds. null where nothing was measured.
 
-    `attainment`: share of requests that kept both limits; what failed did not. `duration`: from the start to the end of
-    the last request. Percentiles are of requests that did not fail.
+    `attainment`: share of requests that kept both targets; what failed did not. `duration`: from the start to the end.
+    Percentiles are of requests that did not fail. `instance_seconds` is what it all costs.
     """
-    records = cluster.records
+    records, end = cluster.records, cluster.timeline.now
     over = [record for record in records if record.ended is not None]
-    good = [record for record in over if not record.error]
-    end = cluster.timeline.now
-    received = sum(record.received for record in over)
+    online = [record for record in over if not record.offline]
+    good = [record for record in online if not record.error]
+    received = sum(record.received for record in online)
     return {
-        "requests": len(over),
-        "failed": len(over) - len(good),
+        "failed": len(online) - len(good),
         "errors": _errors(over),
-        "attainment": sum(kept(record, slo) for record in over) / len(over) if over else None,
-        "ttft_attainment": _share([r.ttft is not None and r.ttft <= slo.ttft for r in good], len(over)),
-        "tpot_attainment": _share([r.tpot is None or r.tpot <= slo.tpot for r in good], len(over)),
-        **_distribution("ttft", "ms", [record.ttft for record in good]),
-        **_distribution("tpot", "ms", [record.tpot for record in good]),
-        **_distribution("latency", "s", [r.ended - r.arrival for r in good if r.ended is not None]),
+        **_service(online),
+        "ttft_attainment": _share([not r.error and _in_time(r) for r in online]),
+        "tpot_attainment": _share([not r.error and _at_pace(r) for r in online]),
+        "tasks": {
+            task: _service([record for record in online if record.task == task])
+            for task in sorted({record.task for record in online if record.task})
+        },
+        **offline_work(records, end),
         "duration": end,
         "request_throughput": len(good) / end if end else None,
         "output_tokens": received,
@@ -56,7 +57,42 @@ def summarise(cluster: Cluster, slo: SLO) -> dict[str, Any]:
             for name, place in cluster.places.items()
         },
         "events": cluster.timeline.happened,
-        "timeline": _timeline(cluster.samples),
+        "timeline": _timeline(cluster.samples, records),
+        "series": by_second(online),
+    }
+
+
+def offline_work(records: Sequence[Record], end: float) -> dict[str, Any]:
+    """What offline requests came to while there were online ones, all null when there were none.
+
+    `offline_tokens_per_s` counts what was generated and what was read of prompts, of requests that were over by the
+    last online one's end; the other two are its parts. What was found in a cache was not read.
+    """
+    offline = [record for record in records if record.offline]
+    names = ("offline_tokens_per_s", "offline_generated_tokens_per_s", "offline_read_tokens_per_s")
+    if not offline:
+        return dict.fromkeys(("offline_requests", "offline_left", *names))
+    until = max((r.ended for r in records if r.ended is not None and not r.offline), default=end)
+    done = [r for r in offline if r.ended is not None and r.ended <= until and not r.error]
+    generated = sum(record.received for record in done)
+    read = sum(record.prompt_tokens - record.cached_tokens for record in done)
+    rates = [tokens / until if until else None for tokens in (generated + read, generated, read)]
+    return {
+        "offline_requests": len(done),
+        "offline_left": len(offline) - len(done),
+        **dict(zip(names, rates, strict=True)),
+    }
+
+
+def by_second(records: Sequence[Record]) -> dict[str, list[int]]:
+    """Of the requests that came in each second, from the first on: how many there were, and how many kept their
+    targets."""
+    seconds = np.array([int(record.arrival) for record in records], dtype=np.int64)
+    attained = np.array([kept(record) for record in records], dtype=bool)
+    count = int(seconds.max()) + 1 if len(seconds) else 0
+    return {
+        "arrivals": np.bincount(seconds, minlength=count).tolist(),
+        "attained": np.bincount(seconds[attained], minlength=count).tolist(),
     }
 
 
@@ -65,6 +101,9 @@ def request_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [
         {
             "number": r.number,
+            "task": r.task,
+            "offline": r.offline,
+            "priority": r.priority,
             "arrival": r.arrival,
             "first": r.first,
             "ended": r.ended,
@@ -82,8 +121,28 @@ def request_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _share(flags: Sequence[bool], total: int) -> float | None:
-    return sum(flags) / total if total else None
+def _in_time(record: Record) -> bool:
+    return record.ttft is not None and record.ttft <= record.ttft_target
+
+
+def _at_pace(record: Record) -> bool:
+    return record.tpot is None or record.tpot <= record.tpot_target
+
+
+def _service(records: Sequence[Record]) -> dict[str, Any]:
+    """How well requests that are over were served."""
+    good = [record for record in records if not record.error]
+    return {
+        "requests": len(records),
+        "attainment": _share([kept(record) for record in records]),
+        **_distribution("ttft", "ms", [record.ttft for record in good]),
+        **_distribution("tpot", "ms", [record.tpot for record in good]),
+        **_distribution("latency", "s", [r.ended - r.arrival for r in good if r.ended is not None]),
+    }
+
+
+def _share(flags: Sequence[bool]) -> float | None:
+    return sum(flags) / len(flags) if flags else None
 
 
 def _distribution(name: str, unit: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
@@ -111,14 +170,30 @@ def _errors(records: Sequence[Record]) -> dict[str, int]:
     return counts
 
 
-def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]]) -> dict[str, Any]:
-    """Seconds, and for each instance the columns pool, running, waiting, used_blocks over them."""
+def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], records: Sequence[Record]) -> dict[str, Any]:
+    """Seconds; over them how many online and offline requests were without a place, how many instances each pool had,
+    and for each instance the columns pool, running, waiting, used_blocks."""
+    at = [moment for moment, _ in samples]
     names = list(samples[0][1]) if samples else []
     columns = ("pool", "running", "waiting", "used_blocks")
+    pools = sorted({state.pool for _, states in samples for state in states.values() if state.pool is not None})
     return {
-        "at": [at for at, _ in samples],
+        "at": at,
+        "queued": without_place([record for record in records if not record.offline], at),
+        "offline_queued": without_place([record for record in records if record.offline], at),
+        "pools": {
+            pool: [sum(state.pool == pool for state in states.values()) for _, states in samples] for pool in pools
+        },
         "instances": {
             name: {column: [getattr(states[name], column) for _, states in samples] for column in columns}
             for name in names
         },
     }
+
+
+def without_place(records: Sequence[Record], at: Sequence[float]) -> list[int]:
+    """How many requests had come and were neither sent to an instance nor over, at each of these moments."""
+    came = np.sort([record.arrival for record in records])
+    placed = (record.ended if record.launched is None else record.launched for record in records)
+    went = np.sort([moment for moment in placed if moment is not None])
+    return (np.searchsorted(came, at, side="right") - np.searchsorted(went, at, side="right")).tolist()

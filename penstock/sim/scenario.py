@@ -7,7 +7,7 @@ flags. What is here is which sections there are, and what goes together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -15,16 +15,16 @@ import yaml
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
-from penstock.sched.local.sequence import blocks_for
-from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sched.local.sizing import sized
+from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, StepTime
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 from penstock.sim.bundles import BUNDLES
 from penstock.sim.wires import Transport
+from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
 
 PREFIX = "modelled:"
-MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
-MOST_TOKENS = 8192  # in a step, however fast the device is
-SECTIONS = ("workload", "slo", "engine", "instances", "layouts", "heartbeat", "transport", "failures")
+SECTIONS = ("workload", "slo", "engine", "instances", "layouts", "scaling", "heartbeat", "transport", "failures")
+SOURCES = ("trace", "synthetic", "tasks")  # of online requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,21 @@ class Tables:
     """The settings of each section; see `parse`.
 
     Attributes:
-        top: description, policy, seed, latency-ms.
+        top: description, policy, seed, target, latency-ms.
+        tasks: of each entry in that list, as for `failures`.
         engine: of every instance.
         instances: of a group besides those: name, count, pool.
-        failures: of each entry in that list.
     """
 
     top: Sequence[Setting]
     workload: Sequence[Setting]
     synthetic: Sequence[Setting]
+    tasks: Sequence[Setting]
+    offline: Sequence[Setting]
     slo: Sequence[Setting]
     engine: Sequence[Setting]
     instances: Sequence[Setting]
+    scaling: Sequence[Setting]
     heartbeat: Sequence[Setting]
     transport: Sequence[Setting]
     failures: Sequence[Setting]
@@ -57,8 +60,10 @@ class Group:
         times: of its steps, without slowdown and noise.
         num_blocks: of KV, for each instance.
         token_budget: tokens in one step.
-        slowdown: factor on all times.
+        slowdown: factor on all times, of which nobody is told.
         noise: standard deviation of a step's time, relative to it.
+        scheduling_policy: a name in `sched.local.PACING`; None is what its policy's bundle has.
+        step_time_error: factor by which steps are believed to take longer than they do.
     """
 
     name: str
@@ -74,6 +79,13 @@ class Group:
     slowdown: float
     noise: float
     prefix_cache: bool
+    scheduling_policy: str | None = None
+    step_time_error: float = 1.0
+
+    @property
+    def believed(self) -> DeviceModel:
+        """What the device is taken for, by its own scheduler and by the master, before anything was measured."""
+        return self.times.device.slowed(self.step_time_error)
 
     @property
     def instances(self) -> list[str]:
@@ -86,49 +98,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synthetic:
-    """Traffic put together from distributions; see `workload.synthetic`. Lengths are log-normal, in tokens."""
+class Scaling:
+    """How many instances may serve, for policies that start and stop them; more are like the first group's.
 
-    requests: int
-    rate: float
-    burstiness: float
-    prompt: int
-    prompt_cv: float
-    output: int
-    output_cv: float
-    prefixes: int
-    prefix_tokens: int
-    prefix_zipf: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """
     Attributes:
-        trace: a file in the folder of traces; "" when the traffic is synthetic.
-        rate_scale: factor on its own rate.
-        start: seconds of the trace, at its own rate, that are left out.
-        duration: seconds of arrivals, at the scaled rate, for which the trace is repeated if need be; None is all of it
-            once.
-        spread: seconds over which arrivals of one tick of the trace's clock are spread.
-        max_tokens: limit on outputs that clients set; policies see this and not how long outputs will be.
+        start_seconds: from the decision until one serves.
+        interval: seconds between two decisions; None leaves it to the policy.
     """
 
-    trace: str
-    synthetic: Synthetic | None
-    rate_scale: float
-    start: float
-    duration: float | None
-    spread: float
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SLO:
-    """What a request must keep to count: time to first token, and mean time per token after it, in seconds."""
-
-    ttft: float
-    tpot: float
+    least: int
+    most: int
+    start_seconds: float
+    interval: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +128,8 @@ class Scenario:
     Attributes:
         layouts: groups of instances by name; "" is the file's own.
         policy: a name in `bundles.BUNDLES`.
+        target: share of online requests that have to keep their targets.
+        scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
         heartbeat: seconds between an instance's snapshots while its load changes.
         heartbeat_delay: seconds that the master hears of them later than it could.
@@ -156,14 +139,20 @@ class Scenario:
     description: str
     layouts: Mapping[str, tuple[Group, ...]]
     policy: str
+    target: float
     workload: Workload
-    slo: SLO
+    scaling: Scaling | None
     latency: float
     heartbeat: float
     heartbeat_delay: float
     transport: Transport
     failures: tuple[Failure, ...]
     seed: int
+
+    @property
+    def slo(self) -> SLO:
+        """Of requests that have no task."""
+        return self.workload.slo
 
     def choose(self, variant: str) -> tuple[str, tuple[Group, ...]]:
         """Policy and groups of a variant "POLICY" or "POLICY@LAYOUT". Raises ConfigError."""
@@ -200,15 +189,15 @@ class _Parser:
 
     def parse(self) -> Scenario:
         file, tables, spots = self.file, self.tables, self.spots
-        for needed in ("workload", "slo", "instances"):
+        for needed in ("workload", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         top = self._values(spots, tables.top)
         workload = self._workload()
-        slo = self._required("slo", tables.slo)
         heartbeat = self._section("heartbeat", tables.heartbeat)
         transport = self._section("transport", tables.transport)
         layouts = self._layouts()
+        scaling = self._scaling(layouts)
         failures = self._failures(layouts[""])
         file.finish()
         return Scenario(
@@ -216,8 +205,9 @@ class _Parser:
             description=top["description"],
             layouts=layouts,
             policy=top["policy"],
+            target=top["target"],
             workload=workload,
-            slo=SLO(ttft=slo["ttft_ms"] / 1e3, tpot=slo["tpot_ms"] / 1e3),
+            scaling=scaling,
             latency=top["latency_ms"] / 1e3,
             heartbeat=heartbeat["every_ms"] / 1e3,
             heartbeat_delay=heartbeat["delay_ms"] / 1e3,
@@ -237,29 +227,80 @@ class _Parser:
     def _section(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
         return self._values(self.file.section(self.spots.get(name), _names(settings)), settings)
 
-    def _required(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
-        """A section whose settings have no defaults."""
-        spots = self.file.section(self.spots.get(name), _names(settings))
-        if name in self.spots:
-            self._need(self.spots[name], spots, settings)
-        return {s.key: 1.0 for s in settings} | self.file.values(spots, settings)
+    def _need(self, spot: Spot, spots: Mapping[str, Spot], names: Iterable[str]) -> None:
+        for name in names:
+            if name not in spots:
+                self.file.complain(spot, f"{name} is missing, and there is no default")
 
-    def _need(self, spot: Spot, spots: Mapping[str, Spot], settings: Iterable[Setting]) -> None:
-        for setting in settings:
-            if setting.name not in spots:
-                self.file.complain(spot, f"{setting.name} is missing, and there is no default")
+    # --- workload
 
     def _workload(self) -> Workload:
         file, tables = self.file, self.tables
-        spots = file.section(self.spots.get("workload"), [*_names(tables.workload), "synthetic"])
+        spot = self.spots.get("workload")
+        spots = file.section(spot, [*_names(tables.workload), "synthetic", "tasks", "offline"])
         values = self._values(spots, tables.workload)
+        if spot is not None and sum(source in spots for source in SOURCES) != 1:
+            file.complain(spot, f"exactly one of {', '.join(SOURCES)} is needed")
         synthetic = None
         if "synthetic" in spots:
             inner = file.section(spots["synthetic"], _names(tables.synthetic))
             synthetic = Synthetic(**self._values(inner, tables.synthetic))
-        if "workload" in self.spots and ("trace" in spots) == ("synthetic" in spots):
-            file.complain(self.spots["workload"], "either trace or synthetic is needed, and not both")
-        return Workload(synthetic=synthetic, **values)
+        slo = self._slo("tasks" not in spots)
+        tasks = self._tasks(spots.get("tasks"), slo, values["duration"])
+        offline = self._offline(spots.get("offline"))
+        for name in ("start", "spread", "chats"):
+            if name in spots and "trace" not in spots:
+                file.complain(spots[name], f"{spots[name].shown}, allowed only with a trace")
+        for name in ("tasks", "tide"):
+            if name in spots and values["duration"] is None:
+                file.complain(spots[name], "given, and workload.duration is not: when would it end?")
+        if values["vary"] == "offline" and (offline is None or offline.rate is None):
+            file.complain(spots["vary"], "'offline', allowed only with workload.offline.rate")
+        return Workload(synthetic=synthetic, slo=slo, tasks=tasks, offline=offline, **values)
+
+    def _slo(self, needed: bool) -> SLO:
+        """Of requests without a task."""
+        if "slo" not in self.spots:
+            if needed:
+                self.file.complain(self.file.root, "slo: missing, and there is no default")
+            return SLO()
+        spots = self.file.section(self.spots["slo"], _names(self.tables.slo))
+        self._need(self.spots["slo"], spots, _names(self.tables.slo))
+        return _targets(self.file.values(spots, self.tables.slo), SLO())
+
+    def _tasks(self, spot: Spot | None, slo: SLO, until: float | None) -> tuple[Task, ...]:
+        file, tables = self.file, self.tables
+        entries = file.items(spot)
+        if spot is not None and not entries:
+            file.complain(spot, "empty, allowed is a list of at least one task")
+        tasks: list[Task] = []
+        for entry in entries:
+            spots = file.section(entry, _names(tables.tasks))
+            needed = ["name", "rate", "prompt", "output"]
+            self._need(entry, spots, needed if "slo" in self.spots else [*needed, "ttft-ms", "tpot-ms"])
+            values = self._values(spots, tables.tasks)
+            if until is not None and values["start"] >= until:
+                allowed = f"allowed is less than the workload's duration of {until:g}"
+                file.complain(spots["start"], f"{values['start']:g}, {allowed}")
+            if values["name"] is not None and values["name"] in [task.name for task in tasks]:
+                file.complain(spots["name"], f"a second task called {values['name']!r}, allowed is a name of its own")
+            targets = {"ttft_ms": values.pop("ttft_ms"), "tpot_ms": values.pop("tpot_ms")}
+            tasks.append(Task(slo=_targets(targets, slo), **values))
+        return tuple(tasks)
+
+    def _offline(self, spot: Spot | None) -> Offline | None:
+        if spot is None:
+            return None
+        file, tables = self.file, self.tables
+        spots = file.section(spot, _names(tables.offline))
+        if ("rate" in spots) == ("backlog" in spots):
+            file.complain(spot, "either rate or backlog is needed, and not both")
+        values = self._values(spots, tables.offline)
+        if values["like_online"]:
+            for name in ("prompt", "prompt-sd", "output", "output-sd"):
+                if name in spots:
+                    file.complain(spots[name], "given, allowed only without like-online")
+        return Offline(**values)
 
     # --- instances
 
@@ -309,13 +350,31 @@ class _Parser:
             file.complain(own.get(error.field or "", shared.get(error.field or "", spot)), str(error))
             return None
 
+    def _scaling(self, layouts: Mapping[str, Sequence[Group]]) -> Scaling | None:
+        file, spot = self.file, self.spots.get("scaling")
+        if spot is None:
+            return None
+        spots = file.section(spot, _names(self.tables.scaling))
+        self._need(spot, spots, ("least", "most"))
+        scaling = Scaling(**self._values(spots, self.tables.scaling))
+        if "least" in spots and "most" in spots:
+            if scaling.least > scaling.most:
+                file.complain(spots["most"], f"{scaling.most}, allowed is at least least ({scaling.least})")
+            for name, groups in layouts.items():
+                count = sum(group.count for group in groups)
+                if count > scaling.most:
+                    where = f" in layout {name}" if name else ""
+                    allowed = f"allowed is at least the {count} that serve from the start{where}"
+                    file.complain(spots["most"], f"{scaling.most}, {allowed}")
+        return scaling
+
     def _failures(self, groups: Sequence[Group]) -> tuple[Failure, ...]:
         file, tables = self.file, self.tables
         names = [name for group in groups for name in group.instances]
         failures = []
         for spot in file.items(self.spots.get("failures")):
             spots = file.section(spot, _names(tables.failures))
-            self._need(spot, spots, [s for s in tables.failures if s.name != "restart-after"])
+            self._need(spot, spots, ("instance", "at"))
             values = self._values(spots, tables.failures)
             if "instance" in spots and values["instance"] not in names:
                 file.complain(spots["instance"], f"{values['instance']!r}, allowed are {', '.join(names)}")
@@ -323,35 +382,47 @@ class _Parser:
         return tuple(failures)
 
 
+def _targets(values: Mapping[str, float | None], default: SLO) -> SLO:
+    """Of settings in ms."""
+    ttft, tpot = values.get("ttft_ms"), values.get("tpot_ms")
+    return SLO(
+        ttft=default.ttft if ttft is None else ttft / 1e3,
+        tpot=default.tpot if tpot is None else tpot / 1e3,
+    )
+
+
+def _device(options: Mapping[str, Any]) -> DeviceModel:
+    sheet = DEVICES[options["device"].removeprefix(PREFIX)]
+    share = options["efficiency"]
+    reached = replace(sheet, peak_flops=sheet.peak_flops * share, bandwidth=sheet.bandwidth * share)
+    return reached.parallel(options["tensor_parallel_size"])
+
+
 def _sized(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `Group` from engine options. Raises ConfigError naming the option."""
-    device, shape = DEVICES[options["device"].removeprefix(PREFIX)], GEOMETRIES[options["geometry"]]
-    times = StepTime(device, shape)
-    model_len, sequences = options["max_model_len"], options["max_num_seqs"]
-    free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
-    fitting = max(0, free) // (shape.kv_bytes_per_token * BLOCK_TOKENS)
-    num_blocks = options["kv_blocks"] or min(fitting, sequences * blocks_for(model_len))
-    if num_blocks > fitting:
-        raise ConfigError(f"{num_blocks}, allowed are up to {fitting} beside the weights", "kv-blocks")
-    if blocks_for(model_len) > num_blocks:
-        raise ConfigError(f"{model_len} tokens need more KV than the {num_blocks} blocks there", "max-model-len")
-    budget = options["max_num_batched_tokens"]
-    if budget is None:
-        high = max(min(MOST_TOKENS, model_len), sequences)
-        budget = times.largest_prefill(options["step_time_limit_ms"], sequences, high)
-    if budget < sequences:
-        raise ConfigError(f"{budget}, allowed is at least max-num-seqs ({sequences})", "max-num-batched-tokens")
+    device, shape = _device(options), GEOMETRIES[options["geometry"]]
+    sizes = sized(
+        device.slowed(options["step_time_error"]),
+        shape,
+        max_model_len=options["max_model_len"],
+        max_num_seqs=options["max_num_seqs"],
+        kv_blocks=options["kv_blocks"],
+        max_num_batched_tokens=options["max_num_batched_tokens"],
+        step_time_limit_ms=options["step_time_limit_ms"],
+    )
     return {
         "device": options["device"],
         "geometry": options["geometry"],
-        "times": times,
-        "num_blocks": num_blocks,
-        "token_budget": budget,
-        "max_num_seqs": sequences,
-        "max_model_len": model_len,
+        "times": StepTime(device, shape),
+        "num_blocks": sizes.num_blocks,
+        "token_budget": sizes.token_budget,
+        "max_num_seqs": options["max_num_seqs"],
+        "max_model_len": options["max_model_len"],
         "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
+        "scheduling_policy": options["scheduling_policy"],
+        "step_time_error": options["step_time_error"],
     }
 
 

@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 
 from penstock.sched.cluster import Random
-from penstock.sim.bundles import BUNDLES
+from penstock.sched.cluster.priority_slo import Bounds, Range
+from penstock.sim.bundles import BUNDLES, Circumstances
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import Record
 from penstock.sim.result import kept, summarise
 from penstock.sim.scenario import Scenario
 from penstock.sim.traffic import make_traffic
+from penstock.sim.workload import SLO
 from penstock.workload.requests import WorkRequest
 
 SAMPLES = 240  # of the instances' states, while requests arrive
 TRAFFIC_STREAM, NOISE_STREAM = 0, 1
+TIGHTEST = 0.75  # of a class's target that its priority may be worth at the tightest
 
 
 def simulate(
@@ -61,18 +64,20 @@ def simulate(
     cluster = Cluster(
         scenario,
         groups,
-        BUNDLES[policy].make_dispatch(),
+        BUNDLES[policy].make(_circumstances(scenario)),
         requests,
         rng,
         lambda number: np.random.default_rng((seed, NOISE_STREAM, number)),
+        pacing=BUNDLES[policy].pacing,
         strides=strides,
     )
     missed = 0
-    allowed = len(requests) if allowed_misses is None else int(allowed_misses * len(requests) + 1e-9)
+    online = sum(not request.offline for request in requests)
+    allowed = online if allowed_misses is None else int(allowed_misses * online + 1e-9)
 
     def notice(record: Record) -> bool:
         nonlocal missed
-        missed += not kept(record, scenario.slo)
+        missed += not record.offline and not kept(record)
         progress(cluster.ended, len(requests))
         return missed > allowed
 
@@ -82,10 +87,29 @@ def simulate(
         "seed": seed,
         "scale": scale,
         "rate": traffic.native_rate * scale if math.isfinite(traffic.native_rate) else None,
-        "complete": cluster.ended == len(requests),
+        "complete": cluster.over,
         "cut": traffic.cut,
-        **summarise(cluster, scenario.slo),
+        **summarise(cluster),
     }
     cluster.settle(scenario.transport.lease)
     cluster.check()
     return result, cluster
+
+
+def _circumstances(scenario: Scenario) -> Circumstances:
+    """Where clients say only their priority, it may be worth what their class is judged by, or somewhat less."""
+    classes: dict[int, list[SLO]] = {}
+    for task in scenario.workload.tasks:
+        if task.priority_only:
+            classes.setdefault(task.priority, []).append(task.slo)
+    bounds = {
+        priority: Bounds(ttft=_range([slo.ttft for slo in slos]), tpot=_range([slo.tpot for slo in slos]))
+        for priority, slos in classes.items()
+    }
+    interval = scenario.scaling.interval if scenario.scaling is not None else None
+    return Circumstances(interval=interval, priorities=bounds)
+
+
+def _range(targets: Sequence[float]) -> Range:
+    strictest = min(targets)
+    return Range(TIGHTEST * strictest, strictest)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.errors import ConfigError
-from penstock.sim.scenario import Synthetic, Workload
-from penstock.workload.lengths import Independent, LogNormal
+from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
+from penstock.workload.arrivals import poisson_times, with_tide
+from penstock.workload.lengths import Empirical, Independent, LengthPairs, LogNormal, log_normal
 from penstock.workload.requests import (
     WorkRequest,
     between,
+    follow_chats,
     limit_context,
     offered_rate,
     scale_rate,
@@ -21,13 +25,15 @@ from penstock.workload.requests import (
 )
 from penstock.workload.synthetic import synthesise
 
+CHAT_BLOCKS = 2  # blocks of a prompt that only the next turn of its chat repeats; the first may be everybody's
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """
     Attributes:
-        requests: in order of arrival, numbered by it.
-        native_rate: requests per second before scaling; inf when all come at once.
+        requests: online and offline ones in order of arrival, numbered by it.
+        native_rate: requests per second before scaling, of what the scale is a factor on; inf when all come at once.
         cut: requests that were made to fit the model's length.
     """
 
@@ -46,29 +52,66 @@ def make_traffic(
 ) -> Traffic:
     """
     Args:
-        trace: what was read from `workload.trace`, or from another file in its place.
-        scale: factor on the native rate.
+        trace: what was read from `workload.trace`, or from another file in place of whatever the workload has.
+        scale: factor on the native rate of what the workload varies.
 
     Raises:
-        ConfigError: nothing is left of the trace.
+        ConfigError: nothing is left of the trace, or it has no rate.
     """
-    spread_rng, synthetic_rng = rng.spawn(2)
-    if trace is None:
-        assert workload.synthetic is not None
-        trace = _synthesise(workload.synthetic, synthetic_rng)
-    elif workload.spread:
-        trace = spread_ticks(trace, workload.spread, spread_rng)
+    spread_rng, synthetic_rng, task_rng, offline_rng = rng.spawn(4)
+    offline_varies = workload.vary == "offline"
+    online_scale = workload.rate_scale if offline_varies else scale
+    if trace is None and workload.tasks:
+        online, rate = _mix(workload, online_scale, task_rng)
+    else:
+        if trace is None:
+            assert workload.synthetic is not None
+            trace = _synthesise(workload.synthetic, synthetic_rng)
+        elif workload.spread:
+            trace = spread_ticks(trace, workload.spread, spread_rng)
+        online, rate = _replayed(workload, trace, online_scale)
+        online = _judged(workload, online, task_rng)
+    if not online:
+        raise ConfigError(f"workload: no request comes at {online_scale:g} times its rate", "workload")
+    if workload.tide is not None:
+        assert workload.duration is not None
+        moved = with_tide(np.array([work.at for work in online]), workload.duration, workload.tide)
+        online = [replace(work, at=float(at)) for work, at in zip(online, moved, strict=True)]
+    if workload.chats:
+        online = follow_chats(_numbered(online), CHAT_BLOCKS)
+    requests = online
+    if workload.offline is not None:
+        until = online[-1].at if workload.duration is None else workload.duration
+        rest = _offline(workload.offline, online, until, scale if offline_varies else 1.0, offline_rng)
+        requests = sorted([*online, *rest], key=lambda work: work.at)
+        if offline_varies:
+            assert workload.offline.rate is not None
+            rate = workload.offline.rate
+    fitting, cut = limit_context(_numbered(requests), max_model_len)
+    return Traffic(fitting, rate, cut)
+
+
+def _numbered(requests: Sequence[WorkRequest]) -> list[WorkRequest]:
+    return [replace(work, number=number) for number, work in enumerate(requests)]
+
+
+# --- recorded requests, and those of `synthesise`
+
+
+def _replayed(workload: Workload, trace: Sequence[WorkRequest], scale: float) -> tuple[list[WorkRequest], float]:
+    """(requests at the scaled rate, their native rate)."""
     rest = between(trace, workload.start)
     if not rest:
         raise ConfigError(f"workload.start: {workload.start:g} s, no request comes after that", "start")
     native = offered_rate(rest)
+    if workload.tasks and math.isfinite(native):
+        wanted = sum(task.rate for task in workload.tasks)
+        rest, native = scale_rate(rest, wanted / native), wanted
     if workload.duration is not None:
         if math.isinf(native):
             raise ConfigError("workload.duration: given, and all requests come at once: there is no rate to keep up")
         rest = _repeated(rest, workload.duration * scale, 1 / native)
-    numbered = [replace(work, number=number) for number, work in enumerate(scale_rate(rest, scale))]
-    requests, cut = limit_context(numbered, max_model_len)
-    return Traffic(requests, native, cut)
+    return scale_rate(rest, scale), native
 
 
 def _repeated(requests: Sequence[WorkRequest], duration: float, gap: float) -> list[WorkRequest]:
@@ -102,3 +145,82 @@ def _synthesise(synthetic: Synthetic, rng: np.random.Generator) -> list[WorkRequ
         prefix_tokens=synthetic.prefix_tokens,
         zipf=synthetic.prefix_zipf,
     )
+
+
+def _judged(workload: Workload, requests: Sequence[WorkRequest], rng: np.random.Generator) -> list[WorkRequest]:
+    """With the targets of the workload, or each as one of its tasks."""
+    if not workload.tasks:
+        targets = _targets(workload.slo)
+        return [replace(work, **targets) for work in requests]
+    rates = np.array([task.rate for task in workload.tasks])
+    which = rng.choice(len(rates), size=len(requests), p=rates / rates.sum())
+    fields = [_fields(task) for task in workload.tasks]
+    return [replace(work, **fields[i]) for work, i in zip(requests, which, strict=True)]
+
+
+# --- a mix of tasks
+
+
+def _mix(workload: Workload, scale: float, rng: np.random.Generator) -> tuple[list[WorkRequest], float]:
+    """(requests at the scaled rate, their native rate with every task there)."""
+    assert workload.duration is not None
+    requests: list[WorkRequest] = []
+    for task, task_rng in zip(workload.tasks, rng.spawn(len(workload.tasks)), strict=True):
+        left = workload.duration - task.start
+        seconds = left if task.duration is None else min(task.duration, left)
+        lengths = _lengths(task)
+        requests += _arriving(task.rate * scale, seconds, lengths, task_rng, start=task.start, **_fields(task))
+    return sorted(requests, key=lambda work: work.at), sum(task.rate for task in workload.tasks)
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    """Of its requests, besides lengths."""
+    priority = {"priority": task.priority, "priority_only": task.priority_only}
+    return {"task": task.name, **_targets(task.slo), **priority}
+
+
+def _targets(slo: SLO) -> dict[str, Any]:
+    return {"ttft": slo.ttft, "tpot": slo.tpot}
+
+
+def _lengths(given: Task | Offline) -> LengthPairs:
+    return Independent(log_normal(given.prompt, given.prompt_sd), log_normal(given.output, given.output_sd))
+
+
+# --- offline requests
+
+
+def _offline(
+    offline: Offline, online: Sequence[WorkRequest], seconds: float, scale: float, rng: np.random.Generator
+) -> list[WorkRequest]:
+    lengths = _lengths(offline)
+    if offline.like_online:
+        lengths = Empirical(
+            np.array([work.prompt_tokens for work in online]), np.array([work.output_tokens for work in online])
+        )
+    if offline.rate is not None:
+        return _arriving(offline.rate * scale, seconds, lengths, rng, offline=True)
+    assert offline.backlog is not None
+    return _requests(np.zeros(offline.backlog), lengths, rng, offline=True)
+
+
+# --- requests that have nothing in common
+
+
+def _arriving(
+    rate: float, seconds: float, lengths: LengthPairs, rng: np.random.Generator, *, start: float = 0.0, **fields: Any
+) -> list[WorkRequest]:
+    """As a Poisson process. The same generator state gives the same requests at every rate, and only their number and
+    times differ."""
+    arrival_rng, length_rng = rng.spawn(2)
+    return _requests(start + poisson_times(rate, seconds, arrival_rng), lengths, length_rng, **fields)
+
+
+def _requests(
+    times: npt.NDArray[np.float64], lengths: LengthPairs, rng: np.random.Generator, **fields: Any
+) -> list[WorkRequest]:
+    prompt, output = lengths.draw(len(times), rng)
+    return [
+        WorkRequest(number=0, at=float(at), prompt_tokens=int(p), output_tokens=int(o), **fields)
+        for at, p, o in zip(times, prompt, output, strict=True)
+    ]

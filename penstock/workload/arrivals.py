@@ -7,6 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+DRAWN_AT_ONCE = 1024  # gaps
+
 
 def arrival_times(count: int, rate: float, rng: np.random.Generator, cv: float = 1.0) -> npt.NDArray[np.float64]:
     """Seconds at which `count` requests arrive, ascending, the first at 0; shape [count].
@@ -24,3 +26,33 @@ def arrival_times(count: int, rate: float, rng: np.random.Generator, cv: float =
     # below a millionth the gamma's shape leaves the range of floats, and nothing to tell from constant spacing
     gaps = np.ones(count_gaps) if cv < 1e-6 else rng.gamma(cv**-2, cv**2, count_gaps)
     return np.concatenate([np.zeros(min(count, 1)), np.cumsum(gaps) / rate])
+
+
+def poisson_times(rate: float, duration: float, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Seconds in [0, duration) at which requests of a Poisson process arrive, ascending; there may be none.
+
+    The same generator state gives the same gaps at every rate, scaled, and only their number differs.
+    """
+    assert 0 < rate < math.inf, f"rate {rate} requests per second"
+    expected = rate * duration
+    parts: list[npt.NDArray[np.float64]] = []
+    last = 0.0
+    while last < expected:
+        parts.append(last + np.cumsum(rng.exponential(1.0, DRAWN_AT_ONCE)))
+        last = float(parts[-1][-1])
+    times = np.concatenate([np.empty(0), *parts]) / rate
+    return times[times < duration]
+
+
+def with_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: float) -> npt.NDArray[np.float64]:
+    """Arrivals in [0, duration) seconds moved so that their rate follows a day, without changing how many there are.
+
+    The day takes `duration`: the rate is 1 - a * cos(2 pi t / duration) of what it was, so it is lowest at both ends
+    and highest in the middle, by a factor of `peak_to_trough` (at least 1).
+    """
+    assert peak_to_trough >= 1, f"peak to trough {peak_to_trough}"
+    swing = (peak_to_trough - 1) / (peak_to_trough + 1)
+    clock = np.linspace(0.0, duration, 16_385)
+    # how far the arrivals have come by each of these moments: the integral of the rate
+    come = clock - swing * duration / (2 * math.pi) * np.sin(2 * math.pi * clock / duration)
+    return np.interp(times, come, clock)

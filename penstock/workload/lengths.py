@@ -72,6 +72,11 @@ class LogNormal:
         return np.clip(np.rint(drawn), self.low, self.high).astype(np.int64)
 
 
+def log_normal(mean: float, deviation: float) -> LogNormal:
+    """Of a mean and a standard deviation. Never below 1; near a normal one while the deviation is small."""
+    return LogNormal(mean, deviation / mean)
+
+
 @dataclass(frozen=True)
 class Independent:
     """Prompt and output lengths that know nothing of each other."""
@@ -80,7 +85,8 @@ class Independent:
     output: Lengths
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-        return self.prompt.draw(count, rng), self.output.draw(count, rng)
+        prompt_rng, output_rng = rng.spawn(2)  # so that the first are the same however many there are
+        return self.prompt.draw(count, prompt_rng), self.output.draw(count, output_rng)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,12 @@ class WorkRequest:
         output_tokens: how many tokens to generate, at least 1.
         prefix: ids of the shared blocks in order; equal ids are equal tokens.
         block_tokens: length of each block of `prefix`; 0 when there are none.
+        ttft, tpot: targets by which it is judged, in seconds; inf without.
+        priority: lower runs first.
+        priority_only: the servers are told its priority and not its targets.
+        offline: it runs in the gaps that others leave.
+        task: the class of requests that it is of, in a mix of several.
+        chat: the conversation that it belongs to; "" when that is not known.
     """
 
     number: int
@@ -36,6 +42,13 @@ class WorkRequest:
     output_tokens: int
     prefix: tuple[int, ...] = ()
     block_tokens: int = 0
+    ttft: float = math.inf
+    tpot: float = math.inf
+    priority: int = 0
+    priority_only: bool = False
+    offline: bool = False
+    task: str = ""
+    chat: str = ""
 
     @property
     def prefix_tokens(self) -> int:
@@ -135,3 +148,25 @@ def reusable_tokens(requests: Iterable[WorkRequest]) -> int:
             reusable += min(request.block_tokens, left) if hit else 0
             left -= request.block_tokens
     return reusable
+
+
+def follow_chats(requests: Sequence[WorkRequest], least_blocks: int) -> list[WorkRequest]:
+    """The same requests with the chats that their prefixes tell of, for traces that name none.
+
+    The next turn of a chat repeats the last one's prompt, so a request goes on with the chat whose newest prompt, less
+    its last block, which may have been cut, is the longest beginning of its own. Others begin a chat.
+
+    Args:
+        requests: in order of arrival.
+        least_blocks: that both must share; fewer may be what all chats begin with.
+    """
+    newest: dict[tuple[int, ...], str] = {}  # a prompt's blocks but the last -> its chat
+    followed = []
+    for request in requests:
+        blocks = request.prefix
+        beginnings = (blocks[:length] for length in range(len(blocks), least_blocks - 1, -1))
+        last = next((beginning for beginning in beginnings if beginning in newest), None)
+        chat = f"chat-{request.number}" if last is None else newest.pop(last)
+        newest[blocks[:-1]] = chat
+        followed.append(replace(request, chat=chat))
+    return followed

@@ -17,6 +17,7 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.obs.metrics import Metrics
 from penstock.service.output import Delta, Usage
 from penstock.text.chat import normalise
@@ -41,8 +42,8 @@ class ByteTokenizer:
 
 
 class ScriptedGeneration:
-    def __init__(self, prompt: list[int], params: SamplingParams, request_id: str, priority: int) -> None:
-        self.prompt, self.params, self.request_id, self.priority = prompt, params, request_id, priority
+    def __init__(self, prompt: list[int], params: SamplingParams, request_id: str, level: ServiceLevel) -> None:
+        self.prompt, self.params, self.request_id, self.level = prompt, params, request_id, level
         self.usage = Usage(prompt_tokens=len(prompt), cached_tokens=min(2, len(prompt)))
         self.cancelled = asyncio.Event()
         self._deltas: list[Delta] = []
@@ -145,13 +146,13 @@ class ScriptedFrontend:
         return self.tokenizer.decode(tokens)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, model: str, priority: int, arrival: float
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, model: str, level, arrival: float
     ) -> ScriptedGeneration:
         self.models.append(model)
         self.arrivals.append(arrival)
         if not prompt:
             raise InvalidRequest("prompt: empty", "prompt")
-        generation = ScriptedGeneration(prompt, params, request_id, priority)
+        generation = ScriptedGeneration(prompt, params, request_id, level)
         self.submitted.append(generation)
         self.script(generation)
         return generation

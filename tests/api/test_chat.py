@@ -168,7 +168,7 @@ async def test_image_parts_are_refused_by_name(client: httpx.AsyncClient) -> Non
 
 async def test_priority_is_handed_on(client: httpx.AsyncClient, frontend: Any) -> None:
     await client.post(URL, json={"messages": HI, "priority": -3})
-    assert frontend.submitted[0].priority == -3
+    assert frontend.submitted[0].level.priority == -3
 
 
 @pytest.mark.parametrize("stream", [True, False])

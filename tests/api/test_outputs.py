@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.api.outputs import Outputs, merge
 from penstock.core.errors import EngineFailure
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import NO_LEVEL
 from penstock.service.output import Delta
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +29,7 @@ def test_merging_keeps_every_outputs_text_and_tokens(parts: list[tuple[int, str,
 def open_outputs(frontend: Any, prompts: int = 1, n: int = 1) -> Outputs:
     frontend.script = lambda generation: None
     of = {"request_id": "r", "model": "tiny", "arrival": 0.0}
-    return Outputs(frontend, [[1]] * prompts, SamplingParams(n=n), priority=None, **cast(Any, of))
+    return Outputs(frontend, [[1]] * prompts, SamplingParams(n=n), level=NO_LEVEL, **cast(Any, of))
 
 
 async def test_a_delta_never_waits_for_the_next(frontend: Any) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from penstock.core.clock import SystemClock
+from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.plan import StepResult
 from penstock.core.wire import codec
 from penstock.core.wire.engine import (
@@ -30,7 +30,7 @@ from penstock.core.wire.engine import (
     decode_event,
 )
 from penstock.engine.loop import Engine
-from penstock.engine.server import EngineServer
+from penstock.engine.server import HEARTBEAT, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from tests.helpers.engines import make_request
@@ -259,3 +259,22 @@ def test_a_master_sees_load_and_cache(served):
     assert (changed.pool, changed.pool_generation) == ("decode", 2)
     a.ask(make_request("late", [1]))
     assert a.until(lambda e: isinstance(e, Refused)).why == "draining"
+
+
+def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
+    address, clock = f"ipc://{tmp_path}/engine", ManualClock()
+    limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
+    engine = Engine(Scheduler(limits, BlockPool(range(8))), CountingRunner(), clock)
+    master = Frontend(address, "m")
+    with contextlib.closing(EngineServer(address, clock)) as server:
+        master.say(Hello("m", kind="master"))
+        master.say(Shutdown())
+        server.run(engine, READY)
+        assert server._patience(stalled=False) == pytest.approx(
+            SNAPSHOT
+        )  # that somebody came may have changed the load
+        clock.advance(SNAPSHOT)
+        server._pulse(clock.now())
+        assert master.until(lambda e: isinstance(e, Snapshot)).sequence == 1
+        assert server._patience(stalled=False) == pytest.approx(HEARTBEAT - SNAPSHOT)
+    master.socket.close()

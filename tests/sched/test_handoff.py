@@ -126,7 +126,7 @@ class Node:
     def departed(self, request_id):
         pass
 
-    def joined(self, request, frontend, generation, queue, prefill):
+    def joined(self, now, request, frontend, generation, queue, prefill):
         self.joins += 1
 
     def failed(self, output):

@@ -12,9 +12,11 @@ from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
-from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 STOP = 999
+TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
 
 def next_token(tokens: list[int]) -> int:
@@ -31,9 +33,11 @@ class Engine:
         self.cells: dict[tuple[int, int], list[int]] = {}  # (block, offset) -> all tokens up to and with it
         self.out: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.now = 0.0
 
     def step(self) -> StepPlan:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now)
+        self.now += 0.01
         limits = self.scheduler.limits
         assert plan.num_tokens <= limits.token_budget
         assert 0 < len(plan.sequences) <= limits.max_sequences
@@ -77,13 +81,14 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return out
 
 
-def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None) -> Engine:
+def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs") -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache))
+    paced = PACING[pacing](TIMES, budget)
+    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache, pacing=paced))
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, **promise) -> Request:
     return Request(
         id=name,
         prompt=prompt,
@@ -92,6 +97,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0
         stop_ids=frozenset([STOP]),
         max_tokens=max_tokens,
         priority=priority,
+        **promise,
     )
 
 
@@ -99,10 +105,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small."""
 
     @initialize(
-        num_blocks=st.integers(2, 10), budget=st.integers(5, 200), sequences=st.integers(1, 5), prefix=st.booleans()
+        num_blocks=st.integers(2, 10),
+        budget=st.integers(5, 200),
+        sequences=st.integers(1, 5),
+        prefix=st.booleans(),
+        pacing=st.sampled_from(sorted(PACING)),
     )
-    def start(self, num_blocks, budget, sequences, prefix):
-        self.engine = make(num_blocks, budget, sequences, prefix)
+    def start(self, num_blocks, budget, sequences, prefix, pacing):
+        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.cancelled: set[str] = set()
         self.longest = num_blocks * BLOCK_TOKENS
@@ -113,13 +123,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         own=st.integers(1, 90),
         max_tokens=st.integers(1, 80),
         priority=st.integers(0, 2),
+        ttft_ms=st.sampled_from([None, 1.0, 100.0, 1000.0]),
+        tpot_ms=st.sampled_from([None, 1.0, 8.0, 50.0]),
+        waited=st.sampled_from([0.0, 0.5, 20.0]),
+        offline=st.booleans(),
     )
-    def arrive(self, prefix, family, own, max_tokens, priority):
+    def arrive(self, prefix, family, own, max_tokens, priority, **promise):
         name = f"r{len(self.requests)}"
         prompt = ([family * 7 + 1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
         max_tokens = min(max_tokens, self.longest - len(prompt))
         self.requests[name] = (prompt, max_tokens)
-        self.engine.scheduler.add(request(name, prompt, max_tokens, priority))
+        self.engine.scheduler.add(request(name, prompt, max_tokens, priority, **promise), now=self.engine.now)
 
     @rule(data=st.data())
     def cancel(self, data):

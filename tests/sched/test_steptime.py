@@ -1,7 +1,8 @@
 """Step times against hand-computed ones, and what must hold of any."""
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
@@ -31,6 +32,10 @@ def test_sizes_of_a_model():
         ("qwen3-8b", 8.2, 147456),
         ("qwen3-32b", 32.8, 262144),
         ("llama-3.1-8b", 8.0, 131072),
+        ("qwen-7b", 7.7, 524288),
+        ("qwen2-7b", 7.6, 57344),
+        ("qwen2.5-32b", 32.8, 262144),
+        ("llama-2-70b", 69.0, 327680),
     ],
 )
 def test_named_geometries_have_the_sizes_they_are_named_for(name, billions, kv_bytes):
@@ -64,6 +69,51 @@ def test_factors_scale_their_parts():
     assert slow.step_ms(decodes=8, kv_tokens=40_000) == pytest.approx(0.25 + 2 * 0.228 + 0.1 + 0.32)
 
 
+def test_each_bound_of_a_part_has_its_own_factor():
+    slow = StepTime(DEVICE, SHAPE, {"gemm:memory": 2.0, "gemm": 3.0, "overhead": 4.0, "unheard-of": 5.0})
+    assert slow.step_ms(decodes=8, kv_tokens=40_000) == pytest.approx(1.0 + 2 * 0.228 + 0.1 + 0.32)
+    # 6000 tokens: 1.368 ms of arithmetic, three times; attention is 8000 * 6000**2 / 2 flops
+    assert slow.step_ms([(6000, 0)]) == pytest.approx(1.0 + 3 * 1.368 + 0.1 + 4 * 10 * 10 * 100 * 18e6 / 1e12)
+
+
+def test_several_devices_share_a_step_and_sum_up_over_their_links():
+    pair = DEVICE.parallel(2)
+    assert pair.memory == 2 * DEVICE.memory
+    parts = StepTime(pair, SHAPE).parts(decodes=8, kv_tokens=40_000)
+    assert parts["gemm"].ms == pytest.approx(0.228 / 2)
+    # two a layer, of 8 rows of 1000 values of 2 bytes, over 32 GB/s; and 10 us each
+    assert parts["collectives"].ms == pytest.approx(20 * (8 * 1000 * 2 / 32e9 * 1e3 + 0.01))
+    whole = sum(part.ms for part in parts.values())
+    assert StepTime(pair, SHAPE).step_ms(decodes=8, kv_tokens=40_000) == pytest.approx(0.25 + whole)
+    half = StepTime(pair, SHAPE, {"collectives": 0.5}).step_ms(decodes=8, kv_tokens=40_000)
+    assert half == pytest.approx(0.25 + whole - parts["collectives"].ms / 2)
+    assert StepTime(pair, SHAPE).step_ms() == 0.25
+
+
+def test_a_slowed_device_takes_so_many_times_as_long():
+    device = DEVICES["h100"].parallel(4)
+    prefills = [(700, 300)]
+    slowed = StepTime(device.slowed(2.5), GEOMETRIES["qwen3-8b"]).step_ms(prefills, 9, 70_000)
+    assert slowed == pytest.approx(2.5 * StepTime(device, GEOMETRIES["qwen3-8b"]).step_ms(prefills, 9, 70_000))
+
+
+def test_utilisation_by_hand():
+    compute, memory = TIMES.utilisation(decodes=8, kv_tokens=40_000)
+    total = 0.25 + 0.228 + 0.1 + 0.32
+    assert memory == pytest.approx((total - 0.25) / total)
+    assert compute == pytest.approx((2 * 164e6 * 8 + 4 * 10 * 10 * 100 * 40_000) / 1e12 / total)
+    assert TIMES.utilisation() == (0, 0)
+    compute, memory = TIMES.utilisation([(8000, 0)])
+    assert compute > 0.8 > memory
+
+
+def test_an_engine_can_tell_what_its_device_is():
+    device = DEVICES["h200"].parallel(2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(device), type=DeviceModel) == device
+    shape = GEOMETRIES["qwen3-0.6b"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(shape), type=ModelShape) == shape
+
+
 def test_nothing_costs_the_overhead():
     assert TIMES.step_ms() == 0.25
 
@@ -83,6 +133,72 @@ def test_more_work_never_takes_less_time(prefills, decodes, kv_tokens, more):
 def test_a_prompt_in_chunks_takes_no_less_than_at_once(first, second):
     whole = H200.step_ms([(first + second, 0)])
     assert H200.step_ms([(first, 0)]) + H200.step_ms([(second, first)]) >= whole * (1 - 1e-12)
+
+
+# devices on which attention over little is bound by memory and over much by arithmetic, besides real ones
+times = st.builds(
+    StepTime,
+    st.sampled_from([*DEVICES.values(), DEVICE, DEVICES["a100"].parallel(4)])
+    | st.builds(DeviceModel, peak_flops=st.floats(1e10, 1e15), bandwidth=st.floats(1e9, 1e13), memory=st.just(1)),
+    st.sampled_from([*GEOMETRIES.values(), SHAPE]),
+    st.dictionaries(
+        st.sampled_from(["overhead", "gemm", "gemm:memory", "prefill_attention:compute", "prefill_attention:memory"]),
+        st.floats(0.2, 10),
+    ),
+)
+
+
+@given(
+    times,
+    st.integers(0, 40_000),
+    st.integers(0, 100_000),
+    st.integers(1, 9000),
+    st.integers(0, 256),
+    st.integers(0, 10**6),
+)
+@example(StepTime(DeviceModel(peak_flops=3.66e11, bandwidth=1e9, memory=1), SHAPE), 3000, 0, 75, 3, 1000)
+def test_a_prompt_takes_as_long_as_its_chunks(times, tokens, cached, budget, decodes, kv_tokens):
+    budget = max(budget, tokens // 500)  # so that the sum is done soon
+    whole = times.prefill_ms(tokens, cached, budget=budget, decodes=decodes, kv_tokens=kv_tokens)
+    chunks = [(min(budget, tokens - start), cached + start) for start in range(0, tokens, budget)]
+    rows = [decodes] * (len(chunks) - 1) + [decodes + 1]
+    steps = [times.step_ms([c], decodes, kv_tokens, r) for c, r in zip(chunks, rows, strict=bool(chunks))]
+    assert whole == pytest.approx(sum(steps), rel=1e-9)
+
+
+def test_attention_that_goes_from_one_bound_to_the_other_within_a_prompt():
+    """The example above is one, or the closed form's search for the crossing is not tested."""
+    times = StepTime(DeviceModel(peak_flops=3.66e11, bandwidth=1e9, memory=1), SHAPE)
+    bounds = [times.parts([(75, start)])["prefill_attention"] for start in range(0, 3000, 75)]
+    by_memory = [part.memory_ms > part.compute_ms for part in bounds]
+    assert by_memory == sorted(by_memory, reverse=True)
+    assert 3 < sum(by_memory) < 37
+
+
+@given(
+    times,
+    st.floats(0.01, 2000) | st.just(float("inf")),
+    st.integers(0, 100_000),
+    st.integers(0, 256),
+    st.integers(0, 10**6),
+    st.integers(0, 20_000),
+)
+def test_the_largest_chunk_is_the_largest(times, limit, cached, decodes, kv_tokens, high):
+    best = times.largest_chunk(limit, cached, decodes, kv_tokens, high)
+    assert 0 <= best <= high
+    assert not best or times.step_ms([(best, cached)], decodes, kv_tokens) <= limit
+    assert best == high or times.step_ms([(best + 1, cached)], decodes, kv_tokens) > limit
+
+
+@given(times, prompts, st.integers(0, 256), st.integers(0, 10**6))
+def test_a_step_is_as_long_as_its_parts(times, prefills, decodes, kv_tokens):
+    plain = StepTime(times.device, times.shape)
+    parts = plain.parts(prefills, decodes, kv_tokens).values()
+    expected = times.device.overhead_ms + sum(part.ms for part in parts)
+    assert plain.step_ms(prefills, decodes, kv_tokens) == pytest.approx(expected)
+    compute, memory = times.utilisation(prefills, decodes, kv_tokens)
+    assert 0 <= compute <= 1
+    assert 0 <= memory <= 1
 
 
 @given(st.floats(0.1, 500), st.integers(1, 300), st.integers(300, 20_000))

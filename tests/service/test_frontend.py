@@ -48,7 +48,10 @@ class ScriptedPlacement:
             return NoPlace(place.request_id, place.generation, "all are excluded")
         return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
 
-    def ended(self, request_ids):
+    def begun(self, request_ids):
+        pass
+
+    def ended(self, request_ids, outcomes=()):
         self.over += request_ids
 
     def tick(self, now):

@@ -10,20 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, Link, LinkFailed, Peer, Unlink
 from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed
-from penstock.sched.cluster import DISPATCH
+from penstock.sched.cluster import DISPATCH, Later
+from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.master import (
-    DEAD_AFTER,
-    PROBATION,
-    RELINK_AFTER,
-    SUSPECT_AFTER,
-    FromEngine,
-    FromFrontend,
-    Master,
-    Notice,
-    ToEngine,
-    ToFrontend,
-)
+from penstock.service.master import DEAD_AFTER, SUSPECT_AFTER, Master, Policies
+from penstock.service.mesh import PROBATION, RELINK_AFTER
 from tests.helpers.scripted import LAYOUT, ready, snapshot
 
 
@@ -34,7 +25,7 @@ class Cluster:
 
     def __init__(self, *names, policy="least-loaded", **changes):
         endpoints = [Endpoint(n, f"ipc://{n}", self.POOLS[n[0]]) for n in names]
-        self.master = Master(endpoints, DISPATCH[policy](), random.Random(0), incarnation=7)
+        self.master = Master(endpoints, Policies(dispatch=DISPATCH[policy]()), random.Random(0), incarnation=7)
         self.now, self.count = 0.0, 0
         self.started = {name: self.start(name, **changes) for name in names}
 
@@ -130,10 +121,10 @@ def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
     assert burst.count("a0") == burst.count("a1") == 5
     cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
     life = cluster.master._lives["a0"]
-    assert life.unseen == {}
-    assert cluster.master._lives["a1"].unseen
+    assert life.view().pending_tokens == 0
+    assert cluster.master._lives["a1"].view().pending_tokens == 50
     cluster.frontend(Ended([f"r{i}" for i in range(1, 11)]))
-    assert (life.requests, life.held_tokens) == (0, 0)
+    assert (life.view().requests, life.view().held_tokens) == (0, 0)
 
 
 def test_a_decoder_is_charged_before_it_hears_of_the_request():
@@ -193,9 +184,9 @@ def test_what_a_frontend_had_ends_with_it():
     assert cluster.frontend(Join("f", 1)) == [Joined(7)]
     cluster.place(), cluster.place(name="g")
     cluster.frontend(Join("f", 2))  # its next life
-    assert cluster.master._lives["a0"].requests == 1
+    assert len(cluster.master._lives["a0"].homes) == 1
     cluster.tick(LEASE + 0.1)
-    assert cluster.master._lives["a0"].requests == 0
+    assert len(cluster.master._lives["a0"].homes) == 0
     cluster.master.check()
 
 
@@ -223,8 +214,8 @@ def test_an_instance_that_moves_to_another_pool_is_connected_anew():
 def test_frontends_are_told_whether_keys_are_wanted():
     master = Cluster("a0").master
     assert not master.joined.wants_keys
-    master._policy.wants_keys = True
-    wanting = Master([], master._policy, random.Random(0))
+    master._policies.dispatch.wants_keys = True
+    wanting = Master([], master._policies, random.Random(0))
     (answer,) = wanting.tick(0.0, FromFrontend("f", Join("f")))
     assert answer.message.wants_keys
 
@@ -240,10 +231,10 @@ def test_what_a_placement_looks_at_does_not_grow_with_pairs(monkeypatch):
     cluster = Cluster(*(f"p{i}" for i in range(8)), *(f"d{i}" for i in range(8)))
     cluster.place()
     compared = []
-    monkeypatch.setattr("penstock.service.master._mismatch", lambda *pair: compared.append(pair))
+    monkeypatch.setattr("penstock.service.mesh._mismatch", lambda *pair: compared.append(pair))
     made = []
-    monkeypatch.setattr("penstock.service.master.InstanceLoad", lambda **values: made.append(values["name"]))
-    monkeypatch.setattr("penstock.service.master.dispatch", lambda policy, demand, loads, rng: None)
+    monkeypatch.setattr("penstock.service.life.InstanceLoad", lambda **values: made.append(values["name"]))
+    cluster.master._policies.dispatch.decide = lambda view, rng: Later()
     cluster.master.tick(0.0, FromFrontend("f", Place("new", 10, 10, [])))
     assert compared == []
     assert len(made) == 2  # of the two that the placement before has changed

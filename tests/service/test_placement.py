@@ -12,7 +12,7 @@ from penstock.core.wire.master import Joined, Place, Placed
 from penstock.sched.cluster import DISPATCH
 from penstock.service.instances import Endpoint, LinkLost
 from penstock.service.link import master_link
-from penstock.service.master import Master
+from penstock.service.master import Master, Policies
 from penstock.service.master_pump import MasterPump, serve_frontends
 from penstock.service.placement import PATIENCE, LocalPlacement, RemotePlacement
 from tests.helpers.scripted import ScriptedLink, ready
@@ -25,7 +25,8 @@ def place(request_id="r", **changes):
 def make_pump(*pools):
     names = [f"{pool}-{i}" for i, pool in enumerate(pools)]
     links = {name: ScriptedLink(name) for name in names}
-    master = Master([Endpoint(n, "", n.split("-")[0]) for n in names], DISPATCH["least-loaded"](), random.Random(0), 3)
+    endpoints = [Endpoint(n, "", n.split("-")[0]) for n in names]
+    master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
     pump = MasterPump(master, links, SystemClock())
     for name, link in links.items():
         link.say(ready(name, 1, name.split("-")[0]))

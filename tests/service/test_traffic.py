@@ -10,9 +10,10 @@ from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH
 from penstock.service import traffic
+from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
 from penstock.service.instances import Endpoint
-from penstock.service.master import FromFrontend, Master
+from penstock.service.master import Master, Policies
 from penstock.service.master_pump import MasterPump
 from penstock.service.placement import LocalPlacement
 from penstock.service.traffic import MASTER_LEARNS, TICK, Held, Traffic
@@ -41,7 +42,7 @@ class Service:
     def __init__(self):
         self.clock, endpoints = SystemClock(), [Endpoint("e0", "")]
         self.to_master, self.link = ScriptedLink("e0"), ScriptedLink("e0")
-        self.master = Master(endpoints, DISPATCH["least-loaded"](), random.Random(0))
+        self.master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0))
         self.questions = 0
         placement = LocalPlacement(MasterPump(self.master, {"e0": self.to_master}, self.clock), "f")
         self.traffic = Traffic(endpoints, {"e0": self.link}, placement, Metrics("m", ["e0"]), self.clock)
@@ -99,7 +100,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
         await asyncio.sleep(3 * AGAIN)
         assert service.questions == asked
         assert not service.master._in_flight
-        assert service.master._lives["e0"].held_tokens == 0
+        assert service.master._lives["e0"].view().held_tokens == 0
         assert not service.traffic.held
 
     run(scenario)

@@ -1,9 +1,8 @@
-"""Pace, wires, prompts and traffic, each by itself."""
+"""Pace, wires and prompts, each by itself."""
 
 import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan
 from penstock.core.wire.handoff import Commit, Lease, Push, Reserved
 from penstock.kv.keys import extend_keys
@@ -11,9 +10,7 @@ from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.frontend import PARAMS
 from penstock.sim.pace import DRAWN_AT_ONCE, Pace
 from penstock.sim.prompts import FIRST_OWN, prompt_of
-from penstock.sim.scenario import Workload
 from penstock.sim.stride import Stride
-from penstock.sim.traffic import make_traffic
 from penstock.sim.wires import Transport, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -98,7 +95,7 @@ def test_shared_blocks_take_no_longer_than_a_message():
     assert [wires.arrival(0.0, "p0", "d0", PUSH, 1000) for _ in range(3)] == [0.5] * 3
 
 
-# --- prompts and traffic
+# --- prompts
 
 
 def work(number, at=0.0, prompt=10, output=5, prefix=(), block=0):
@@ -126,40 +123,3 @@ def test_prompts_are_alike_exactly_as_far_as_their_blocks_are():
 def test_blocks_are_cut_at_the_end_of_the_prompt():
     assert prompt_of(work(5, prompt=5, prefix=(1, 2), block=4)) == [1, 1, 1, 1, 2]
     assert prompt_of(work(5, prompt=6, prefix=(1,), block=4)) == [1, 1, 1, 1, FIRST_OWN + 5, FIRST_OWN + 5]
-
-
-def traffic(trace, scale=1.0, model_len=1000, **changes):
-    values = {"trace": "t", "synthetic": None, "rate_scale": 1.0, "start": 0.0, "duration": None, "spread": 0.0}
-    workload = Workload(**values | {"max_tokens": 100} | changes)
-    return make_traffic(workload, trace, np.random.default_rng(0), scale=scale, max_model_len=model_len)
-
-
-TRACE = [work(i, at=float(i), prefix=(i,), block=4) for i in range(5)]
-
-
-def test_the_rate_is_scaled_and_the_start_left_out():
-    made = traffic(TRACE, scale=2.0, start=1.0)
-    assert [r.at for r in made.requests] == [0.0, 0.5, 1.0, 1.5]
-    assert [r.number for r in made.requests] == [0, 1, 2, 3]
-    assert made.native_rate == 1.0
-
-
-def test_a_trace_is_repeated_for_the_duration_with_other_prefixes():
-    made = traffic(TRACE, scale=2.0, duration=6.0)
-    assert [r.at for r in made.requests] == [i / 2 for i in range(12)]
-    assert [r.number for r in made.requests] == list(range(12))
-    assert len({r.prefix for r in made.requests}) == 12
-    assert traffic(TRACE, duration=2.5).requests == TRACE[:3]
-
-
-def test_what_does_not_fit_the_model_is_cut_and_counted():
-    made = traffic([work(0), work(1, prompt=900, output=300)])
-    assert made.cut == 1
-    assert made.requests[1].prompt_tokens + made.requests[1].output_tokens == 1000
-
-
-def test_traffic_that_cannot_be_had_is_refused():
-    with pytest.raises(ConfigError, match=r"workload.start: 10 s, no request comes after that"):
-        traffic(TRACE, start=10.0)
-    with pytest.raises(ConfigError, match=r"workload.duration: given, and all requests come at once"):
-        traffic([work(0), work(1)], duration=10.0)

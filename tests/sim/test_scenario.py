@@ -6,20 +6,46 @@ import pytest
 
 from penstock.cli.sim import make_tables
 from penstock.core.errors import ConfigError
-from penstock.sched.steptime import DEVICES, GEOMETRIES
-from penstock.sim.bundles import BUNDLES
+from penstock.sched.local import PACING
+from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sim.bundles import BUNDLES, Circumstances
 from penstock.sim.scenario import parse
+from penstock.sim.workload import SLO
 from tests.sim.scenarios import COLOCATED, ONE_LINE, SPLIT, WORKLOAD, read
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
+
+
+NAMES = [
+    "cache-mooncake-conversation",
+    "cache-mooncake-synthetic",
+    "colocation-azure-code",
+    "colocation-tidal",
+    "hfx-2task",
+    "hfx-4task",
+    "hfx-disaggregated",
+    "hfx-priority",
+    "hfx-single",
+    "roles-azure-code",
+    "roles-azure-conv",
+]
+
+
+def test_the_scenarios_that_are_kept():
+    assert [path.stem for path in SCENARIOS] == NAMES
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_scenario_that_is_kept_can_be_read(path):
     scenario = parse(path.name, path.read_text(), make_tables())
     assert scenario.description
+    assert scenario.choose(scenario.policy)
     for layout, groups in scenario.layouts.items():
-        assert sum(group.count for group in groups) == 8, layout
+        count = sum(group.count for group in groups)
+        if path.stem.startswith("hfx"):
+            assert count <= (8 if scenario.scaling is None else scenario.scaling.most)
+        elif not layout.startswith("prefill-"):
+            assert count == 8, layout
 
 
 def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
@@ -44,6 +70,59 @@ def test_units_and_defaults():
     assert (scenario.slo.ttft, scenario.slo.tpot) == (0.4, 0.03)
     assert scenario.policy == "least_loaded"
     assert scenario.workload.duration is None
+    assert (scenario.target, scenario.scaling, scenario.workload.scale) == (0.9, None, 1.0)
+
+
+def test_a_device_is_what_its_data_sheet_says_and_several_of_them_and_what_they_reach():
+    text = "workload: {trace: t.csv}\nslo: {ttft-ms: 1, tpot-ms: 1}\n"
+    engine = "engine: {device: modelled:ascend-910b, geometry: qwen2.5-32b, tensor-parallel-size: 2, efficiency: 0.5}\n"
+    more = "instances: [{}, {name: b, step-time-error: 1.25, scheduling-policy: slack}]"
+    plain, mistaken = read(text, engine, more).layouts[""]
+    sheet = DEVICES["ascend-910b"]
+    assert plain.times.device.peak_flops == sheet.peak_flops
+    assert (plain.times.device.memory, plain.times.device.tensor_parallel) == (2 * sheet.memory, 2)
+    assert plain.believed == plain.times.device
+    assert (plain.scheduling_policy, mistaken.scheduling_policy) == (None, "slack")
+    assert mistaken.times == plain.times
+    ms = [StepTime(group.believed, group.times.shape).step_ms([(300, 0)], 20, 5000) for group in (plain, mistaken)]
+    assert ms[1] == pytest.approx(1.25 * ms[0])
+    assert mistaken.token_budget < plain.token_budget
+
+
+TASKS = """
+workload:
+  duration: 600
+  rate-scale: 20
+  tasks:
+    - {name: a, rate: 0.5, prompt: 30.5, prompt-sd: 9, output: 40, ttft-ms: 700, priority: 1, priority-only: true}
+    - {name: b, rate: 0.5, prompt: 30, output: 40, output-sd: 50, start: 20, duration: 60}
+"""
+
+
+def test_tasks_have_targets_of_their_own():
+    first, second = read(TASKS, "slo: {ttft-ms: 1000, tpot-ms: 50}\n", COLOCATED).workload.tasks
+    assert (first.name, first.rate, first.prompt, first.prompt_sd, first.output_sd) == ("a", 0.5, 30.5, 9.0, 0.0)
+    assert (first.slo, second.slo) == (SLO(ttft=0.7, tpot=0.05), SLO(ttft=1.0, tpot=0.05))
+    assert (first.priority, first.priority_only, second.priority, second.priority_only) == (1, True, 0, False)
+    assert (first.start, first.duration, second.start, second.duration) == (0.0, None, 20.0, 60.0)
+
+
+def test_offline_work_and_what_varies():
+    text = "slo: {ttft-ms: 1000, tpot-ms: 50}\ntarget: 0.95\n"
+    work = (
+        "workload: {trace: t.csv, rate-scale: 4, vary: offline, tide: 6, duration: 60, offline: {rate: 8, output: 9}}\n"
+    )
+    scenario = read(text, work, COLOCATED)
+    offline = scenario.workload.offline
+    assert (offline.rate, offline.backlog, offline.output, offline.like_online) == (8.0, None, 9.0, False)
+    assert (scenario.workload.scale, scenario.workload.tide, scenario.target) == (1.0, 6.0, 0.95)
+    other = read(text, work.replace("vary: offline, ", ""), COLOCATED)
+    assert other.workload.scale == 4.0
+
+
+def test_scaling():
+    scaling = read(WORKLOAD, COLOCATED, "scaling: {least: 2, most: 8, start-seconds: 28.84, interval: 0.5}\n").scaling
+    assert (scaling.least, scaling.most, scaling.start_seconds, scaling.interval) == (2, 8, 28.84, 0.5)
 
 
 def test_layouts_are_chosen_with_the_policy():
@@ -65,15 +144,17 @@ def test_what_is_to_fail_must_be_in_the_chosen_layout():
 
 def test_every_bundle_makes_a_fresh_policy():
     for bundle in BUNDLES.values():
-        assert bundle.make_dispatch() is not bundle.make_dispatch()
+        one, other = (bundle.make(Circumstances()) for _ in range(2))
+        assert one.dispatch is not other.dispatch
 
 
+A_TASK = "{name: a, rate: 1, prompt: 9, output: 9}"
 BAD = {
     "instances: [{pool: any}]": [
         "t.yaml:1: workload: missing, and there is no default",
         "t.yaml:1: slo: missing, and there is no default",
     ],
-    ONE_LINE + "policy: best": ["t.yaml:5: policy: 'best', allowed is round_robin, least_loaded"],
+    ONE_LINE + "policy: best": ["t.yaml:5: policy: 'best', allowed is " + ", ".join(BUNDLES)],
     ONE_LINE + "polcy: best": ["t.yaml:5: polcy: no such setting, did you mean policy?"],
     ONE_LINE + "seed: -1": ["t.yaml:5: seed: '-1', allowed is a whole number of at least 0"],
     ONE_LINE.replace("tpot-ms: 50", "tpot-ms: 0"): [
@@ -81,10 +162,10 @@ BAD = {
     ],
     ONE_LINE.replace(", tpot-ms: 50", ""): ["t.yaml:2: slo: tpot-ms is missing, and there is no default"],
     ONE_LINE.replace("{trace: t.csv}", "{max-tokens: 5}"): [
-        "t.yaml:1: workload: either trace or synthetic is needed, and not both"
+        "t.yaml:1: workload: exactly one of trace, synthetic, tasks is needed"
     ],
     ONE_LINE.replace("{trace: t.csv}", "{trace: t.csv, synthetic: {rate: 1}}"): [
-        "t.yaml:1: workload: either trace or synthetic is needed, and not both"
+        "t.yaml:1: workload: exactly one of trace, synthetic, tasks is needed"
     ],
     ONE_LINE.replace("h200", "h300"): [
         "t.yaml:3: engine.device: 'modelled:h300', allowed is " + ", ".join(f"modelled:{name}" for name in DEVICES)
@@ -111,6 +192,73 @@ BAD = {
     ONE_LINE + "failures: [{instance: engine-7, at: 1}, {instance: engine-0}]": [
         "t.yaml:5: failures[0].instance: 'engine-7', allowed are engine-0, engine-1",
         "t.yaml:5: failures[1]: at is missing, and there is no default",
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, offline: {}"): [
+        "t.yaml:1: workload.offline: either rate or backlog is needed, and not both"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, offline: {rate: 1, backlog: 5}"): [
+        "t.yaml:1: workload.offline: either rate or backlog is needed, and not both"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, offline: {rate: 0}"): [
+        "t.yaml:1: workload.offline.rate: '0', allowed is a number above 0 and at most 1e+06"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, offline: {backlog: 9, like-online: true, output-sd: 5}"): [
+        "t.yaml:1: workload.offline.output-sd: given, allowed only without like-online"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, vary: offline"): [
+        "t.yaml:1: workload.vary: 'offline', allowed only with workload.offline.rate"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, vary: offline, offline: {backlog: 9}"): [
+        "t.yaml:1: workload.vary: 'offline', allowed only with workload.offline.rate"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, tide: 4"): [
+        "t.yaml:1: workload.tide: given, and workload.duration is not: when would it end?"
+    ],
+    ONE_LINE.replace("t.csv", "t.csv, tide: 0.5, duration: 9"): [
+        "t.yaml:1: workload.tide: '0.5', allowed is a number from 1 to 1e+06"
+    ],
+    ONE_LINE.replace("trace: t.csv", "synthetic: {rate: 1}, spread: 3, chats: true"): [
+        "t.yaml:1: workload.spread: '3', allowed only with a trace",
+        "t.yaml:1: workload.chats: 'true', allowed only with a trace",
+    ],
+    ONE_LINE.replace("trace: t.csv", "tasks: [{name: a, rate: 1, prompt: 9, output: 9}]"): [
+        "t.yaml:1: workload.tasks: given, and workload.duration is not: when would it end?"
+    ],
+    ONE_LINE.replace("trace: t.csv", "tasks: [], duration: 9"): [
+        "t.yaml:1: workload.tasks: empty, allowed is a list of at least one task"
+    ],
+    ONE_LINE.replace("trace: t.csv", "tasks: [{rate: 1, output: 9, ttft-ms: -5}], duration: 9"): [
+        "t.yaml:1: workload.tasks[0]: name is missing, and there is no default",
+        "t.yaml:1: workload.tasks[0]: prompt is missing, and there is no default",
+        "t.yaml:1: workload.tasks[0].ttft-ms: '-5', allowed is a number above 0",
+    ],
+    ONE_LINE.replace("trace: t.csv", f"tasks: [{A_TASK}, {A_TASK}], duration: 9"): [
+        "t.yaml:1: workload.tasks[1].name: a second task called 'a', allowed is a name of its own"
+    ],
+    ONE_LINE.replace("trace: t.csv", f"tasks: [{A_TASK[:-1]}, start: 9}}], duration: 9"): [
+        "t.yaml:1: workload.tasks[0].start: 9, allowed is less than the workload's duration of 9"
+    ],
+    ONE_LINE.replace("trace: t.csv", f"tasks: [{A_TASK}], duration: 9").replace("slo:", "#"): [
+        "t.yaml:1: workload.tasks[0]: ttft-ms is missing, and there is no default",
+        "t.yaml:1: workload.tasks[0]: tpot-ms is missing, and there is no default",
+    ],
+    ONE_LINE + "scaling: {least: 1}": ["t.yaml:5: scaling: most is missing, and there is no default"],
+    ONE_LINE + "scaling: {least: 5, most: 4}": ["t.yaml:5: scaling.most: 4, allowed is at least least (5)"],
+    ONE_LINE + "scaling: {least: 1, most: 1}": [
+        "t.yaml:5: scaling.most: 1, allowed is at least the 2 that serve from the start"
+    ],
+    ONE_LINE + "layouts: {big: [{count: 9}]}\nscaling: {least: 1, most: 8}": [
+        "t.yaml:6: scaling.most: 8, allowed is at least the 9 that serve from the start in layout big"
+    ],
+    ONE_LINE + "target: 1.5": ["t.yaml:5: target: '1.5', allowed is a number above 0 and at most 1"],
+    ONE_LINE.replace("h200", "h200, efficiency: 2"): [
+        "t.yaml:3: engine.efficiency: '2', allowed is a number above 0 and at most 1"
+    ],
+    ONE_LINE.replace("h200", "h200, scheduling-policy: best"): [
+        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(PACING)
+    ],
+    ONE_LINE.replace("h200", "l4, geometry: llama-2-70b, tensor-parallel-size: 4"): [
+        "t.yaml:4: instances[0]: 16384 tokens need more KV than the 0 blocks there"
     ],
     ONE_LINE + "layouts: [1]": ["t.yaml:5: layouts: a list, allowed are settings, one 'name: value' a line"],
     "a: [": ["t.yaml:1: this is no YAML: expected the node content, but found '<stream end>'"],

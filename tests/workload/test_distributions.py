@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.workload.arrivals import arrival_times
-from penstock.workload.lengths import Empirical, Fixed, Independent, LogNormal, Uniform, around, read_lengths
+from penstock.workload.arrivals import arrival_times, poisson_times, with_tide
+from penstock.workload.lengths import (
+    Empirical,
+    Fixed,
+    Independent,
+    LogNormal,
+    Uniform,
+    around,
+    log_normal,
+    read_lengths,
+)
 from penstock.workload.prefixes import draw_prefixes
 from penstock.workload.synthetic import synthesise
 
@@ -41,6 +50,39 @@ def test_another_rate_stretches_the_same_arrivals():
     assert arrival_times(100, 2.0, rng(3)) == pytest.approx(4 * arrival_times(100, 8.0, rng(3)))
 
 
+@given(st.floats(0.01, 50), st.floats(0.01, 100), st.integers(0, 100))
+def test_a_poisson_process_stays_in_its_time(rate, duration, seed):
+    times = poisson_times(rate, duration, rng(seed))
+    assert list(times) == sorted(times)
+    assert len(times) == 0 or 0 < times[0] <= times[-1] < duration
+
+
+def test_a_poisson_process_has_its_rate_and_the_same_luck_at_another():
+    counts = [len(poisson_times(3.0, 40.0, rng(seed))) for seed in range(400)]
+    assert np.mean(counts) == pytest.approx(120, rel=0.02)
+    assert np.var(counts) == pytest.approx(120, rel=0.25)
+    slow, fast = poisson_times(3.0, 1000.0, rng(1)), poisson_times(6.0, 1000.0, rng(1))
+    assert slow == pytest.approx(2 * fast[: len(slow)])
+
+
+@given(st.lists(st.floats(0, 1), max_size=30), st.floats(0.1, 1e5), st.floats(1, 1000))
+def test_a_tide_keeps_the_order_and_the_day(shares, duration, ratio):
+    times = np.sort(shares) * duration
+    moved = with_tide(times, duration, ratio)
+    assert list(moved) == sorted(moved)
+    assert len(moved) == 0 or 0 <= moved[0] <= moved[-1] <= duration
+    # what comes by noon is half of all, as without tides
+    assert (moved <= duration / 2 * (1 + 1e-9)).sum() >= (times <= duration / 2).sum()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 10.0])
+def test_a_tide_has_its_peak_over_its_trough(ratio):
+    moved = with_tide(np.linspace(0, 1000, 1_000_001), 1000.0, ratio)
+    counts = np.histogram(moved, bins=200, range=(0, 1000))[0]
+    assert counts[99:101].mean() / counts[[0, -1]].mean() == pytest.approx(ratio, rel=0.01)
+    assert counts[0] == counts.min()
+
+
 @given(st.integers(1, 1000), st.floats(0, 1))
 def test_lengths_around_a_value(tokens, ratio):
     drawn = around(tokens, ratio).draw(200, rng())
@@ -58,6 +100,19 @@ def test_lognormal_has_the_asked_mean_and_variation():
     assert drawn.std() / drawn.mean() == pytest.approx(0.8, rel=0.03)
     clipped = LogNormal(mean=500, cv=2.0, low=100, high=600).draw(10_000, rng())
     assert (clipped.min(), clipped.max()) == (100, 600)
+
+
+def test_lognormal_of_a_mean_and_a_deviation():
+    drawn = log_normal(259.2, 324.9).draw(400_000, rng())
+    assert (drawn.mean(), drawn.std()) == (pytest.approx(259.2, rel=0.01), pytest.approx(324.9, rel=0.03))
+    assert drawn.min() >= 1
+    assert set(log_normal(7, 0).draw(10, rng()).tolist()) == {7}
+
+
+def test_the_first_lengths_do_not_depend_on_how_many_there_are():
+    lengths = Independent(log_normal(100, 50), log_normal(20, 30))
+    few, many = lengths.draw(10, rng(3)), lengths.draw(1000, rng(3))
+    assert [part.tolist() for part in few] == [part[:10].tolist() for part in many]
 
 
 def test_empirical_pairs_stay_together():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from penstock.workload.requests import (
     WorkRequest,
     between,
+    follow_chats,
     limit_context,
     materialise,
     offered_rate,
@@ -132,3 +133,19 @@ def test_unrelated_requests_have_the_lengths_and_none_of_the_tokens():
     tokens = [tuple(materialise(r, 0, IDS)[:30].tolist()) for r in [*requests, *others]]
     assert len(set(tokens)) == 7
     assert unrelated(requests, 0) == []
+
+
+def test_a_chat_goes_on_with_the_longest_prompt_that_is_repeated():
+    prompts = [
+        [0, 1, 2],  # begins; its last block may have been cut
+        [0, 1, 3, 4],  # goes on
+        [0, 1, 3, 5, 6],  # goes on
+        [0, 1, 7],  # as the first turn did: nobody's newest prompt
+        [0, 8],  # shares with all of them what everybody does
+        [],
+        [0, 1, 3, 5, 9],
+    ]
+    requests = [request(i, prompt=10 * len(p) + 1, prefix=p, block=10) for i, p in enumerate(prompts)]
+    followed = follow_chats(requests, least_blocks=2)
+    assert [r.chat for r in followed] == ["chat-0", "chat-0", "chat-0", "chat-3", "chat-4", "chat-5", "chat-0"]
+    assert [r.prefix for r in followed] == [r.prefix for r in requests]

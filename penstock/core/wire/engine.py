@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.layout import KVLayout
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire import PROTOCOL
@@ -117,6 +118,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         num_blocks: KV blocks that it may hold.
         token_budget: tokens in one step at most.
         drawn_ids: of a modelled device, the first and the last token id that it may draw.
+        max_sequences: that run at once.
+        device_model, shape: what its steps' times may be predicted from (`sched.steptime`); None when not known.
     """
 
     peer: Peer
@@ -130,6 +133,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device: str
     dtype: str
     drawn_ids: tuple[int, int] | None = None
+    max_sequences: int = 256
+    device_model: DeviceModel | None = None
+    shape: ModelShape | None = None
     protocol: int = PROTOCOL
 
 
@@ -177,7 +183,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         leaving: requests whose prompt is read and that are being handed over from it.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
-        factors: part of a step ("prefill_ms_per_token", "decode_ms") -> recent mean.
+        factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
     """
 
     incarnation: int

@@ -27,6 +27,8 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         keys: prefix keys of the prompt's full blocks, where the master wants them.
         waited: seconds since it arrived at the frontend.
         exclude: instances that it should not be given, because they just failed it.
+        ttft_ms, tpot_ms, offline: see `core.request.Request`.
+        chat: the conversation that it belongs to; "" when that is not known.
     """
 
     request_id: str
@@ -37,15 +39,47 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     generation: int = 0
     waited: float = 0.0
     exclude: list[str] = []
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    offline: bool = False
+    chat: str = ""
 
 
-class Ended(msgspec.Struct, tag=True, frozen=True):
-    """These sequences are over, however they ended."""
+class Begun(msgspec.Struct, tag=True, frozen=True):
+    """The first tokens of these sequences have come."""
 
     request_ids: list[str]
 
 
-FrontendMessage = Join | Place | Ended
+class Outcome(msgspec.Struct, frozen=True):
+    """How a sequence ended that got tokens.
+
+    Attributes:
+        ttft_ms: from its client's request to its first token.
+        tpot_ms: mean time per token after it; None when there was none.
+        queue_ms: from its client's request to its being sent to an engine.
+        tokens: that it got.
+    """
+
+    request_id: str
+    ttft_ms: float
+    tpot_ms: float | None
+    queue_ms: float
+    tokens: int
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """These sequences are over, however they ended.
+
+    Attributes:
+        outcomes: of those that ended well.
+    """
+
+    request_ids: list[str]
+    outcomes: list[Outcome] = []
+
+
+FrontendMessage = Join | Place | Begun | Ended
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -61,7 +95,12 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):
-    """Run it on `prefill`; with `decode`, that instance takes over after the prompt."""
+    """Run it on `prefill`; with `decode`, that instance takes over after the prompt.
+
+    Attributes:
+        ttft_ms, tpot_ms: the targets that it has from now on: those it came with, or what its priority was worth.
+        predicted_ttft: seconds from its client's request to its first token; None when the policy does not predict.
+    """
 
     request_id: str
     generation: int
@@ -69,6 +108,9 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     decode: Peer | None = None
     policy: str = ""
     reason: str = ""
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    predicted_ttft: float | None = None
 
 
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
@@ -80,7 +122,14 @@ class NoPlace(msgspec.Struct, tag=True, frozen=True):
     retry_after: float = 1.0
 
 
-MasterMessage = Joined | Placed | NoPlace
+class Queued(msgspec.Struct, tag=True, frozen=True):
+    """It waits at the master until it has a place."""
+
+    request_id: str
+    generation: int
+
+
+MasterMessage = Joined | Placed | NoPlace | Queued
 
 decode_from_frontend = decoder(FrontendMessage).decode
 decode_from_master = decoder(MasterMessage).decode

@@ -1,14 +1,21 @@
-"""What a dispatch policy sees, and what it answers."""
+"""What policies over many instances see, and what they answer.
+
+Everything is decided over one immutable `ClusterView`, in which whatever was decided before is already counted: a load
+is there from the moment of its dispatch and not from the next report on. Times are seconds of the view's own clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, Protocol, TypeVar
 
 from penstock.core.wire.engine import Pool
+from penstock.sched.steptime import StepTime
 
 Stage = Literal["prefill", "decode"]
+Key = tuple[str, str]  # of a sequence: its frontend, and its id there
 T = TypeVar("T")
 
 
@@ -16,6 +23,7 @@ class Random(Protocol):
     """A seeded generator, such as `random.Random`."""
 
     def choice(self, candidates: Sequence[T], /) -> T: ...
+    def random(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,35 +32,172 @@ class InstanceLoad:
     `unlinked` change with the cluster.
 
     Attributes:
-        pool: which work it is meant for.
-        requests: sequences that wait or run there, or are on their way.
-        pending_tokens: prompt tokens that are still to be computed there.
-        held_tokens: tokens whose KV is there or will be.
-        num_blocks: KV blocks that it may hold.
+        pool: which work it is meant for now. One of "decode" that still reads prompts, or one of "prefill" on which
+            sequences still decode, is turning: it finishes what it has (xLLM's pools P->D and D->P).
+        times: predicts its steps, with the factors that were learned from measured ones.
+        token_budget: tokens in one step at most.
+        max_sequences: that run at once.
         max_model_len: prompt and output tokens of one sequence together.
+        num_blocks: KV blocks that it may hold.
+        free_blocks: of those that nobody holds or was promised, by the newest report.
+        reading: sequences whose prompts it is still to compute.
+        pending_tokens: prompt tokens that are still to be computed there.
+        requests: sequences that wait, run, or will decode there.
+        decoding: those of them whose first token was drawn.
+        held_tokens: tokens whose KV is there or will be.
+        free_at: when the online prompts that it has will be read, as predicted; in the past when it has none.
+        idle_at: the same, of all prompts.
+        ttft, tpot: the strictest targets of its online sequences in flight, seconds; inf without any.
+        offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
+        measured_ttft, measured_tpot, interval: what it measured lately, seconds; None before there is something.
         peers: instances that it can hand a request over to.
         unlinked: why it cannot to others that should be: name -> reason.
     """
 
     name: str
     pool: Pool = "any"
-    requests: int = 0
-    pending_tokens: int = 0
-    held_tokens: int = 0
-    num_blocks: int = 0
+    times: StepTime
+    token_budget: int = 8192
+    max_sequences: int = 256
     max_model_len: int = 0
+    num_blocks: int = 0
+    free_blocks: int = 0
+    reading: int = 0
+    pending_tokens: int = 0
+    requests: int = 0
+    decoding: int = 0
+    held_tokens: int = 0
+    free_at: float = -inf
+    idle_at: float = -inf
+    ttft: float = inf
+    tpot: float = inf
+    offline_requests: int = 0
+    offline_tokens: int = 0
+    measured_ttft: float | None = None
+    measured_tpot: float | None = None
+    interval: float | None = None
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Predicted time of a step in which every sequence of this instance decodes."""
+        return self.times.step_ms(decodes=self.requests, kv_tokens=self.held_tokens) / 1e3
+
+    def queued_seconds(self, tokens: int, cached: int = 0) -> float:
+        """Predicted time by which a prompt makes a queue of prompts longer: short ones are read together, so they pay
+        for their tokens and not each for a step. Arguments as for `prefill_seconds`."""
+        if tokens >= self.token_budget:
+            return self.prefill_seconds(tokens, cached)
+        alone = self.prefill_seconds(tokens)
+        together = self.prefill_seconds(self.token_budget) * tokens / self.token_budget
+        return min(alone, together) + (self.prefill_seconds(tokens, cached) - alone if cached else 0.0)
+
+    def prefill_seconds(self, tokens: int, cached: int = 0) -> float:
+        """Predicted time to read a prompt in chunks beside what decodes here, without waiting.
+
+        Args:
+            tokens: to compute.
+            cached: before them, found in the prefix cache.
+        """
+        return (
+            self.times.prefill_ms(
+                tokens,
+                cached,
+                budget=self.token_budget,
+                decodes=self.decoding,
+                kv_tokens=self.held_tokens if self.decoding else 0,
+            )
+            / 1e3
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A sequence that needs a place."""
+    """A sequence that needs a place.
 
+    Attributes:
+        key: unique in the cluster.
+        arrived: when its client sent it, in the view's clock; the past.
+        ttft, tpot: its targets in seconds; inf without.
+        priority: lower runs first.
+        offline: it has no targets and waits for gaps.
+        chat: the conversation that it belongs to; "" when that is not known.
+        hits: instance -> leading prompt tokens that are in its cache; nobody else has any.
+        exclude: instances that it should not be given.
+    """
+
+    key: Key
     prompt_tokens: int
     max_tokens: int
+    arrived: float = 0.0
+    ttft: float = inf
+    tpot: float = inf
     priority: int = 0
-    waited: float = 0.0  # seconds
+    offline: bool = False
+    chat: str = ""
+    hits: Mapping[str, int] = field(default_factory=dict)
+    exclude: Set[str] = frozenset()
+
+    @property
+    def deadline(self) -> float:
+        """Of its first token."""
+        return self.arrived + self.ttft
+
+    @property
+    def tokens(self) -> int:
+        """That it may come to at most."""
+        return self.prompt_tokens + self.max_tokens
+
+    def to_compute(self, instance: str) -> int:
+        """Prompt tokens that are not in an instance's cache; the last one always is to be computed."""
+        return max(1, self.prompt_tokens - self.hits.get(instance, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Of online sequences over the last `window` seconds.
+
+    Attributes:
+        arrivals, completions: counts.
+        attained: of the completed, those that kept their targets.
+        prompt_tokens: mean of what arrived; 0 without any.
+        output_tokens: mean of what was completed; 0 without any.
+    """
+
+    window: float = 10.0
+    arrivals: int = 0
+    completions: int = 0
+    attained: int = 0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """A moment of the cluster.
+
+    Attributes:
+        instances: those that may be given work now.
+        queue: online sequences without a place, in order of arrival.
+        offline: the first of those that are offline.
+        rates: what came and went lately.
+    """
+
+    now: float
+    instances: Sequence[InstanceLoad]
+    queue: Sequence[Demand] = ()
+    offline: Sequence[Demand] = ()
+    rates: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """An instance goes to another pool; what runs on it goes on."""
+
+    name: str
+    pool: Pool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +205,129 @@ class Decision:
     """Where a sequence runs, and why.
 
     Attributes:
+        key: of the demand.
         prefill: the instance that reads the prompt.
         decode: the one that takes over after it; None when nobody does.
         reason: a class of reasons, and after a colon the details, if any: "no-decode: d0 is not linked".
-        costs: what the policy held against each candidate, the chosen one included, by stage and name.
+        costs: what the policy held against each candidate, the chosen one included, by stage and name; lower is
+            better.
+        predicted_ttft: seconds from the client's arrival; None when the policy does not predict.
+        moves: done before the sequence is sent.
     """
 
+    key: Key
     prefill: str
     decode: str | None
     policy: str
     reason: str
     costs: Mapping[Stage, Mapping[str, float]]
+    predicted_ttft: float | None = None
+    moves: Sequence[Move] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Nothing can be decided now.
+
+    Attributes:
+        at: when to ask again although nothing has happened by then; inf for never.
+        moves: done now.
+    """
+
+    at: float = inf
+    moves: Sequence[Move] = ()
 
 
 class DispatchPolicy(Protocol):
-    """Compares instances. Who is a candidate at all is decided before it is asked; see `dispatch`.
+    """Decides for one sequence at a time. It is asked when one arrives, and again after each decision and whenever
+    something changes, until it answers `Later`; so it never needs to count what it has just decided.
 
     Attributes:
-        wants_keys: whether it looks at the prompt's prefix keys; nobody computes them where it does not.
+        wants_keys: whether it looks at `Demand.hits`; nobody computes prefix keys where it does not.
     """
 
     name: str
     wants_keys: bool
 
-    def choose(
-        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
-    ) -> tuple[str, Mapping[str, float]]:
-        """The chosen candidate's name, and every candidate's cost; there is at least one candidate."""
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        """There is something in a queue. At least one instance is long enough for each demand in it, besides those that
+        it excludes; see `fitting`."""
+
+
+class PrioritySLO(Protocol):
+    """What a priority is worth as targets, for requests that come without."""
+
+    def observe(self, priority: int, ttft: float, tpot: float | None, queued: float) -> None:
+        """A sequence ended well. All in seconds; `queued`: from its arrival to its being sent to an instance."""
+
+    def target(self, priority: int, pending: Mapping[int, int]) -> tuple[float, float]:
+        """TTFT and TPOT in seconds.
+
+        Args:
+            pending: sequences that wait for a place, by priority.
+        """
+
+
+class RolePolicy(Protocol):
+    """Which instance belongs to which pool. Asked on every tick of the master.
+
+    Attributes:
+        dynamic: whether it ever moves one: then all are linked with all.
+    """
+
+    name: str
+    dynamic: bool
+
+    def decide(self, view: ClusterView) -> Sequence[Move]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What scaling may change.
+
+    Attributes:
+        absent: names of instances that could be started.
+        starting: name -> when it will serve, as predicted.
+        draining: names of those that take nothing new and are going.
+        least, most: instances that serve.
+    """
+
+    absent: Sequence[str] = ()
+    starting: Mapping[str, float] = field(default_factory=dict)
+    draining: Set[str] = frozenset()
+    least: int = 1
+    most: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    name: str
+    pool: Pool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """It takes nothing new, and goes when it has nothing left."""
+
+    name: str
+    reason: str
+
+
+class ScalingPolicy(Protocol):
+    """How many instances there are.
+
+    Attributes:
+        interval: seconds between two questions; inf for never.
+    """
+
+    name: str
+    interval: float
+
+    def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]: ...
+
+
+def fitting(view: ClusterView, demand: Demand) -> list[InstanceLoad]:
+    """Who could hold a sequence at all, besides those it excludes."""
+    tokens = demand.tokens
+    return [i for i in view.instances if tokens <= i.max_model_len and i.name not in demand.exclude]

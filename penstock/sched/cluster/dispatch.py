@@ -1,11 +1,21 @@
-"""From pools to candidates: who may read a prompt, and who may go on from there."""
+"""Policies that place every sequence the moment it comes: from pools to candidates, and a comparison of these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from penstock.core.wire.engine import Pool
-from penstock.sched.cluster.base import Decision, Demand, DispatchPolicy, InstanceLoad, Random, Stage
+from penstock.sched.cluster.base import (
+    ClusterView,
+    Decision,
+    Demand,
+    InstanceLoad,
+    Later,
+    Random,
+    Stage,
+    fitting,
+)
 
 HAND_OVERS = {("prefill", "decode"), ("prefill", "any"), ("any", "decode")}
 
@@ -15,38 +25,64 @@ def hands_over(source: Pool, target: Pool) -> bool:
     return (source, target) in HAND_OVERS
 
 
-def dispatch(policy: DispatchPolicy, demand: Demand, instances: Sequence[InstanceLoad], rng: Random) -> Decision | None:
-    """Where a sequence runs; None when no instance could hold it.
+class Comparison(Protocol):
+    """Compares instances. Who is a candidate at all is decided before it is asked; see `Immediate`."""
+
+    name: str
+
+    def choose(
+        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
+    ) -> tuple[str, Mapping[str, float]]:
+        """The chosen candidate's name, and every candidate's cost; there is at least one candidate."""
+
+
+class Immediate:
+    """A `DispatchPolicy` that lets nobody wait.
 
     Instances of "prefill" and "any" read prompts; one of "any" may keep what it has read. When a pool has nobody to
     give, the other one does all of the work, and the reason says so.
-
-    Args:
-        instances: those that may be given work now.
     """
-    needed = demand.prompt_tokens + demand.max_tokens
-    fitting = [i for i in instances if needed <= i.max_model_len]
-    if not fitting:
-        return None
-    readers = [i for i in fitting if i.pool != "decode"]
-    prefill, prefill_costs = policy.choose("prefill", demand, readers or fitting, rng)
-    costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
-    chosen = next(i for i in fitting if i.name == prefill)
-    takers = [i for i in fitting if i.name in chosen.peers and hands_over(chosen.pool, i.pool)]
-    decode = None
-    if takers:
-        staying = [chosen] if chosen.pool == "any" else []
-        name, costs["decode"] = policy.choose("decode", demand, [*staying, *takers], rng)
-        decode = name if name != prefill else None
-    return Decision(prefill=prefill, decode=decode, policy=policy.name, reason=_reason(chosen, decode), costs=costs)
+
+    wants_keys = False
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.name = comparison.name
+        self._comparison = comparison
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        for demand in (*view.queue, *view.offline):
+            if able := fitting(view, demand):
+                return self._place(demand, able, rng)
+        return Later()
+
+    def _place(self, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision:
+        readers = [i for i in able if i.pool != "decode"]
+        prefill, prefill_costs = self._comparison.choose("prefill", demand, readers or able, rng)
+        costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
+        chosen = next(i for i in able if i.name == prefill)
+        takers = [i for i in able if i.name in chosen.peers and hands_over(chosen.pool, i.pool)]
+        decode = None
+        if takers:
+            staying = [chosen] if chosen.pool == "any" else []
+            name, costs["decode"] = self._comparison.choose("decode", demand, [*staying, *takers], rng)
+            decode = name if name != prefill else None
+        return Decision(
+            key=demand.key,
+            prefill=prefill,
+            decode=decode,
+            policy=self.name,
+            reason=why(chosen, decode),
+            costs=costs,
+        )
 
 
-def _reason(prefill: InstanceLoad, decode: str | None) -> str:
+def why(prefill: InstanceLoad, decode: str | None) -> str:
+    """The reason of a decision that follows the pools."""
     if decode is not None:
         return "hand-off"
     if prefill.pool == "any":
         return "colocated"
     if prefill.pool == "decode":
         return "no-prefill: no instance that reads prompts can be given more"
-    why = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
-    return f"no-decode: {why or 'no instance that decodes can be given more'}"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
+    return f"no-decode: {reasons or 'no instance that decodes can be given more'}"

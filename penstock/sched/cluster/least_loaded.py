@@ -12,7 +12,6 @@ class LeastLoaded:
     so that a burst does not always begin with the first."""
 
     name = "least-loaded"
-    wants_keys = False
 
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random

@@ -11,7 +11,6 @@ class RoundRobin:
     """In the order of names, each stage by itself. A cost is how many turns a candidate is away."""
 
     name = "round-robin"
-    wants_keys = False
 
     def __init__(self) -> None:
         self._last: dict[Stage, str] = {}

@@ -1,9 +1,10 @@
 """Which tokens of which sequences run in the next step (continuous batching, chunked prefill, paged KV, prefix cache).
 
 A step is filled in this order: every decoding sequence gets its one token; then whatever has more tokens to compute,
-running or waiting, gets as many as the token budget still allows, by priority and then by arrival. A sequence that
-meets a shortage of blocks waits; a running one takes blocks from the last in rank, which goes back to waiting with its
-place and its tokens, and later computes again what is no longer in the cache.
+running or waiting, gets as many as the token budget still allows. In which order, and whether less than the budget is
+used, is the pacing's to say (`sched.local.pacing`). A sequence that meets a shortage of blocks waits; a running one
+takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
+longer in the cache.
 
 A sequence may leave for another instance once its prompt is read (`departs`), and one may come from another instance:
 blocks are set aside for it (`reserve`), filled by whoever carries them, and then it runs (`resume`).
@@ -11,69 +12,61 @@ blocks are set aside for it (`reserve`), filled by whoever carries them, and the
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass
+from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
-from penstock.sched.local.sequence import Reservation, Sequence, blocks_for
+from penstock.sched.local.draft import Draft
+from penstock.sched.local.limits import Counters, Limits
+from penstock.sched.local.pacing.base import Allowance, Pacing
+from penstock.sched.local.pacing.fcfs import Fcfs
+from penstock.sched.local.queue import Queue
+from penstock.sched.local.sequence import Reservation, Sequence, blocks_for, standing_of
+from penstock.sched.steptime import StepTime
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one step and one sequence may be.
-
-    Attributes:
-        token_budget: tokens computed in one step, at most; at least `max_sequences`, so that no decode is left out.
-        max_sequences: sequences that run at once, at most.
-        max_model_len: prompt and output tokens of one sequence, at most; the pool can hold one such sequence.
-    """
-
-    token_budget: int
-    max_sequences: int
-    max_model_len: int
-
-    def __post_init__(self) -> None:
-        assert self.max_sequences >= 1
-        assert self.max_model_len >= 2
-        assert self.token_budget >= self.max_sequences
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # prompt tokens found there
+_rank, _turn = attrgetter("rank"), attrgetter("turn")
+_ONLINE = (1,)  # every turn of an online sequence is less
 
 
 class Scheduler:
     """The sequences of one engine. `add` and `cancel` at any time between steps; then, again and again,
 
-    plan = schedule(); result = run(plan); outputs = update(plan, result)
+    plan = schedule(now); result = run(plan); outputs = update(plan, result)
+
+    Times are seconds of one clock, whatever it is; who sets no deadlines may leave them out.
 
     Args:
         root: parent of every first block's prefix key; equal for instances that may exchange blocks.
+        pacing: a fresh one; first come, first served by default.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, *, root: bytes = b"", prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        *,
+        root: bytes = b"",
+        prefix_cache: bool = True,
+        pacing: Pacing | None = None,
+    ) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
         self.limits = limits
         self.pool = pool
         self.root = root
         self.counters = Counters()
         self._prefix_cache = prefix_cache
+        self._pacing = Fcfs() if pacing is None else pacing
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []  # the next to run is the last
+        self._waiting = Queue()
         self._leaving: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._reserved: list[Reservation] = []
         self._released: list[str] = []  # since the last plan
+        self._answered: list[Sequence] = []  # since then: whose clock of tokens is to be started
         self._arrivals = 0
 
     @property
@@ -97,6 +90,15 @@ class Scheduler:
         """Whether something runs or waits to run."""
         return bool(self._running or self._waiting)
 
+    @property
+    def steady(self) -> bool:
+        """Whether a step in which all decode is followed by its like for as long as nothing comes and nothing ends."""
+        return self._pacing.steady
+
+    def predict_by(self, times: StepTime) -> None:
+        """Whoever paces by predicted steps predicts them so from now on."""
+        self._pacing.predict_by(times)
+
     def holds(self, request_id: str) -> bool:
         return request_id in self._sequences
 
@@ -111,7 +113,7 @@ class Scheduler:
         held = sum(s.computed for s in (*self._running, *self._leaving.values()))
         return waiting, prefill, held
 
-    def add(self, request: Request, *, departs: bool = False) -> None:
+    def add(self, request: Request, *, departs: bool = False, now: float = 0.0) -> None:
         """Take a request in.
 
         Args:
@@ -131,14 +133,15 @@ class Scheduler:
             )
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
-        sequence = self._make(request)
+        sequence = self._make(request, now)
         sequence.departs = departs
         self._enqueue(sequence)
 
-    def _make(self, request: Request) -> Sequence:
-        sequence = Sequence(request, self._arrivals)
+    def _make(self, request: Request, now: float) -> Sequence:
+        sequence = Sequence(request, self._arrivals, now)
         self._arrivals += 1
         self._sequences[request.id] = sequence
+        self._pacing.join(sequence)
         return sequence
 
     def cancel(self, request_id: str) -> bool:
@@ -146,12 +149,13 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        self._pacing.leave(sequence)
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
             if self._leaving.pop(request_id, None) is None:
                 self._running.remove(sequence)
             self._let_go(sequence)
         else:
-            del self._waiting[bisect_left(self._waiting, _turn(sequence), key=_turn)]
+            self._waiting.remove(sequence)
         return True
 
     # --- coming from and going to other instances
@@ -191,7 +195,8 @@ class Scheduler:
         return [s.id for s in self._sequences.values() if s.travelling]
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now.
+        """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now. Offline
+        sequences are preempted for an online one.
 
         Raises InvalidRequest or PromptTooLong when there never will be.
         """
@@ -201,17 +206,19 @@ class Scheduler:
                 f"prompt: {length} tokens, at most {self.limits.max_model_len - 1} fit beside one output token",
                 "prompt",
             )
-        if self._crowd() >= self.limits.max_sequences:
-            return None
         keys: list[bytes] = []
         extend_keys(keys, self.root, request.prompt, length // BLOCK_TOKENS)
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
-        taken = missing + sum(map(self.pool.idle, hit))
+        standing = standing_of(request)
         # those who wait here already come first
-        ahead = sum(blocks_for(len(s.tokens)) for s in self._waiting if s.rank[0] <= request.priority)
-        if taken + ahead > self.pool.available - self._promised(self._running):
+        ahead = sum(blocks_for(len(s.tokens)) for s in self._waiting if s.standing <= standing)
+        offline = [] if request.offline else [s for s in self._running if s.offline]
+        victims = self._victims(missing + ahead, hit, offline)
+        if victims is None:
             return None
+        for victim in victims:
+            self._preempt(victim)
         self.pool.hold(hit)
         reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
         self._reserved.append(reservation)
@@ -227,7 +234,7 @@ class Scheduler:
         assert tokens
         assert reservation.request.id not in self._sequences
         self._reserved.remove(reservation)
-        sequence = self._make(reservation.request)
+        sequence = self._make(reservation.request, 0.0)
         sequence.tokens += tokens
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
@@ -235,7 +242,8 @@ class Scheduler:
         sequence.published = reservation.have
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
-        self._publish(sequence)
+        self._answered.append(sequence)
+        self.publish(sequence)
         return sequence
 
     def _crowd(self) -> int:
@@ -244,21 +252,25 @@ class Scheduler:
 
     # --- steps
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, now: float = 0.0) -> StepPlan:
         """The next step; empty when nothing has work, or when all room is held by what leaves or comes."""
-        step = _Step(self.limits.token_budget)
-        for sequence in [s for s in self._running if s.pending == 1]:
-            self._grant_running(step, sequence)
-        self._fill(step)
-        if not step.grants:
+        for sequence in self._answered:
+            sequence.start_clock(now)
+        self._answered.clear()
+        decoding: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in self._running:
+            (decoding if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
+        allowance = self._pacing.begin(now, decoding, reading, self._waiting)
+        draft = Draft(self.limits.token_budget)
+        for sequence in allowance.decoding:
+            self._grant_running(draft, sequence, 1)
+        self._fill(draft, allowance, reading)
+        if not draft.grants:
             assert self._leaving or self._reserved or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         released, self._released = self._released, []
-        return StepPlan(
-            tuple(_sequence_step(s, count) for s, count in step.grants.items()),
-            tuple(block for blocks in step.fresh.values() for block in blocks),
-            tuple(released),
-        )
+        return draft.plan(released)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
@@ -274,10 +286,12 @@ class Scheduler:
                 outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
             sequence.computed = step.start + len(step.tokens)
-            self._publish(sequence)
+            self.publish(sequence)
             if token is None:
                 continue
             sequence.tokens.append(token)
+            if sequence.first is None:
+                self._answered.append(sequence)
             output = TokenOutput(
                 sequence.id,
                 [token],
@@ -299,38 +313,64 @@ class Scheduler:
 
     # --- filling a step
 
-    def _fill(self, step: _Step) -> None:
-        """Spend what is left of the budget on prompts, running and waiting alike, in order of rank."""
-        prefilling = sorted((s for s in self._running if s.pending > 1), key=_rank, reverse=True)
+    def _fill(self, draft: Draft, allowance: Allowance, reading: list[Sequence]) -> None:
+        """Spend what is left of the budget on prompts, running and waiting alike, in order of their turns."""
+        reading.sort(key=_turn, reverse=True)
         admitting = True
-        while step.budget and (prefilling or (admitting and self._waiting)):
-            if prefilling and (not admitting or not self._waiting or prefilling[-1].rank < self._waiting[-1].rank):
-                self._grant_running(step, prefilling.pop())
+        if allowance.gaps:
+            admitting = self._read_on(draft, allowance, reading, admitting, _ONLINE)
+            for sequence in allowance.held_back():
+                self._grant_running(draft, sequence, 1)
+        self._read_on(draft, allowance, reading, admitting)
+
+    def _read_on(
+        self,
+        draft: Draft,
+        allowance: Allowance,
+        reading: list[Sequence],
+        admitting: bool,
+        before: tuple[float, ...] | None = None,
+    ) -> bool:
+        """Of turns below `before`, when that is given. Returns whether the next in the queue may still be admitted."""
+        waiting = self._waiting
+        while draft.budget and (reading or (admitting and waiting)):
+            runs = bool(reading) and (not admitting or not waiting or reading[-1].turn < waiting.head.turn)
+            if before is not None and (reading[-1] if runs else waiting.head).turn >= before:
+                break
+            if runs:
+                sequence = reading.pop()
+                most = min(sequence.pending, draft.budget)
+                count = allowance.chunk(sequence, sequence.computed, most)
+                if count and self._grant_running(draft, sequence, count):
+                    allowance.granted(sequence, sequence.computed, count)
             else:
                 # nobody is admitted in a step that had to preempt: the victim would come straight back
-                admitting = not step.short and self._admit(step, self._waiting[-1])
+                admitting = not draft.short and self._admit(draft, allowance, waiting.head)
+        return admitting
 
-    def _grant_running(self, step: _Step, sequence: Sequence) -> None:
-        if not step.budget or not sequence.blocks or sequence in step.grants:
-            return  # preempted earlier in this step, and perhaps already back
-        count = min(sequence.pending, step.budget)
+    def _grant_running(self, draft: Draft, sequence: Sequence, count: int) -> bool:
+        """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
+        if not draft.budget or not sequence.blocks or sequence in draft.grants:
+            return False
         missing = blocks_for(sequence.computed + count) - len(sequence.blocks)
         while self.pool.available < missing:
-            step.short = True
+            draft.short = True
             victim = max(self._running, key=_rank)
-            self._preempt(step, victim)
+            self._preempt(victim)
+            draft.forget(victim)
             if victim is sequence:
-                return
-        self._grant(step, sequence, count, missing)
+                return False
+        self._grant(draft, sequence, count, missing)
+        return True
 
-    def _grant(self, step: _Step, sequence: Sequence, count: int, missing: int) -> None:
-        step.grants[sequence] = count
-        step.budget -= count
+    def _grant(self, draft: Draft, sequence: Sequence, count: int, missing: int) -> None:
+        draft.grants[sequence] = count
+        draft.budget -= count
         missing = max(0, missing) + self._ahead(sequence, count)
         if missing:
             blocks = self.pool.allocate(missing)
             sequence.blocks += blocks
-            step.fresh[sequence] = blocks
+            draft.fresh[sequence] = blocks
 
     def _ahead(self, sequence: Sequence, count: int) -> int:
         """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
@@ -346,23 +386,37 @@ class Scheduler:
         spare = self.pool.unused - (have - len(sequence.blocks)) - self._promised(self._running)
         return goal - have if goal - have <= spare else 0
 
-    def _admit(self, step: _Step, sequence: Sequence) -> bool:
+    def _admit(self, draft: Draft, allowance: Allowance, sequence: Sequence) -> bool:
         """Start or resume the first in the queue; False when it has to wait."""
         hit = self._prefix_hit(sequence)
-        if not self._room_for(step, sequence, hit):
+        cached = len(hit) * BLOCK_TOKENS
+        rest = len(sequence.tokens) - cached
+        count = allowance.chunk(sequence, cached, min(rest, draft.budget))
+        if not count:
             return False
-        self._waiting.pop()
+        # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
+        # together would starve each other
+        lower = [s for s in self._running if s.standing > sequence.standing]
+        victims = self._victims(blocks_for(len(sequence.tokens)) - len(hit), hit, lower)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+            draft.forget(victim)
+        if victims:  # their tokens are left over
+            count = allowance.chunk(sequence, cached, min(rest, draft.budget))
+        self._waiting.remove(sequence)
         self._running.append(sequence)
         self.pool.hold(hit)
         sequence.blocks = hit
-        sequence.computed = len(hit) * BLOCK_TOKENS
+        sequence.computed = cached
         sequence.published = len(hit)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
-            self.counters.prefix_hits += sequence.computed
-        count = min(sequence.pending, step.budget)
-        self._grant(step, sequence, count, blocks_for(sequence.computed + count) - len(hit))
+            self.counters.prefix_hits += cached
+        self._grant(draft, sequence, count, blocks_for(cached + count) - len(hit))
+        allowance.granted(sequence, cached, count)
         return True
 
     def _prefix_hit(self, sequence: Sequence) -> list[int]:
@@ -373,25 +427,25 @@ class Scheduler:
         extend_keys(sequence.keys, self.root, sequence.tokens, full)
         return self.pool.match(sequence.keys[:full])
 
-    def _room_for(self, step: _Step, sequence: Sequence, hit: list[int]) -> bool:
-        """Whether every token it has fits beside what the running ones still need for theirs, if need be after
-        preempting sequences of strictly lower priority. With less, prompts admitted together would starve each other.
+    def _victims(self, missing: int, hit: list[int], lower: list[Sequence]) -> list[Sequence] | None:
+        """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
+
+        Args:
+            missing: blocks that it needs besides `hit`, which it found in the cache.
         """
-        needed = blocks_for(len(sequence.tokens)) - len(hit) + sum(map(self.pool.idle, hit))
+        needed = missing + sum(map(self.pool.idle, hit))
+        lower.sort(key=_rank)
         victims: list[Sequence] = []
-        lower = sorted((s for s in self._running if s.rank[0] > sequence.rank[0]), key=_rank)
         while not self._fits_without(victims, needed, hit):
             if not lower:
-                return False
+                return None
             victims.append(lower.pop())
-        for victim in victims:
-            self._preempt(step, victim)
-        return True
+        return victims
 
     def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int]) -> bool:
-        stay = [s for s in self._running if s not in victims]
-        if len(stay) + len(self._leaving) + len(self._reserved) >= self.limits.max_sequences:
+        if self._crowd() - len(victims) >= self.limits.max_sequences:
             return False
+        stay = [s for s in self._running if s not in victims] if victims else self._running
         freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
         return needed <= self.pool.available + gained - self._promised(stay)
@@ -401,9 +455,7 @@ class Scheduler:
         """Blocks that these still need for the tokens they have."""
         return sum(s.blocks_missing for s in sequences)
 
-    def _preempt(self, step: _Step, victim: Sequence) -> None:
-        step.budget += step.grants.pop(victim, 0)
-        step.fresh.pop(victim, None)
+    def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self._let_go(victim)
         victim.computed = victim.published = 0
@@ -420,10 +472,13 @@ class Scheduler:
 
     # --- after a step
 
-    def _publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:
+        """What it has computed can be found by others."""
         if not self._prefix_cache:
             return
         full = sequence.computed // BLOCK_TOKENS
+        if full == sequence.published:
+            return
         extend_keys(sequence.keys, self.root, sequence.tokens, full)
         for i in range(sequence.published, full):
             parent = sequence.keys[i - 1] if i else self.root
@@ -434,7 +489,8 @@ class Scheduler:
         return sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len
 
     def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_turn)
+        self._pacing.wait(sequence, lambda s: len(self._prefix_hit(s)) * BLOCK_TOKENS)
+        self._waiting.add(sequence)
 
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
@@ -442,57 +498,14 @@ class Scheduler:
         assert self._crowd() <= self.limits.max_sequences
         assert len(self._running) + len(self._waiting) + len(self._leaving) == len(self._sequences)
         assert {*self._running, *self._waiting, *self._leaving.values()} == set(self._sequences.values())
-        ranks = [s.rank for s in self._waiting]
-        assert ranks == sorted(ranks, reverse=True), "the queue is out of order"
+        self._waiting.check()
         holding = [*self._running, *self._leaving.values()]
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
         self.pool.check_holders(Counter(block for owner in owners for block in owner.blocks))
         self.pool.check_transfers(Counter(block for s in holding for block in s.blocks[: s.travelling]))
-        for s in self._waiting:
-            assert not s.blocks
-            assert not s.travelling
-            assert s.computed == 0
         for s in holding:
             assert s.travelling <= len(s.blocks)
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
             assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens) + 1)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
-
-
-class _Step:
-    """A step while it is being filled."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.grants: dict[Sequence, int] = {}
-        self.fresh: dict[Sequence, list[int]] = {}
-        self.short = False  # a running sequence had to give up blocks
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank
-
-
-def _turn(sequence: Sequence) -> tuple[int, int]:
-    """Ascending in the order of the queue, whose last is the next to run."""
-    priority, arrival = sequence.rank
-    return -priority, -arrival
-
-
-def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
-    end = sequence.computed + count
-    sample = end == len(sequence.tokens)
-    request = sequence.request
-    return SequenceStep(
-        request_id=sequence.id,
-        start=sequence.computed,
-        tokens=sequence.tokens[sequence.computed : end],
-        blocks=tuple(sequence.blocks[: blocks_for(end)]),
-        ahead=tuple(sequence.blocks[blocks_for(end) :]),
-        sample=sample,
-        params=request.params,
-        seed=request.seed,
-        history=list(sequence.tokens) if sample and request.params.penalised else None,
-        prompt_tokens=len(request.prompt),
-    )

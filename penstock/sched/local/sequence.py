@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Request
@@ -13,11 +14,20 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
+def standing_of(request: Request) -> tuple[bool, int]:
+    """Who takes room from whom: the greater gives way to the less."""
+    return request.offline, request.priority
+
+
 class Sequence:
-    """One request on its way through an engine.
+    """One request on its way through an engine. Times are seconds of the engine's clock.
 
     Attributes:
-        rank: (priority, order of arrival); the least runs first, whatever happened to the sequence meanwhile.
+        rank: (offline, priority, order of arrival); whoever is last gives up its blocks first.
+        turn: its place among those whose prompts are to be read, the least first; what it means is the pacing's own.
+        arrived: when its client sent it.
+        ttft, tpot: its targets in seconds; inf without.
+        first: what the deadlines of its tokens are counted from: when the first was drawn. None before that.
         tokens: the prompt and what was generated.
         computed: the KV of tokens[:computed] is in `blocks`.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
@@ -28,21 +38,31 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrived",
         "blocks",
         "cached_tokens",
         "computed",
         "departs",
+        "first",
         "keys",
         "published",
         "rank",
         "request",
         "tokens",
+        "tpot",
         "travelling",
+        "ttft",
+        "turn",
     )
 
-    def __init__(self, request: Request, arrival: int) -> None:
+    def __init__(self, request: Request, number: int, now: float) -> None:
         self.request = request
-        self.rank = (request.priority, arrival)
+        self.rank = (*standing_of(request), number)
+        self.turn: tuple[float, ...] = self.rank
+        self.arrived = now - request.waited
+        self.ttft = inf if request.ttft_ms is None else request.ttft_ms / 1e3
+        self.tpot = inf if request.tpot_ms is None else request.tpot_ms / 1e3
+        self.first: float | None = None
         self.tokens = list(request.prompt)
         self.computed = 0
         self.blocks: list[int] = []
@@ -57,6 +77,19 @@ class Sequence:
         return self.request.id
 
     @property
+    def offline(self) -> bool:
+        return self.rank[0]
+
+    @property
+    def standing(self) -> tuple[bool, int]:
+        return self.rank[:2]
+
+    @property
+    def targeted(self) -> bool:
+        """Whether any of its tokens has a deadline."""
+        return not self.offline and min(self.ttft, self.tpot) < inf
+
+    @property
     def pending(self) -> int:
         """Tokens that are not computed yet: one while decoding, more while the prompt is read."""
         return len(self.tokens) - self.computed
@@ -69,6 +102,17 @@ class Sequence:
     def blocks_missing(self) -> int:
         """Blocks it still needs to compute every token it has."""
         return max(0, blocks_for(len(self.tokens)) - len(self.blocks))
+
+    @property
+    def due(self) -> float:
+        """The deadline of its next token; inf without one."""
+        if self.first is None:
+            return self.arrived + self.ttft
+        return self.first + self.tpot * self.generated
+
+    def start_clock(self, now: float) -> None:
+        """The tokens that it has count as if the last of them had been drawn now, right in time."""
+        self.first = now if self.tpot == inf else now - self.tpot * (self.generated - 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from penstock.core.errors import UserError
@@ -42,7 +43,7 @@ class Decoder:
         self._lease = lease
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
-        self._over: dict[Lease, tuple[float, bool]] = {}  # -> (forgotten at, committed)
+        self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -71,8 +72,8 @@ class Decoder:
         self._now = now
         for incoming in [i for i in self._incoming.values() if now >= i.deadline]:
             self._end(incoming, "nothing was heard for too long")
-        for lease in [lease for lease, (forgotten, _) in self._over.items() if now >= forgotten]:
-            del self._over[lease]
+        while self._over and now >= next(iter(self._over.values()))[0]:
+            self._over.popitem(last=False)
 
     # --- what the prefiller tells
 
@@ -211,7 +212,7 @@ class Decoder:
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
         self._scheduler.resume(r, commit.tokens, commit.cached_tokens)
-        self._host.joined(r.request, incoming.frontend, lease.generation, commit.queue, commit.prefill)
+        self._host.joined(self._now, r.request, incoming.frontend, lease.generation, commit.queue, commit.prefill)
         self._carrier.send(incoming.sender, Committed(lease))
         return True
 
@@ -225,6 +226,7 @@ class Decoder:
 
     def _close(self, lease: Lease, *, committed: bool) -> None:
         self._over[lease] = (self._now + REMEMBER * self._lease, committed)
+        self._over.move_to_end(lease)
 
     def check(self) -> None:
         """Raise AssertionError unless all room that is set aside is for somebody."""

@@ -43,7 +43,9 @@ class Host(Protocol):
         """Another engine runs it now."""
         ...
 
-    def joined(self, request: Request, frontend: str, generation: int, queue: float, prefill: float) -> None:
+    def joined(
+        self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
+    ) -> None:
         """A request runs here now; its tokens go to that frontend."""
         ...
 

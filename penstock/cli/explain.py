@@ -1,0 +1,254 @@
+"""`penstock explain`: why a request ran where it did, from what the flight recorder wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import Option, integer, one_of
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+VARIABLE = "PENSTOCK_FLIGHT_RECORDER"
+WIDE = 120  # columns of text for tables, also where a terminal is narrower
+SHOWN = 16  # candidates that are shown of a stage; --json has all
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="why a request ran where it did",
+        description="Reads what a flight recorder wrote: start the server with --flight-recorder FILE, or put "
+        "flight-recorder: FILE into a deployment's file. It may still be running; there is no other way to ask it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "request", nargs="?", metavar="REQUEST", help="its X-Request-Id, or the answer's id; without one: all in short"
+    )
+    parser.add_argument("--file", metavar="FILE", help=f"a recording (default: {VARIABLE})")
+    parser.add_argument("--policy", metavar="NAME", help="decide again with this policy, and compare")
+    parser.add_argument("--seed", default="0", help="of the lots that this policy draws (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError when there is no recording, or the request is not in it."""
+    from penstock.cli.history import explain, replay_all, summarise
+    from penstock.sched.cluster import DISPATCH
+
+    if args.policy is not None:
+        Option("policy", one_of(*DISPATCH), None, "").read(args.policy, "--policy")
+    seed = Option("seed", integer(0), 0, "").read(args.seed, "--seed")
+    file = args.file or os.environ.get(VARIABLE)
+    if not file:
+        raise ConfigError(f"--file: missing, and {VARIABLE} is not set; a flight recorder's file is needed", "file")
+    if args.request is not None:
+        content = explain(Path(file), args.request, args.policy, seed)
+        show = _show_request
+    elif args.policy is not None:
+        content = replay_all(Path(file), args.policy, seed)
+        show = _show_replay
+    else:
+        content = summarise(Path(file))
+        show = _show_summary
+    if args.json:
+        print(json.dumps(_finite(content), indent=1))
+    else:
+        from rich.console import Console
+
+        show(Console(width=max(Console().width, WIDE)), content)
+    return 0
+
+
+# --- for people
+
+
+def _show_request(console: Console, content: Mapping[str, Any]) -> None:
+    for sequence in content["sequences"]:
+        console.print(f"[bold]{_plain(sequence['id'])}[/bold]", highlight=False, soft_wrap=True)
+        for line in _sentences(sequence):
+            console.print(line, highlight=False, soft_wrap=True)
+        for placement in sequence["placements"]:
+            for line in _why(placement):
+                console.print(line, highlight=False, soft_wrap=True)
+            for stage, rows in placement["stages"].items():
+                console.print(_stage_table(stage, rows, placement["instances"]))
+            if placement["replayed"] is not None:
+                console.print(_other_choice(content["policy"], placement["replayed"]), highlight=False, soft_wrap=True)
+        for line in _afterwards(sequence):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _sentences(sequence: Mapping[str, Any]) -> Iterator[str]:
+    demand = sequence["demand"]
+    if demand is None:
+        yield "What it asked for was before this recording."
+        return
+    targets = [
+        f"{name} {demand[key]:,.0f} ms"
+        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
+        if isfinite(demand[key])
+    ]
+    kind = "offline" if demand["offline"] else f"priority {demand['priority']}"
+    excluded = f"; not to {', '.join(demand['excluded'])}" if demand["excluded"] else ""
+    yield _plain(
+        f"asked: {demand['prompt_tokens']:,} prompt tokens, at most {demand['max_tokens']:,} more, "
+        f"{' and '.join(targets) or 'no targets'}, {kind}, through {sequence['frontend']}{excluded}"
+    )
+    for held in sequence["held"]:
+        after = held["asked_again_after_ms"]
+        until = f"to be asked again after {after:,.1f} ms" if isfinite(after) else "until something changes"
+        yield f"{held['at']}: the policy let it wait, {until}"
+
+
+def _why(placement: Mapping[str, Any]) -> Iterator[str]:
+    target = placement["prefill"] + (f" > {placement['decode']}" if placement["decode"] is not None else "")
+    yield f"{placement['at']}: [bold]{_plain(target)}[/bold] by {placement['policy']}: {_plain(placement['reason'])}"
+    queue = ""
+    if placement["in_queue_ms"]:
+        queue = f", {placement['in_queue_ms']:,.1f} ms of it in the master's queue"
+        queue += f" while {placement['placed_meanwhile']:,} of the others got a place"
+    yield f"  waited {placement['waited_ms']:,.1f} ms{queue}; others in the queue: {placement['waiting']:,}"
+    for move in placement["moves"]:
+        yield f"  moved for it: {_plain(_told(move))}"
+    if placement["predicted_ttft_ms"] is not None:
+        yield f"  predicted TTFT {placement['predicted_ttft_ms']:,.1f} ms, by the {placement['predicted_by']}"
+
+
+def _told(move: Mapping[str, Any]) -> str:
+    to = f" to {move['pool']}" if move["pool"] is not None else ""
+    return f"{move['what']} {move['instance']}{to}: {move['reason']}"
+
+
+def _stage_table(stage: str, rows: Sequence[Mapping[str, Any]], instances: int) -> Any:
+    from rich.table import Table
+
+    shown = rows[:SHOWN]
+    what = "ms to the first token" if stage == "prefill" else "ms of a step with it"
+    title = f"{stage}, {len(shown)} of {instances} instances: cost as the policy has it, and {what}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    table.add_column("")
+    table.add_column("instance", no_wrap=True)
+    for name in ("cost", "ms", "margin", "pool", "seqs", "unread", "held", "blocks", "busy ms", "cached"):
+        table.add_column(name, justify="left" if name == "pool" else "right", no_wrap=True)
+    for row in shown:
+        table.add_row(
+            ">" if row["chosen"] else "",
+            _plain(row["instance"]),
+            _number(row["cost"]),
+            _number(row["ms"]),
+            "" if row["chosen"] or row["margin_ms"] is None else f"{row['margin_ms']:+,.1f}",
+            row["pool"],
+            f"{row['requests']:,}",
+            f"{row['pending_tokens']:,}",
+            f"{row['held_tokens']:,}",
+            f"{row['free_blocks']:,}",
+            f"{row['free_in_ms']:,.1f}",
+            f"{row['cached_tokens']:,}",
+            style="bold" if row["chosen"] else None,
+        )
+    return table
+
+
+def _other_choice(policy: str, again: Mapping[str, Any]) -> str:
+    if again["prefill"] is None:
+        return f"  {policy} would have let it wait until something changes"
+    if again["agrees"] and not again["waits_ms"]:
+        return f"  {policy} would have chosen the same: regret {again['regret_ms']:,.1f} ms"
+    target = again["prefill"] + (f" > {again['decode']}" if again["decode"] is not None else "")
+    what = "" if again["same_request"] else "placed another request first, "
+    waits = f"waited {again['waits_ms']:,.1f} ms and " if again["waits_ms"] else ""
+    return _plain(
+        f"  {policy} would have {what}{waits}chosen {target} ({again['reason']}): regret {again['regret_ms']:,.1f} ms, "
+        f"of the recorded choice {again['recorded_regret_ms']:,.1f} ms"
+    )
+
+
+def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
+    for move in sequence["moves"]:
+        yield f"{move['at']}: {_plain(_told(move))}"
+    outcome = sequence["outcome"]
+    if sequence["ended_at"] is None:
+        yield "It had not ended when this was written."
+    elif outcome is None:
+        yield f"{sequence['ended_at']}: it ended without an answer: cancelled, failed, or its instance died"
+    else:
+        tpot = "" if outcome["tpot_ms"] is None else f", TPOT {outcome['tpot_ms']:,.1f} ms"
+        yield (
+            f"{sequence['ended_at']}: it ended with {outcome['tokens']:,} tokens, TTFT {outcome['ttft_ms']:,.1f} ms "
+            f"({outcome['queue_ms']:,.1f} ms until an engine was sent it){tpot}"
+        )
+        gap = outcome["predicted_minus_actual_ttft_ms"]
+        if gap is not None:
+            yield f"  predicted minus actual TTFT: {gap:+,.1f} ms"
+
+
+def _show_replay(console: Console, content: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    recorded = ", ".join(content["recorded"])
+    table = Table(title="regret, ms", title_justify="left", box=None, padding=(0, 2))
+    for name in ("policy", "mean", "p50", "p95"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for name, key in ((f"{recorded} (recorded)", "recorded"), (content["policy"], "replayed")):
+        table.add_row(name, *(_number(content["regret_ms"][key][column]) for column in ("mean", "p50", "p95")))
+    console.print(table)
+    console.print(
+        f"{content['agreement']:.1%} of {content['decisions']:,} decisions are the same; in {content['waits']:,} it "
+        "would have waited until something changes",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_summary(console: Console, content: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    console.print(
+        f"{content['decisions']:,} decisions, {content['begins']} to {content['ends']}", highlight=False, soft_wrap=True
+    )
+    for row in content["reasons"]:
+        console.print(
+            f"  {row['decisions']:,} by {row['policy']}: {_plain(row['reason'])}", highlight=False, soft_wrap=True
+        )
+    gaps = content["predicted_minus_actual_ttft_ms"]
+    if gaps["requests"]:
+        spread = ", ".join(f"{name} {gaps[name]:+,.1f} ms" for name in ("mean", "p50", "p95"))
+        console.print(
+            f"predicted minus actual TTFT of {gaps['requests']:,} requests: {spread}", highlight=False, soft_wrap=True
+        )
+    table = Table(title="the latest", title_justify="left", box=None, padding=(0, 2))
+    for name in ("time", "request", "instance", "reason"):
+        table.add_column(name, no_wrap=name == "time", overflow="fold")
+    for row in content["latest"]:
+        target = row["prefill"] + (f" > {row['decode']}" if row["decode"] is not None else "")
+        table.add_row(row["at"], _plain(row["id"]), target, _plain(row["reason"]))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _plain(text: str) -> str:
+    """Text that clients or engines made up, as it is."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _finite(content: Any) -> Any:
+    """JSON knows no infinity: null."""
+    if isinstance(content, float):
+        return content if isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list) else content

@@ -1,0 +1,510 @@
+"""`penstock plan`: the cheapest deployment of given devices that keeps the targets of a trace or a scenario.
+
+Every way to use the devices is estimated by the step-time model; the most promising are simulated, until none that
+costs less is left to try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import Option, integer, number, one_of
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.sim.plan import Candidate, Estimate, Kind, Search, Verdict
+    from penstock.sim.scenario import Group, Scenario
+    from penstock.workload.requests import WorkRequest
+
+# of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
+PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "l40s": 0.9, "l4": 0.5}
+SIZES = (1, 2, 4, 8)  # devices that a layer is spread over
+PARALLEL = "tensor-parallel-size"  # the engine's option for it
+HOPELESS = 4  # times the misses that are allowed; then a simulation is given up
+SHOWN = 4  # candidates in the table that were not simulated
+DEMO_LENGTH = 4096  # tokens: the longest sequence of the demo model, whose tokenizer a modelled deployment has
+
+# what decides over candidates whose instances all do everything, and over those with roles, where roles are to be kept
+COLOCATED, DISAGGREGATED = "unified", "least_loaded"
+
+TARGET = Option("target", number(0, 1), None, "share of requests that must keep both limits")
+FLAGS = (
+    Option("geometry", str, None, "the model (default: the scenario's, or llama-3.1-8b)"),
+    Option("ttft-ms", number(0), None, "time to first token"),
+    Option("tpot-ms", number(0), None, "mean time per token after it"),
+    Option("rate", number(0, 1e6), None, "requests per second (default: the trace's or the scenario's own)"),
+    TARGET,
+    Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence"),
+    Option("duration", number(0, 1e6), 120.0, "seconds of arrivals that are simulated"),
+    Option("policy", str, None, f"what decides (default: {COLOCATED}; {DISAGGREGATED} where roles are planned)"),
+    Option("tries", integer(1, 10_000), 12, "candidates that are simulated at most"),
+    Option("jobs", integer(1, 1024), None, "processes at once (default: as many as there are cores)"),
+    Option("seed", integer(0), None, "of traffic and step times"),
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `plan` to the command line."""
+    parser = commands.add_parser(
+        "plan", allow_abbrev=False, help="find the cheapest deployment for a workload", description=__doc__
+    )
+    parser.add_argument("--trace", metavar="FILE", help="recorded traffic")
+    parser.add_argument("--scenario", metavar="FILE", help="or the workload of a scenario, without its instances")
+    parser.add_argument("--traces", metavar="DIR", help="the folder of a scenario's traces")
+    parser.add_argument("--devices", metavar="NAME:COUNT,...", required=True, help="what there is, as h200:16,l4:8")
+    parser.add_argument(
+        "--price", metavar="NAME=NUMBER", action="append", default=[], help="of a device for an hour, as h200=3.5"
+    )
+    for option in FLAGS:
+        described = "" if option.default is None else f" (default: {option.default:g})"
+        parser.add_argument(f"--{option.name}", metavar=option.key.upper(), help=option.help + described)
+    parser.add_argument("--json", metavar="OUT", help="write everything that was found there")
+    parser.add_argument("--write", metavar="FILE", help="write a deployment file for the winner there")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be planned; it can be sent to another process.
+
+    Attributes:
+        scenario: without the candidate's instances.
+        policies: of colocated candidates, and of disaggregated ones; names of bundles.
+        scale: factor on the workload's own rate.
+        rate: requests per second at that.
+    """
+
+    scenario: Scenario
+    trace: Sequence[WorkRequest] | None
+    policies: tuple[str, str]
+    seed: int
+    scale: float
+    rate: float
+    target: float
+    requests: Sequence[WorkRequest]
+
+    def policy(self, candidate: Candidate) -> str:
+        return self.policies[candidate.disaggregated]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, show what was found, and write it. 1 when no candidate keeps the target. Raises ConfigError."""
+    from rich.console import Console
+
+    from penstock.bench.document import check_writable
+    from penstock.sim.plan import Search, candidates, demands, estimate
+
+    check_writable(args.json, "--json")
+    check_writable(args.write, "--write")
+    values = {o.key: _flag(args, o) for o in FLAGS}
+    available = _devices(args.devices)
+    prices = PRICES | _prices(args.price, available)
+    document = _document(args, values)
+    kinds, unfit = _kinds(document, args.scenario or "plan", available, prices, args.write is not None)
+    problem = _problem(args, values, document, kinds)
+    asked = demands(problem.requests, problem.rate, problem.scenario.workload.max_tokens)
+    if not len(asked.at):
+        raise ConfigError("--scenario: it has no online requests, and only those have targets", "scenario")
+    known: dict[tuple[str, int], Any] = {}
+    found = candidates(kinds, available)
+    search = Search(found, {c: estimate(c, asked, known) for c in found}, problem.target, values["tries"])
+    console = Console(stderr=True)
+    console.print(f"[dim]{len(found):,} candidates at {problem.rate:.3g} requests/s[/dim]")
+    _simulate_all(search, problem, values["jobs"] or os.cpu_count() or 1, console)
+    out = Console()
+    out.print(_table(search, problem))
+    for candidate, verdict in _rows(search):
+        out.print(f"{candidate.title}: {_why(search, candidate, verdict, asked)}", highlight=False)
+    for reason in unfit:
+        out.print(f"left out: {reason}", highlight=False)
+    winner = search.winner
+    out.print(_summary(search, problem), highlight=False)
+    _write_json(args.json, search, problem, asked)
+    if winner is not None and args.write is not None:
+        Path(args.write).write_text(deployment_text(winner, problem.policy(winner)), encoding="utf-8")
+    return 0 if winner is not None else 1
+
+
+# --- what was asked
+
+
+def _flag(args: argparse.Namespace, option: Option) -> Any:
+    given = getattr(args, option.key)
+    return option.default if given is None else option.read(given, f"--{option.name}")
+
+
+def _devices(text: str) -> dict[str, int]:
+    """Name -> how many. Raises ConfigError."""
+    from penstock.sched.steptime import DEVICES
+
+    found: dict[str, int] = {}
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        name, _, count = part.partition(":")
+        one_of_them = Option("devices", one_of(*DEVICES), None, "")
+        found[one_of_them.read(name, f"--devices: {part!r}")] = Option("devices", integer(1, 1024), 1, "").read(
+            count or "1", f"--devices: {part!r}"
+        )
+    if not found:
+        raise ConfigError(f"--devices: {text!r}, allowed is a list such as h200:16,l4:8", "devices")
+    return found
+
+
+def _prices(texts: Sequence[str], available: Mapping[str, int]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, equals, amount = text.partition("=")
+        if not equals or name not in available:
+            raise ConfigError(f"--price: {text!r}, allowed is NAME=NUMBER of {', '.join(available)}", "price")
+        found[name] = Option("price", number(0), 1.0, "").read(amount, f"--price: {text!r}")
+    return found
+
+
+def _document(args: argparse.Namespace, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario file's content with everything in it but instances."""
+    import yaml
+
+    from penstock.sched.steptime import GEOMETRIES
+
+    if (args.trace is None) == (args.scenario is None):
+        raise ConfigError("--trace: one of --trace and --scenario is needed, and not both", "trace")
+    if args.scenario is None:
+        missing = [name for name in ("ttft-ms", "tpot-ms") if values[name.replace("-", "_")] is None]
+        if missing:
+            raise ConfigError(f"--{missing[0]}: needed with --trace", missing[0])
+        document: dict[str, Any] = {"workload": {"trace": str(args.trace)}}
+    else:
+        document = yaml.safe_load(_checked_scenario(args.scenario))
+    for name in ("layouts", "failures", "scaling", "policy"):
+        document.pop(name, None)
+    engine = {str(k).replace("_", "-"): v for k, v in (document.get("engine") or {}).items()}
+    for name in ("kv-blocks", "max-num-batched-tokens", "device"):  # what fits one device does not fit another
+        engine.pop(name, None)
+    geometry = Option("geometry", one_of(*GEOMETRIES), None, "")
+    if values["geometry"] is not None:
+        engine["geometry"] = geometry.read(values["geometry"], "--geometry")
+    if values["max_model_len"] is not None:
+        engine["max-model-len"] = values["max_model_len"]
+    document["engine"] = engine
+    slo = {str(k).replace("_", "-"): v for k, v in (document.get("slo") or {}).items()}
+    slo |= {name: values[name.replace("-", "_")] for name in ("ttft-ms", "tpot-ms") if values[name.replace("-", "_")]}
+    if slo:
+        document["slo"] = slo
+    document["workload"]["duration"] = values["duration"]
+    return document
+
+
+def _checked_scenario(file: str) -> str:
+    """Its text, after all that is wrong with it was said, with its own lines. Raises ConfigError."""
+    from penstock.cli.sim import make_tables
+    from penstock.sim.scenario import parse
+
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"--scenario: {file} cannot be read ({reason})", "scenario") from None
+    parse(file, text, make_tables())
+    return text
+
+
+def _kinds(
+    document: Mapping[str, Any], name: str, available: Mapping[str, int], prices: Mapping[str, float], deploys: bool
+) -> tuple[list[Kind], list[str]]:
+    """Every way to make an instance, and why others cannot be.
+
+    Args:
+        deploys: only those that a deployment file can have.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from penstock.cli.deployment import TABLES
+    from penstock.sim.plan import Kind
+
+    kinds, unfit = [], []
+    sizes: tuple[int, ...] = SIZES
+    if deploys and PARALLEL not in [setting.name for setting in TABLES.modelled]:
+        sizes = SIZES[:1]
+        unfit.append("layers spread over several devices: a deployment file (--write) cannot have them yet")
+    for device, count in available.items():
+        for size in sizes:
+            if size > count:
+                break
+            spread = {PARALLEL: size} if size > 1 else {}
+            try:
+                scenario = _parse(document, name, {"device": f"modelled:{device}", **spread})
+            except ConfigError as error:
+                reason = str(error).splitlines()[0].partition(": ")[2]
+                unfit.append(f"{size} x {device}: {reason}")
+                continue
+            (group,) = scenario.layouts[""]
+            kinds.append(Kind(device=device, size=size, price=prices[device], group=group))
+    if not kinds:
+        raise ConfigError(f"--devices: none can be an instance; {'; '.join(unfit)}", "devices")
+    return kinds, unfit
+
+
+def _parse(document: Mapping[str, Any], name: str, instance: Mapping[str, Any]) -> Scenario:
+    import yaml
+
+    from penstock.cli.sim import make_tables
+    from penstock.sim.scenario import parse
+
+    text = yaml.safe_dump({**document, "instances": [{"pool": "any", "count": 1, **instance}]}, sort_keys=False)
+    return parse(name, text, make_tables())
+
+
+def _problem(
+    args: argparse.Namespace, values: Mapping[str, Any], document: Mapping[str, Any], kinds: Sequence[Kind]
+) -> Problem:
+    import numpy as np
+
+    from penstock.cli.sim import TRACES
+    from penstock.sim.bundles import BUNDLES
+    from penstock.sim.simulate import TRAFFIC_STREAM
+    from penstock.sim.traffic import make_traffic
+    from penstock.workload.traces import read_trace
+
+    scenario = _parse(document, args.scenario or "plan", {"device": kinds[0].group.device})
+    workload, trace = scenario.workload, None
+    if workload.trace:
+        folder = Path(args.traces) if args.traces else TRACES
+        trace = read_trace(args.trace or folder / workload.trace)
+    seed = scenario.seed if values["seed"] is None else values["seed"]
+    longest = min(kind.group.max_model_len for kind in kinds)
+
+    def traffic(scale: float) -> Any:
+        rng = np.random.default_rng((seed, TRAFFIC_STREAM))
+        return make_traffic(workload, trace, rng, scale=scale, max_model_len=longest)
+
+    native = traffic(1.0).native_rate
+    scale = workload.rate_scale if values["rate"] is None else values["rate"] / native
+    if not 0 < scale < math.inf:
+        raise ConfigError("--rate: all requests of this workload come at once, there is no rate to scale", "rate")
+    target = values["target"] if values["target"] is not None else scenario.target
+    policies = COLOCATED, DISAGGREGATED
+    if values["policy"] is not None:
+        policies = (Option("policy", one_of(*BUNDLES), None, "").read(values["policy"], "--policy"),) * 2
+    return Problem(scenario, trace, policies, seed, scale, native * scale, target, traffic(scale).requests)
+
+
+# --- simulations
+
+
+_problem_here: Problem | None = None  # in a worker process
+
+
+def _keep(problem: Problem) -> None:
+    global _problem_here  # noqa: PLW0603
+    _problem_here = problem
+
+
+def _judge(groups: tuple[Group, ...], policy: str) -> Verdict:
+    """In a worker process: what becomes of these instances."""
+    from penstock.sim.bound import bound_attainment
+    from penstock.sim.plan import Verdict
+    from penstock.sim.simulate import simulate
+
+    problem = _problem_here
+    assert problem is not None
+    scenario = replace(problem.scenario, layouts={"": groups})
+    bound = bound_attainment(problem.requests, groups, max_tokens=scenario.workload.max_tokens)
+    if bound < problem.target:
+        return Verdict(False, bound, None)
+    result, _ = simulate(
+        scenario,
+        policy,
+        problem.trace,
+        random.Random(problem.seed),
+        seed=problem.seed,
+        scale=problem.scale,
+        allowed_misses=min(1.0, HOPELESS * (1 - problem.target)),
+    )
+    small = {key: value for key, value in result.items() if key not in ("timeline", "instances")}
+    return Verdict(bool(result["complete"]) and result["attainment"] >= problem.target, bound, small)
+
+
+def _simulate_all(search: Search, problem: Problem, jobs: int, console: Any) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    context = multiprocessing.get_context("spawn")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        ProcessPoolExecutor(jobs, context, initializer=_keep, initargs=(problem,)) as pool,
+        Progress(*columns, console=console, transient=True) as bars,
+    ):
+        task = bars.add_task("simulations", total=search.tries)
+        running: dict[Future[Verdict], Candidate] = {}
+        while True:
+            while len(running) < jobs and (candidate := search.next()) is not None:
+                running[pool.submit(_judge, candidate.groups, problem.policy(candidate))] = candidate
+            if not running:
+                break
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                candidate = running.pop(future)
+                search.tell(candidate, future.result())
+                bars.update(task, completed=search.simulated - len(running), description=candidate.title)
+
+
+# --- what was found
+
+
+def _rows(search: Search) -> list[tuple[Candidate, Verdict | None]]:
+    """Those that were tried, and the cheapest of the others that might do, by cost."""
+    rows: list[tuple[Candidate, Verdict | None]] = [*search.verdicts.items()]
+    rows += [(candidate, None) for candidate in search.untried()[:SHOWN]]
+    return sorted(rows, key=lambda row: (row[0].cost, row[0].title))
+
+
+def _seen(guess: Estimate, verdict: Verdict | None) -> dict[str, float | None]:
+    """TTFT and TPOT, as simulated, or else as estimated."""
+    if verdict is not None and verdict.result is not None:
+        return {f"{n}_p{p}_ms": verdict.result[f"{n}_p{p}_ms"] for n in ("ttft", "tpot") for p in (50, 90)}  # type: ignore[misc]
+    values = {
+        "ttft_p50_ms": guess.ttft_p50,
+        "ttft_p90_ms": guess.ttft_p90,
+        "tpot_p50_ms": guess.tpot_p50,
+        "tpot_p90_ms": guess.tpot_p90,
+    }
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _why(search: Search, candidate: Candidate, verdict: Verdict | None, asked: Any) -> str:
+    import numpy as np
+
+    from penstock.sim.plan import explain
+
+    ttft, tpot = (float(np.median(targets)) * 1e3 for targets in (asked.ttft, asked.tpot))
+    return explain(search.estimates[candidate], verdict, ttft, tpot)
+
+
+def _table(search: Search, problem: Problem) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{problem.rate:.4g} requests/s, {problem.target:.0%} within both limits", title_justify="left")
+    table.add_column("candidate", overflow="fold")
+    for name in ("cost/h", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "attained"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for candidate, verdict in _rows(search):
+        guess = search.estimates[candidate]
+        simulated = verdict is not None and verdict.result is not None
+        about = "" if simulated else "~"
+        seen = [about + _shown(value) if value is not None else "-" for value in _seen(guess, verdict).values()]
+        style = "bold green" if candidate is search.winner else None if simulated else "dim"
+        cells = [candidate.title, f"{candidate.cost:.2f}", *seen, _attained(search, candidate, verdict)]
+        table.add_row(*cells, style=style)
+    return table
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _attained(search: Search, candidate: Candidate, verdict: Verdict | None) -> str:
+    if verdict is None:
+        return f"~{search.estimates[candidate].attainment:.0%}"
+    if verdict.result is None:
+        return f"<= {verdict.bound:.0%}"
+    if not verdict.result["complete"]:
+        return f"< {1 - min(1.0, HOPELESS * (1 - search.target)):.0%}"
+    return f"{verdict.result['attainment']:.1%}"
+
+
+def _summary(search: Search, problem: Problem) -> str:
+    winner = search.winner
+    if winner is None:
+        return f"No candidate was found that keeps {problem.target:.0%}: more devices, more --tries or a lower --rate."
+    used = " and ".join(f"{count} {device}" for device, count in winner.devices.items())
+    text = f"Cheapest: {winner.title}, {used}, {winner.cost:.2f} an hour."
+    rest = search.untried()
+    if rest:
+        text += f" {len(rest)} cheaper ones might do as well and were not simulated (--tries)."
+    return text
+
+
+def _write_json(path: str | None, search: Search, problem: Problem, asked: Any) -> None:
+    if path is None:
+        return
+    winner = search.winner
+    rows = [
+        {
+            "candidate": candidate.title,
+            "instances": [
+                {"device": p.kind.device, "tensor_parallel": p.kind.size, "pool": p.pool, "count": p.count}
+                for p in candidate.parts
+            ],
+            "policy": problem.policy(candidate),
+            "devices": candidate.devices,
+            "cost_per_hour": candidate.cost,
+            "simulated": verdict is not None and verdict.result is not None,
+            "kept": None if verdict is None else verdict.kept,
+            "attainment": None if verdict is None or verdict.result is None else verdict.result["attainment"],
+            "complete": None if verdict is None or verdict.result is None else verdict.result["complete"],
+            "bound": None if verdict is None else verdict.bound,
+            "predicted_attainment": search.estimates[candidate].attainment,
+            **_seen(search.estimates[candidate], verdict),
+            "why": _why(search, candidate, verdict, asked),
+        }
+        for candidate, verdict in _rows(search)
+    ]
+    content = {
+        "rate": problem.rate,
+        "target": problem.target,
+        "seed": problem.seed,
+        "winner": None if winner is None else winner.title,
+        "candidates": rows,
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def deployment_text(candidate: Candidate, policy: str) -> str:
+    """A file for `penstock up`, with modelled devices."""
+    from penstock.sim.bundles import BUNDLES, Circumstances
+
+    first, bundle = candidate.groups[0], BUNDLES[policy]
+    dispatch = bundle.make(Circumstances()).dispatch.name
+    head = f"""\
+# {candidate.title}, as found by `penstock plan`; on modelled devices, so on any machine.
+#
+# For real ones give `model` a checkpoint and each group its device, and leave out geometry, noise and kv-blocks.
+
+model: demo                     # its tokenizer and vocabulary
+host: 127.0.0.1
+port: 8000
+
+engine:
+  geometry: {first.geometry}
+  noise: {first.noise:g}
+  max-model-len: {min(first.max_model_len, DEMO_LENGTH)}           # {DEMO_LENGTH} is the demo model's limit
+  max-num-seqs: {first.max_num_seqs}
+  enable-prefix-caching: {str(first.prefix_cache).lower()}
+  scheduling-policy: {bundle.pacing}
+
+instances:
+"""
+    lines = []
+    for part, group in zip(candidate.parts, candidate.groups, strict=True):
+        lines += [
+            f"  - name: {group.name}",
+            f"    pool: {group.pool}",
+            f"    count: {group.count}",
+            f"    device: {group.device}",
+            *([f"    {PARALLEL}: {part.kind.size}"] if part.kind.size > 1 else []),
+            f"    max-num-batched-tokens: {group.token_budget}",
+            f"    kv-blocks: {group.num_blocks}",
+        ]
+    tail = ["", "policies:", f"  dispatch: {dispatch}"]
+    if candidate.disaggregated:
+        tail += ["", "transport:", "  kind: shared", "  lease: 5"]
+    return head + "\n".join([*lines, *tail]) + "\n"

@@ -1,0 +1,391 @@
+"""`penstock sim compare`: policies side by side, in all processes that there are cores for."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from penstock.bench.document import check_writable
+from penstock.cli.options import Option, integer, number, words
+from penstock.cli.sim import Given, as_json, make_progress, read_given, write
+from penstock.cli.sim_workers import Offered, Run, Workers, layout_of
+from penstock.core.errors import ConfigError
+from penstock.sim.bundles import BUNDLES
+from penstock.sim.report import compare_page, compare_rows, figure_of, run_page
+from penstock.sim.search import STEP, Found, Ladder, Outcome, Probe
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Result = Mapping[str, Any]
+
+# of the workload, seen by the rough search: at least so much of it, so many seconds, and so many requests
+SHORT, SHORT_SECONDS, SHORT_REQUESTS = 0.1, 60.0, 500
+WHOLE = 0.5  # a share from which on the rough search is not worth it
+FIRST_SEARCH, NEXT_SEARCH = 12, 4  # simulations that it usually takes, for the bars
+WIDTH = 120  # columns of a table that no terminal shows
+FIELDS = {  # of a policy, and what they are called in the result of one simulation
+    "attainment": "attainment",
+    "ttft_p50_ms": "ttft_p50_ms",
+    "ttft_p95_ms": "ttft_p95_ms",
+    "tpot_p50_ms": "tpot_p50_ms",
+    "mean_latency_s": "latency_mean_s",
+    "instance_seconds": "instance_seconds",
+    "offline_tokens_per_s": "offline_tokens_per_s",
+    "reused_tokens": "reused_tokens",
+    "requests": "requests",
+    "failed": "failed",
+}
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Search for each policy, or simulate given rates. Raises ConfigError before anything is written."""
+    from rich.console import Console
+
+    for flag in ("json", "html"):
+        check_writable(getattr(args, flag), f"--{flag}")
+    if args.save is not None:
+        _check_folder(args.save)
+    wanted = _read_wanted(args)
+    console = Console(stderr=True)
+    with (
+        Workers(wanted.given, wanted.jobs, saves=wanted.saves) as workers,
+        make_progress(console) as bars,
+    ):
+        document, results = asyncio.run(_compare(workers, bars, wanted))
+    out = Console()
+    Console(width=out.width if out.is_terminal else WIDTH).print(_table(document))
+    if args.save is not None:
+        _save(Path(args.save), wanted.given.scenario.name, results)
+    if args.json is not None:
+        write(args.json, as_json(document))
+    if args.html is not None:
+        write(args.html, compare_page(document))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line asks for.
+
+    Attributes:
+        rates: instead of a search; () searches.
+        saves: whether results are kept whole.
+    """
+
+    given: Given
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+    bound: bool
+    saves: bool
+    jobs: int
+
+    @property
+    def varies_offline(self) -> bool:
+        return self.given.scenario.workload.vary == "offline"
+
+
+def _read_wanted(args: argparse.Namespace) -> Wanted:
+    given = read_given(args)
+    names = Option("policies", words, (), "").read(args.policies, "--policies") if args.policies else tuple(BUNDLES)
+    for name in names:
+        given.scenario.choose(name)  # complains before anything is simulated
+    count = Option("seeds", integer(1, 1000), 1, "").read(args.seeds or "1", "--seeds")
+    rates = Option("rates", words, (), "").read(args.rates, "--rates") if args.rates else ()
+    rate = Option("rates", number(0, 1e6), 1.0, "")
+    jobs = len(os.sched_getaffinity(0))
+    if args.jobs is not None:
+        jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
+    return Wanted(
+        given=given,
+        variants=tuple(dict.fromkeys(names)),
+        seeds=tuple(range(given.seed, given.seed + count)),
+        rates=tuple(sorted({rate.read(each, "--rates") for each in rates})),
+        bound=args.bound and not rates and given.scenario.workload.vary == "online",
+        saves=args.save is not None,
+        jobs=jobs,
+    )
+
+
+# --- all policies at once
+
+
+async def _compare(workers: Workers, bars: Progress, wanted: Wanted) -> tuple[dict[str, Any], dict[str, Result]]:
+    """(the document, whole results by name)."""
+    if wanted.rates:
+        found = await asyncio.gather(*(_rated(workers, bars, wanted, name) for name in wanted.variants))
+    else:
+        bounds = _Bounds(workers, bars) if wanted.bound else None
+        found = await asyncio.gather(*(_searched(workers, bars, wanted, name, bounds) for name in wanted.variants))
+    scenario = wanted.given.scenario
+    document: dict[str, Any] = {
+        "scenario": scenario.name,
+        "description": scenario.description,
+        "target": scenario.target,
+        "vary": scenario.workload.vary,
+        "seeds": list(wanted.seeds),
+        "tolerance": round(STEP - 1, 6),
+    }
+    if wanted.rates:
+        document["rates"] = list(wanted.rates)
+    document["policies"] = {name: row for name, (row, _) in zip(wanted.variants, found, strict=True)}
+    return document, {name: result for _, results in found for name, result in results.items()}
+
+
+class _Bounds:
+    """What nobody can do better than, once for each layout and seed."""
+
+    def __init__(self, workers: Workers, bars: Progress) -> None:
+        self._workers, self._bars = workers, bars
+        self._bar: TaskID | None = None
+        self._found: dict[tuple[str, int], asyncio.Task[float | None]] = {}
+
+    def of(self, variant: str, seed: int) -> asyncio.Task[float | None]:
+        """In requests/s; begun when it is first asked for."""
+        key = (layout_of(variant), seed)
+        if key not in self._found:
+            if self._bar is None:
+                self._bar = self._bars.add_task("bound", total=0)
+            self._found[key] = asyncio.ensure_future(self._rate(variant, seed))
+            self._bars.update(self._bar, total=len(self._found))
+        return self._found[key]
+
+    async def _rate(self, variant: str, seed: int) -> float | None:
+        offered = await self._workers.offered(variant, seed)
+        scale = await self._workers.bound(variant, seed)
+        assert self._bar is not None
+        self._bars.advance(self._bar)
+        return None if scale is None else scale * offered.native_rate
+
+
+# --- a search
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What was found for one policy and seed.
+
+    Attributes:
+        probes: every simulation that the search asked for, for the document.
+        result: at the greatest scale; None when there is none.
+        bound_rate: None when it is not known.
+    """
+
+    seed: int
+    found: Found
+    probes: list[dict[str, Any]]
+    result: Result | None
+    native_rate: float
+    bound_rate: float | None
+
+    def row(self, vary: str) -> dict[str, Any]:
+        """What is reported."""
+        result = self.result or {}
+        rate = result.get("rate")
+        missed = None if self.found.missed is None else self.found.missed * self.native_rate
+        share = rate / self.bound_rate if rate is not None and self.bound_rate else None
+        return {
+            "max_rate_90": rate if vary == "online" else None,
+            **{name: result.get(key) for name, key in FIELDS.items()},
+            "share_of_bound": share,
+            "bound_rate": self.bound_rate,
+            "max_scale": self.found.best,
+            "missed_scale": self.found.missed,
+            "missed_rate": missed,
+        } | ({"max_offline_rate": rate} if vary == "offline" else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Lab:
+    """Simulates one policy with one seed; see `search.Lab`."""
+
+    workers: Workers
+    wanted: Wanted
+    variant: str
+    seed: int
+    results: dict[tuple[float, float], Result | None] = field(default_factory=dict)
+
+    async def measure(self, scale: float, share: float) -> Outcome:
+        result = await self.workers.run(Run(self.variant, self.seed, scale, share))
+        self.results[scale, share] = result
+        if result is None or result["attainment"] is None:
+            return Outcome(kept=False, attainment=0.0, worth=0.0)
+        kept = result["complete"] and result["attainment"] >= self.wanted.given.scenario.target
+        worth = result["offline_tokens_per_s"] if self.wanted.varies_offline else scale
+        return Outcome(kept, result["attainment"], worth or 0.0)
+
+    def guess(self, scale: float, share: float) -> None:
+        self.workers.guess(Run(self.variant, self.seed, scale, share))
+
+
+async def _searched(
+    workers: Workers, bars: Progress, wanted: Wanted, variant: str, bounds: _Bounds | None
+) -> tuple[dict[str, Any], dict[str, Result]]:
+    """One policy: the first seed tells the others where to look. (Its row, its result at the figure by its name.)"""
+    total = FIRST_SEARCH + NEXT_SEARCH * (len(wanted.seeds) - 1)
+    bar = bars.add_task(variant, total=total)
+
+    def tell(seed: int, rate: float, probe: Probe) -> None:
+        kept = "kept" if probe.outcome.kept else "missed"
+        bars.update(bar, advance=1, description=f"{variant} {'' if probe.share == 1 else '~'}{rate:.3g}/s {kept}")
+
+    first = await _seek(workers, wanted, variant, wanted.seeds[0], None, bounds, tell)
+    near = first.found.rung
+    rest = (_seek(workers, wanted, variant, seed, near, bounds, tell) for seed in wanted.seeds[1:])
+    sought = [first, *await asyncio.gather(*rest)]
+    bars.update(bar, total=total, completed=total, description=variant)
+    row, middle = _summary(sought, wanted)
+    return row, {} if middle.result is None else {f"{variant}-seed{middle.seed}": middle.result}
+
+
+async def _seek(
+    workers: Workers,
+    wanted: Wanted,
+    variant: str,
+    seed: int,
+    near: int | None,
+    bounds: _Bounds | None,
+    tell: Callable[[int, float, Probe], None],
+) -> Sought:
+    """`near`: see `Ladder.search`."""
+    offered = await workers.offered(variant, seed)
+    bound = bounds.of(variant, seed) if bounds is not None else None
+    workload = wanted.given.scenario.workload
+    lab = _Lab(workers, wanted, variant, seed)
+    ladder = Ladder(
+        lab,
+        start=min(workload.scale, workload.most_scale),
+        target=wanted.given.scenario.target,
+        most=workload.most_scale,
+        told=lambda probe: tell(seed, probe.scale * offered.native_rate, probe),
+    )
+    found = await ladder.search(_short(offered), near)
+    probes = [_probe(seed, probe, lab.results[probe.scale, probe.share], offered) for probe in found.probes]
+    result = None if found.best is None else lab.results[found.best, 1.0]
+    bound_rate = await bound if bound is not None else None
+    return Sought(seed, found, probes, result, offered.native_rate, bound_rate)
+
+
+def _short(offered: Offered) -> float:
+    """The share of the workload that the rough search sees."""
+    share = max(SHORT, SHORT_SECONDS / offered.seconds, SHORT_REQUESTS / offered.requests)
+    return share if share < WHOLE else 1.0
+
+
+def _probe(seed: int, probe: Probe, result: Result | None, offered: Offered) -> dict[str, Any]:
+    """The attainment of one that is not complete is of what was over when it was given up."""
+    return {
+        "seed": seed,
+        "scale": probe.scale,
+        "rate": probe.scale * offered.native_rate,
+        "share": probe.share,
+        "attainment": None if result is None else result["attainment"],
+        "offline_tokens_per_s": None if result is None else result.get("offline_tokens_per_s"),
+        "complete": result is not None and result["complete"],
+        "kept": probe.outcome.kept,
+    }
+
+
+def _summary(sought: Sequence[Sought], wanted: Wanted) -> tuple[dict[str, Any], Sought]:
+    """(what is reported of a policy: the row of the seed in the middle, and what all found; that seed's)."""
+    vary = wanted.given.scenario.workload.vary
+    figure = "offline_tokens_per_s" if wanted.varies_offline else "max_rate_90"
+    rows = {each.seed: each.row(vary) for each in sought}
+    ranked = sorted(sought, key=lambda each: (rows[each.seed][figure] or 0.0, each.seed))
+    middle = ranked[(len(ranked) - 1) // 2]
+    figures = [rows[each.seed][figure] for each in ranked]
+    row = {
+        **rows[middle.seed],
+        "seed": middle.seed,
+        "spread": None if None in figures else [figures[0], figures[-1]],
+        "seeds": [{"seed": seed, **each} for seed, each in rows.items()],
+        "probes": [probe for each in sought for probe in each.probes],
+    }
+    return row, middle
+
+
+# --- given rates
+
+
+async def _rated(
+    workers: Workers, bars: Progress, wanted: Wanted, variant: str
+) -> tuple[dict[str, Any], dict[str, Result]]:
+    """One policy at every rate, with every seed. (Its row, results of the first seed by name.)"""
+    bar = bars.add_task(variant, total=len(wanted.rates) * len(wanted.seeds))
+
+    async def simulate(rate: float, seed: int) -> Result:
+        offered = await workers.offered(variant, seed)
+        result = await workers.run(Run(variant, seed, rate / offered.native_rate, patient=True))
+        if result is None:
+            raise ConfigError(f"--rates: {rate:g}, at which nobody comes in the scenario's time")
+        bars.advance(bar)
+        return result
+
+    pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds]
+    results = dict(zip(pairs, await asyncio.gather(*(simulate(*pair) for pair in pairs)), strict=True))
+    rates = [_rate_row(rate, [results[rate, seed] for seed in wanted.seeds], wanted.seeds) for rate in wanted.rates]
+    nothing = dict.fromkeys(("max_rate_90", *FIELDS, "share_of_bound"))
+    first = wanted.seeds[0]
+    return {**nothing, "rates": rates}, {
+        f"{variant}-{rate:g}-seed{first}": results[rate, first] for rate in wanted.rates
+    }
+
+
+def _rate_row(rate: float, results: Sequence[Result], seeds: Sequence[int]) -> dict[str, Any]:
+    """Medians, and what each seed came to."""
+    rows = [{name: result.get(key) for name, key in FIELDS.items()} for result in results]
+    columns = {name: [row[name] for row in rows] for name in FIELDS}
+    known = {name: [value for value in values if value is not None] for name, values in columns.items()}
+    middle = {name: median(values) if values else None for name, values in known.items()}
+    kept = known["attainment"]
+    return {
+        "rate": rate,
+        **middle,
+        "spread": [min(kept), max(kept)] if kept else None,
+        "seeds": [{"seed": seed, **row} for seed, row in zip(seeds, rows, strict=True)],
+    }
+
+
+# --- what is told
+
+
+def _table(document: Result) -> Any:
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{document['scenario']}: " + ("by rate" if document.get("rates") else figure_of(document)[1])
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
+    head, rows = compare_rows(document["policies"])
+    for i, name in enumerate(head):
+        table.add_column(name.replace(" ", "\n"), justify="right" if i else "left", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    if len(document["seeds"]) > 1:
+        told = "each row is of the seed in the middle" if not document.get("rates") else "medians"
+        table.caption = f"seeds {', '.join(map(str, document['seeds']))}; {told}"
+    return table
+
+
+def _check_folder(path: str) -> None:
+    """Raises ConfigError when no files could be written there."""
+    folder = Path(path)
+    if not folder.exists():
+        check_writable(folder, "--save")
+    elif not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--save: {path} is no folder that can be written to", "--save")
+
+
+def _save(folder: Path, scenario: str, results: Mapping[str, Result]) -> None:
+    """A JSON file and a page for each."""
+    folder.mkdir(exist_ok=True)
+    for name, result in results.items():
+        write(folder / f"{name}.json", as_json(result))
+        write(folder / f"{name}.html", run_page({"scenario": scenario, **result}))

@@ -1,0 +1,89 @@
+"""What a device can do and how large a model is: what a step's time is predicted from (`sched.steptime`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceModel:
+    """What an accelerator can do, from its data sheet or as measured; or several that share every layer, as one.
+
+    Attributes:
+        peak_flops: dense bfloat16 operations per second; of all devices together, as are the next two.
+        bandwidth: of its memory, in bytes per second.
+        memory: in bytes.
+        overhead_ms: of every step, whatever is in it: deciding what runs, launching it, and drawing tokens.
+        tensor_parallel: devices that every layer is spread over.
+        link_bandwidth: from each of them to the others, in bytes per second, one way. Matters only between several.
+        link_latency_us: of one all-reduce, however small.
+    """
+
+    peak_flops: float
+    bandwidth: float
+    memory: int
+    overhead_ms: float = 0.5
+    tensor_parallel: int = 1
+    link_bandwidth: float = 32e9  # PCIe 4.0 x16
+    link_latency_us: float = 10.0
+
+    def parallel(self, size: int) -> DeviceModel:
+        """So many of this one device, with every layer spread over them."""
+        assert self.tensor_parallel == 1
+        assert size >= 1
+        return replace(
+            self,
+            peak_flops=self.peak_flops * size,
+            bandwidth=self.bandwidth * size,
+            memory=self.memory * size,
+            tensor_parallel=size,
+        )
+
+    def slowed(self, factor: float) -> DeviceModel:
+        """One on which every step takes `factor` times as long."""
+        return replace(
+            self,
+            peak_flops=self.peak_flops / factor,
+            bandwidth=self.bandwidth / factor,
+            overhead_ms=self.overhead_ms * factor,
+            link_bandwidth=self.link_bandwidth / factor,
+            link_latency_us=self.link_latency_us * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The geometry of a dense decoder with a gated MLP, named as in its config.json.
+
+    Attributes:
+        bytes_per_value: of weights and KV alike.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    bytes_per_value: int = 2
+
+    @property
+    def layer_params(self) -> int:
+        """Of all layers together; norms and biases are too few to count."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def weight_bytes(self) -> int:
+        """In memory: the layers, the head, and the embedding unless it is the head."""
+        return (self.layer_params + self.head_params * (1 if self.tied else 2)) * self.bytes_per_value
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value

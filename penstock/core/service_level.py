@@ -1,0 +1,25 @@
+"""What a client was promised, or asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    """
+    Attributes:
+        ttft_ms, tpot_ms: time to first token, and mean time per token after it; None without a target.
+        priority: lower runs first.
+        offline: it has no targets, and runs in the gaps that others leave.
+        chat: the conversation that it belongs to, which likes to return to where it was; "" when that is not known.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    priority: int = 0
+    offline: bool = False
+    chat: str = ""
+
+
+NO_LEVEL = ServiceLevel()

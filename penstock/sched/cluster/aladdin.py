@@ -1,0 +1,158 @@
+"""Aladdin: pack sequences onto as few instances as keep their targets (arXiv 2405.06856), best fit first.
+
+There: a sequence goes to the fullest instance on which (a) its prompt is read within its TTFT behind what waits, (b)
+reading all that waits there costs the running sequences no more than they have saved against their average time per
+token, (c) the step with it stays within the strictest TPOT, and (d) memory lasts to everyone's end, by the mean output
+length of what was completed lately. In disaggregated pools (a) is for instances that read and (c) and (d) for those
+that decode. Sequences come in order of arrival.
+
+Not there, for want of a lever:
+- Its other half, how many instances of how many devices there are, is scaling: pair it with a `ScalingPolicy`.
+- What a running sequence has saved is not reported one by one. It is taken as (TPOT - step) for half of the mean
+  output: what those in the middle of their answers have.
+- Re-balancing after wrong output lengths would move running sequences.
+- The paper has one target for all; the strictest of an instance stands for it here.
+
+With the number of instances given, what fits nowhere waits; once it cannot keep its TTFT it goes, after all that can,
+where nothing is to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf, nextafter
+
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
+from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.foresight import Foresight, Prompts, has_room, room
+from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.turns import Turns, fill_gap
+
+REFUSED = 4  # sequences that are tried on every instance in vain, until the next question
+
+
+class Aladdin:
+    name = "aladdin"
+    wants_keys = False
+
+    def __init__(self) -> None:
+        self._foresight = Foresight()
+        self._prompts = Prompts()
+        self._turns = Turns()
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        if not view.queue:
+            return fill_gap(self._foresight, self._foresight.candidates(view), self.name)
+        candidates = self._foresight.candidates(view, lambda pace: -pace.full)
+        self._prompts.use(view.instances[0])
+        due = self._turns.due(candidates)
+        on_time = [d for d in view.queue if view.now <= self._latest_start(d)]
+        late = [d for d in view.queue if view.now > self._latest_start(d)]
+        fullest = self._fullest(view)
+        refused: list[Demand] = []
+        barred = None
+        for demand in [*([due] if due is not None else []), *on_time, *late]:
+            hurried = view.now <= self._latest_start(demand)
+            if (barred is not None and demand is due) or any(_is_no_easier(demand, other) for other in refused):
+                continue
+            decision = self._place(candidates, fullest, demand, hurried, barred)
+            if decision is not None:
+                self._turns.took(demand)
+                return decision
+            if demand is due:
+                barred = self._turns.kept_for(candidates, demand)
+            elif not demand.exclude:
+                refused.append(demand)
+            if len(refused) == REFUSED:
+                break
+        lateness = [nextafter(self._latest_start(d), inf) for d in on_time]
+        return Later(min([*lateness, *(i.free_at for i in view.instances if i.free_at > view.now)], default=inf))
+
+    def _latest_start(self, demand: Demand) -> float:
+        return demand.deadline - self._prompts.seconds(demand.prompt_tokens)
+
+    def _fullest(self, view: ClusterView) -> list[InstanceLoad]:
+        """The fullest first, without those on which not even the smallest sequence keeps the pace or has room."""
+        smallest = min(d.prompt_tokens for d in view.queue)
+        able: list[tuple[float, int]] = []
+        for place, load in enumerate(view.instances):
+            pace = self._foresight.pace(load)
+            slow = pace.step > load.tpot > pace.alone
+            if load.pool == "prefill" or not load.requests or not (slow or room(load, 0.0) < smallest):
+                able.append((-pace.full, place))
+        able.sort()
+        return [view.instances[place] for _, place in able]
+
+    def _place(
+        self,
+        candidates: Candidates,
+        fullest: Sequence[InstanceLoad],
+        demand: Demand,
+        hurried: bool,
+        barred: str | None,
+    ) -> Decision | None:
+        view = candidates.view
+        start = self._latest_start(demand)
+        costs: dict[str, float] = {}
+        for load in fullest:
+            costs[load.name] = -self._foresight.pace(load).full
+            # (a); nothing stands before one that is late, and it stands before nobody
+            if load.name == barred or load.free_at > (start if hurried else view.now):
+                continue
+            if not candidates.may_read(demand, load):
+                continue
+            home, steps = self._home(candidates, demand, load, hurried, barred)
+            if home is None:
+                if load.pool == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
+                    return None  # whoever reads, nobody takes over
+                continue
+            decode = home.name if home is not load else None
+            both: dict[Stage, Mapping[str, float]] = {"prefill": costs}
+            if steps:
+                both["decode"] = steps
+            return Decision(
+                key=demand.key,
+                prefill=load.name,
+                decode=decode,
+                policy=self.name,
+                reason=why(load, decode),
+                costs=both,
+                predicted_ttft=max(view.now, load.free_at)
+                + load.prefill_seconds(demand.prompt_tokens)
+                - demand.arrived,
+            )
+        return None
+
+    def _home(
+        self, candidates: Candidates, demand: Demand, load: InstanceLoad, hurried: bool, barred: str | None
+    ) -> tuple[InstanceLoad | None, dict[str, float]]:
+        """Who decodes: the fullest under (c) and (d); itself, under (b) too, where nobody takes over."""
+        view = candidates.view
+        if not candidates.hands_over(demand, load):
+            fits = self._admits(view, load, demand, hurried) and self._pays(view, load, demand, hurried)
+            return load if fits else None, {}
+        for home in candidates.homes(demand, load):
+            if home.name != barred and self._admits(view, home, demand, hurried):
+                return home, {home.name: self._foresight.step_with(home, demand)}
+        return None, {}
+
+    def _admits(self, view: ClusterView, load: InstanceLoad, demand: Demand, hurried: bool) -> bool:
+        return self._foresight.keeps_pace(load, demand, hurried) and has_room(load, demand, view.rates.output_tokens)
+
+    def _pays(self, view: ClusterView, load: InstanceLoad, demand: Demand, hurried: bool) -> bool:
+        """Whether the running sequences have saved what reading takes."""
+        strictest = self._foresight.strictest(load, demand, hurried)
+        if not load.decoding or strictest == inf:
+            return True
+        saved = (strictest - self._foresight.pace(load).step) * max(1.0, view.rates.output_tokens / 2)
+        return max(0.0, load.free_at - view.now) + self._prompts.seconds(demand.prompt_tokens) <= saved
+
+
+def _is_no_easier(demand: Demand, refused: Demand) -> bool:
+    """Whether no instance can take a demand, because none could take that other one."""
+    return (
+        demand.prompt_tokens >= refused.prompt_tokens
+        and demand.tokens >= refused.tokens
+        and demand.tpot <= refused.tpot
+        and demand.deadline <= refused.deadline
+    )

@@ -1,0 +1,265 @@
+"""Online and offline work on the same instances (xLLM, section 3.1): which offline sequences run now, and where.
+
+The master holds a backlog of offline sequences; engines run online ones first and preempt offline ones. So an instance
+is only ever given what keeps it busy for a moment (`AHEAD`): all that it has more would stand in the way when online
+work comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import nsmallest
+from math import inf
+from typing import Protocol
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster.base import (
+    ClusterView,
+    Decision,
+    Demand,
+    DispatchPolicy,
+    InstanceLoad,
+    Later,
+    Move,
+    Random,
+    RolePolicy,
+    Stage,
+    fitting,
+)
+from penstock.sched.cluster.dispatch import hands_over
+from penstock.sched.cluster.stages import readers
+
+AHEAD = 0.5  # seconds of prompts that an instance has ahead of it at most, to be given an offline one
+AGAIN = 0.1  # seconds until asked again when nothing has room
+ROOM = 0.9  # share of an instance's blocks and sequences that offline work may fill
+MARGIN = 0.9  # share of the TPOT target that a predicted step may take
+OUTPUT = 256  # tokens that a sequence is expected to generate, where that is not known
+CHOSEN_FROM = 64  # of the oldest offline sequences
+PASSED = 16  # times that the oldest is passed over at most
+COMPARED = 16  # instances that are looked at closely
+REMEMBERED = 60.0  # seconds that a target counts after it was last seen
+
+
+class Colocation(Protocol):
+    """Shares the instances between online and offline work."""
+
+    name: str
+
+    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
+        """Where online work may go; at least one."""
+
+    def decide(self, view: ClusterView) -> Decision | Later:
+        """Where the next offline sequence runs; `Later` when none should run now."""
+
+
+class Separate:
+    """A fixed share of the instances runs offline work alone, each of them prompts and outputs.
+
+    Args:
+        share: of the instances, rounded; at least one of several, and never all. They are spread over the names in
+            order, and so over groups of instances that are named alike.
+    """
+
+    name = "separate"
+
+    def __init__(self, share: float = 0.25) -> None:
+        assert 0 < share < 1
+        self._share = share
+
+    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
+        apart = self._apart(view)
+        return [i for i in view.instances if i.name not in apart]
+
+    def decide(self, view: ClusterView) -> Decision | Later:
+        apart = self._apart(view)
+        return _first(view, [i for i in view.instances if i.name in apart], self.name, AHEAD)
+
+    def _apart(self, view: ClusterView) -> frozenset[str]:
+        names = sorted(i.name for i in view.instances)
+        if len(names) < 2:
+            return frozenset()
+        count = min(len(names) - 1, max(1, round(self._share * len(names))))
+        return frozenset(names[(2 * k + 1) * len(names) // (2 * count)] for k in range(count))
+
+
+class OnlineFirst:
+    """Offline work goes anywhere whenever no online sequence waits for a place."""
+
+    name = "online-first"
+
+    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
+        return view.instances
+
+    def decide(self, view: ClusterView) -> Decision | Later:
+        return Later() if view.queue else _first(view, view.instances, self.name, 2 * AHEAD)
+
+
+class LatencyPools:
+    """xLLM's: "prefill" and "any" are relaxed, "decode" is strict.
+
+    Offline prompts are read by relaxed instances while these have no online one. A strict instance with room pulls:
+    offline sequences that are read now decode there, while its predicted step keeps the strictest online TPOT, and of
+    the oldest in the queue the one is taken that brings that step toward the balance of arithmetic and memory: short
+    contexts where memory is the bound, long ones where arithmetic is. Otherwise they decode where they were read.
+
+    The paper also moves sequences that run already; these only choose where new ones go.
+    """
+
+    name = "xllm"
+
+    def __init__(self) -> None:
+        self._target = inf  # the strictest TPOT that was seen lately
+        self._seen = -inf  # when
+        self._oldest: object = None  # key of the oldest offline sequence
+        self._passed = 0  # how often it was passed over
+
+    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
+        return view.instances
+
+    def decide(self, view: ClusterView) -> Decision | Later:
+        self._watch(view)
+        if view.queue or not view.offline:
+            return Later()
+        decoders = (i for i in view.instances if i.pool == "decode")
+        strict = nsmallest(COMPARED, decoders, key=lambda i: (i.held_tokens, i.name))
+        for demand in self._ranked(view, strict):
+            gaps = [i for i in readers(view, demand) if i.free_at <= view.now and _ahead(view, i) <= AHEAD]
+            gaps = nsmallest(COMPARED, gaps, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
+            pulling = [i for i in strict if self._takes(i, demand)]
+            for reader in gaps:
+                linked = (i for i in pulling if i.name in reader.peers and hands_over(reader.pool, i.pool))
+                home = next(linked, None)
+                if home is None and not self._takes(reader, demand):
+                    continue
+                self._passed = 0 if demand.key == self._oldest else self._passed + 1
+                costs: dict[Stage, dict[str, float]] = {"prefill": {i.name: 1e3 * _ahead(view, i) for i in gaps}}
+                if home is not None:
+                    costs["decode"] = {i.name: 1e3 * _step_with(i, demand) for i in (home, reader)}
+                return Decision(
+                    key=demand.key,
+                    prefill=reader.name,
+                    decode=None if home is None else home.name,
+                    policy=self.name,
+                    reason="offline-relaxed" if home is None else "offline-pulled",
+                    costs=costs,
+                )
+        return Later(view.now + AGAIN)
+
+    def _watch(self, view: ClusterView) -> None:
+        """Remember the strictest target: the next online sequence will likely have it."""
+        target = min((*(i.tpot for i in view.instances), *(d.tpot for d in view.queue)), default=inf)
+        if target <= self._target or view.now - self._seen > REMEMBERED:
+            self._target, self._seen = target, view.now
+        if view.offline and view.offline[0].key != self._oldest:
+            self._oldest, self._passed = view.offline[0].key, 0
+
+    def _ranked(self, view: ClusterView, strict: Sequence[InstanceLoad]) -> Sequence[Demand]:
+        """Whom to try, best first; the oldest before all when it was passed over too often."""
+        oldest = view.offline[:CHOSEN_FROM]
+        if not strict or self._passed >= PASSED:
+            return oldest[:1]
+        next_home = strict[0]
+        compute, memory = next_home.times.utilisation((), next_home.requests + 1, next_home.held_tokens)
+        sign = 1 if memory >= compute else -1
+        return sorted(oldest, key=lambda d: sign * d.prompt_tokens)[:2] + list(oldest[:1])
+
+    def _takes(self, instance: InstanceLoad, demand: Demand) -> bool:
+        """Whether it may decode there. A target that no sequence could keep, even alone, holds up nothing but what
+        would run beside others."""
+        if not _may_hold(instance, demand) or not _has_room(instance, demand):
+            return False
+        return not instance.requests or _step_with(instance, demand) <= MARGIN * self._target
+
+
+class Colocated:
+    """A `DispatchPolicy` of two: one for online work, where the other lets it, and then offline work."""
+
+    def __init__(self, dispatch: DispatchPolicy, colocation: Colocation) -> None:
+        self.name = f"{dispatch.name}+{colocation.name}"
+        self.wants_keys = dispatch.wants_keys
+        self._dispatch, self._colocation = dispatch, colocation
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        waits = Later()
+        if view.queue:
+            online = self._dispatch.decide(replace(view, instances=self._granted(view), offline=()), rng)
+            if isinstance(online, Decision):
+                return online
+            waits = online
+        if not view.offline or waits.moves:
+            return waits
+        offline = self._colocation.decide(view)
+        return offline if isinstance(offline, Decision) else Later(min(waits.at, offline.at), offline.moves)
+
+    def _granted(self, view: ClusterView) -> Sequence[InstanceLoad]:
+        """All when those that it may have cannot hold what waits."""
+        granted = self._colocation.online(view)
+        part = replace(view, instances=granted)
+        return granted if all(fitting(part, demand) for demand in view.queue) else view.instances
+
+
+class ColocatedRoles:
+    """A `RolePolicy` over the instances that online work may have."""
+
+    def __init__(self, roles: RolePolicy, colocation: Colocation) -> None:
+        self.name, self.dynamic = roles.name, roles.dynamic
+        self._roles, self._colocation = roles, colocation
+
+    def decide(self, view: ClusterView) -> Sequence[Move]:
+        return self._roles.decide(replace(view, instances=self._colocation.online(view)))
+
+
+COLOCATION: dict[str, Callable[[], Colocation]] = {
+    Separate.name: Separate,
+    OnlineFirst.name: OnlineFirst,
+    LatencyPools.name: LatencyPools,
+}
+
+
+def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ahead: float) -> Decision | Later:
+    """The oldest offline sequence to the instance that reads it first, if one has room and so many seconds at most
+    ahead of it. It decodes there, or on the emptiest of those that take over."""
+    for demand in view.offline[:1]:
+        able = [i for i in instances if _may_hold(i, demand)]
+        if not able:  # none of these is long enough: then anybody
+            able = fitting(view, demand)
+        free = [i for i in able if _ahead(view, i) <= ahead and _has_room(i, demand)]
+        if free:
+            compared = nsmallest(COMPARED, free, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
+            chosen = compared[0]
+            return Decision(
+                key=demand.key,
+                prefill=chosen.name,
+                decode=None,
+                policy=policy,
+                reason="offline",
+                costs={"prefill": {i.name: 1e3 * _ahead(view, i) for i in compared}},
+            )
+    return Later(view.now + AGAIN)
+
+
+def _ahead(view: ClusterView, instance: InstanceLoad) -> float:
+    """Seconds until its prompts are read, online and offline."""
+    return max(0.0, instance.idle_at - view.now)
+
+
+def _may_hold(instance: InstanceLoad, demand: Demand) -> bool:
+    return demand.tokens <= instance.max_model_len and instance.name not in demand.exclude
+
+
+def _has_room(instance: InstanceLoad, demand: Demand) -> bool:
+    """Whether its memory bears one more beside what its sequences will come to; an empty one bears any."""
+    if not instance.requests and not instance.reading:
+        return True
+    if instance.requests + instance.reading + 1 > ROOM * instance.max_sequences:
+        return False
+    output = min(demand.max_tokens, OUTPUT)
+    coming = demand.prompt_tokens + output * (instance.requests + 1)
+    held = max(instance.held_tokens, (instance.num_blocks - instance.free_blocks) * BLOCK_TOKENS)
+    return held + coming <= ROOM * instance.num_blocks * BLOCK_TOKENS
+
+
+def _step_with(instance: InstanceLoad, demand: Demand) -> float:
+    """Seconds of its decode step with one more."""
+    return instance.times.step_ms((), instance.requests + 1, instance.held_tokens + demand.prompt_tokens) / 1e3

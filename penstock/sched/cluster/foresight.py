@@ -1,0 +1,196 @@
+"""What dispatch policies foresee of an instance: its decode steps, and whether one more sequence has room and keeps
+everyone's pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
+from penstock.sched.cluster.stages import Candidates
+
+LIGHTEST = 16  # of those that could take over, looked at for one sequence
+PROBE = 1024  # tokens: the width over which a step's slope is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast an instance decodes; seconds. Steps are piecewise linear in all of these, so one more sequence is a sum.
+
+    Attributes:
+        step: of all that is there; 0 when there is nothing.
+        sequence: that one more adds.
+        token: that each token of its context adds.
+        alone: a step of one sequence by itself. Whoever wants less is out of reach, and nobody is held back for it.
+        read: that each token of a prompt takes in a full step with nothing else.
+        full: share of the memory or of the sequences that is in use, whichever is more.
+    """
+
+    step: float
+    sequence: float
+    token: float
+    alone: float
+    read: float
+    full: float
+
+
+class Foresight:
+    """Remembers an instance's pace for as long as its load is the same object: views share those that did not change.
+
+    `lively` is whether a demand's own TPOT counts: once it has missed its TTFT there is nothing left to lose.
+    """
+
+    def __init__(self) -> None:
+        self._paces: dict[str, tuple[InstanceLoad, Pace]] = {}
+
+    def pace(self, load: InstanceLoad) -> Pace:
+        known = self._paces.get(load.name)
+        if known is not None and known[0] is load:
+            return known[1]
+        pace = _pace(load)
+        self._paces[load.name] = load, pace
+        return pace
+
+    def candidates(self, view: ClusterView, weight: Callable[[Pace], float] = lambda pace: pace.step) -> Candidates:
+        """Of a new view; what has gone is forgotten.
+
+        Args:
+            weight: takers come in the order of it.
+        """
+        self._forget(view)
+        return Candidates(view, lambda load: weight(self.pace(load)))
+
+    def _forget(self, view: ClusterView) -> None:
+        if len(self._paces) > 2 * len(view.instances):
+            present = {i.name for i in view.instances}
+            self._paces = {name: known for name, known in self._paces.items() if name in present}
+
+    def step_with(self, load: InstanceLoad, demand: Demand) -> float:
+        """Seconds of a step once this sequence decodes there too."""
+        pace = self.pace(load)
+        return (pace.step or pace.alone) + pace.sequence * bool(pace.step) + pace.token * demand.prompt_tokens
+
+    def strictest(self, load: InstanceLoad, demand: Demand, lively: bool = True) -> float:
+        """TPOT in seconds that is to be kept there with this sequence; inf without any that could be."""
+        alone = self.pace(load).alone
+        there = load.tpot if load.tpot > alone else inf
+        return min(there, demand.tpot) if lively and demand.tpot > alone else there
+
+    def keeps_pace(self, load: InstanceLoad, demand: Demand, lively: bool = True) -> bool:
+        """Whether every TPOT target is kept there with this sequence."""
+        return not load.requests or self.step_with(load, demand) <= self.strictest(load, demand, lively)
+
+    def lightest(self, candidates: Candidates, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
+        """Where a sequence may decode, the shortest step first; not all of them."""
+        some = list(islice(candidates.homes(demand, prefill), LIGHTEST))
+        return sorted(some, key=lambda i: self.pace(i).step)
+
+    def home(
+        self,
+        candidates: Candidates,
+        demand: Demand,
+        prefill: InstanceLoad,
+        lively: bool = True,
+        barred: str | None = None,
+    ) -> tuple[InstanceLoad | None, dict[str, float]]:
+        """Who decodes after `prefill`, itself unless it only reads: of those with room that keep the pace, the one with
+        the shortest step; None when there is nobody. With the steps in seconds of those that were looked at.
+
+        Args:
+            barred: one that may not be taken.
+        """
+        output = candidates.view.rates.output_tokens
+        costs: dict[str, float] = {}
+        for load in self.lightest(candidates, demand, prefill):
+            costs[load.name] = self.step_with(load, demand)
+            if load.name != barred and has_room(load, demand, output) and self.keeps_pace(load, demand, lively):
+                return load, costs
+        return None, costs
+
+
+def _pace(load: InstanceLoad) -> Pace:
+    def step(sequences: int, tokens: int) -> float:
+        return load.times.step_ms(decodes=sequences, kv_tokens=tokens) / 1e3
+
+    now = step(load.requests, load.held_tokens)
+    tokens = load.num_blocks * BLOCK_TOKENS
+    return Pace(
+        step=now if load.requests else 0.0,
+        sequence=step(load.requests + 1, load.held_tokens) - now,
+        token=(step(load.requests, load.held_tokens + PROBE) - now) / PROBE,
+        alone=step(1, 0),
+        read=read_seconds(load, load.token_budget) / load.token_budget,
+        full=max(load.held_tokens / tokens if tokens else 1.0, load.requests / load.max_sequences),
+    )
+
+
+def room(load: InstanceLoad, output: float) -> float:
+    """Tokens that an instance can still hold for online sequences, when those that are there come to `output` tokens
+    each and are half through. Offline ones make way."""
+    online = load.requests - load.offline_requests
+    return load.num_blocks * BLOCK_TOKENS - (load.held_tokens - load.offline_tokens) - online * output / 2
+
+
+def has_room(load: InstanceLoad, demand: Demand, output: float) -> bool:
+    """Whether a sequence can run there at once and to its end. An instance that has nothing else to do takes whatever
+    it is long enough for.
+
+    Args:
+        output: tokens that sequences come to; 0 when that is not known.
+    """
+    if load.requests <= load.offline_requests:
+        return True
+    if load.requests - load.offline_requests >= load.max_sequences:
+        return False
+    return demand.prompt_tokens + min(output, demand.max_tokens) <= room(load, output)
+
+
+class Refusals:
+    """Sequences for which nobody was found to decode, in one view: who needs as much need not be tried."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._output = int(view.rates.output_tokens)
+        self._staged = not any(i.pool == "any" for i in view.instances)  # so that all readers have the same takers
+        self._known: list[tuple[int, float]] = []  # (tokens, TPOT)
+
+    def note(self, demand: Demand, lively: bool, prefill: InstanceLoad) -> None:
+        """Nobody took over from this reader."""
+        if self._staged and prefill.pool == "prefill" and not prefill.unlinked and not demand.exclude:
+            self._known.append(self._needs(demand, lively))
+
+    def cover(self, demand: Demand, lively: bool) -> bool:
+        if not self._known:
+            return False
+        tokens, tpot = self._needs(demand, lively)
+        return any(tokens >= refused and tpot <= slowest for refused, slowest in self._known)
+
+    def _needs(self, demand: Demand, lively: bool) -> tuple[int, float]:
+        return demand.prompt_tokens + min(demand.max_tokens, self._output), demand.tpot if lively else inf
+
+
+class Prompts:
+    """Seconds to read prompts on one instance that has nothing else to do, each length once."""
+
+    def __init__(self) -> None:
+        self._load: InstanceLoad | None = None
+        self._seconds: dict[int, float] = {}
+
+    def use(self, load: InstanceLoad) -> None:
+        before = self._load
+        if before is None or before.times is not load.times or before.token_budget != load.token_budget:
+            self._load, self._seconds = load, {}
+
+    def seconds(self, tokens: int) -> float:
+        known = self._seconds.get(tokens)
+        if known is None:
+            assert self._load is not None
+            known = self._seconds[tokens] = read_seconds(self._load, tokens)
+        return known
+
+
+def read_seconds(load: InstanceLoad, tokens: int) -> float:
+    """To read a prompt there if nothing else were."""
+    return load.times.prefill_ms(tokens, budget=load.token_budget) / 1e3

@@ -1,0 +1,331 @@
+"""HFX: an instance takes new prompts once it has paid for the last ones (Algorithm 1; arXiv 2508.15919, section 3.3).
+
+Each iteration of an instance's decodes takes d, and the strictest TPOT S on it leaves S - d of it as slack. Prompts
+that take p are paid for by that slack after p * S / (S - d): then the instance is *mature* and may be given more. How
+much, its budget, follows from the strictest TTFT target T: one that arrives right after a dispatch waits until maturity
+and is read as long itself. Our engines read prompts in chunks beside the decodes, so p S / (S - d) is all there is:
+
+    2 p(n) S / (S - d) <= T
+
+Faithful: the instance that matured first is filled up with the most urgent sequences that fit (deadline less predicted
+prefill); disaggregated, an instance that reads is mature when its batch ends, and its budget is what the strictest
+waiting target leaves; one that decodes takes whatever keeps its strictest TPOT. Saved slack is not counted.
+
+Not in the paper, or not as it is there:
+- p is the step model's, as of one prompt of so many tokens, and not linear in n: that overstates attention between
+  prompts a little, and does not understate long ones.
+- Who decodes is decided together with who reads, because our decoders reserve before a prompt is read. An iteration's
+  end as the decoder's maturity is left to its engine, which takes newcomers in exactly there.
+- An iteration is not split, so a batch takes at least one: max(p S / (S - d), p beside the decodes).
+- T is the strictest among what waits and can still be kept and what is in flight. Without any a batch is what one step
+  reads.
+- A prompt that is larger than the budget of an idle instance goes to the mature instance that ends it first, alone.
+- Nobody is dropped: what can no longer keep its target, or has none, goes after all that can, in order of arrival;
+  it is owed nothing more, so its own TPOT holds nobody back. `Turns` keeps it from waiting for ever.
+- A TPOT under a step of one sequence is out of reach and not counted.
+- Memory: a sequence goes where it has room beside what the others will come to (`has_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from math import inf, nextafter
+
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
+from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, read_seconds, room
+from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.turns import Turns, fill_gap
+
+TRIED = 4  # instances, for a sequence that goes by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What an instance was given at one moment.
+
+    Attributes:
+        opened: that moment; it is open for more until time goes on.
+        since: when the instance had become mature for it.
+        tokens: of prompts.
+        mature_at: when the instance has paid for them.
+    """
+
+    opened: float
+    since: float
+    tokens: int
+    mature_at: float
+
+
+@dataclass(slots=True)
+class Reader:
+    """A mature instance at one moment.
+
+    Attributes:
+        since: when it became mature.
+        tokens: of prompts that it was given at this very moment.
+        hands_over: whether others decode what it reads.
+        rest: seconds that prompts may still take on it.
+    """
+
+    load: InstanceLoad
+    since: float
+    tokens: int
+    hands_over: bool
+    rest: float = 0.0
+
+
+class HFX:
+    name = "hfx"
+    wants_keys = False
+
+    def __init__(self) -> None:
+        self.batches: dict[str, Batch] = {}  # the newest of each instance
+        self.foresight = Foresight()
+        self.prompts = Prompts()
+        self._turns = Turns()
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        candidates = self.foresight.candidates(view)
+        if not view.queue:
+            return fill_gap(self.foresight, candidates, self.name)
+        if len(self.batches) > 2 * len(view.instances):
+            present = {i.name for i in view.instances}
+            self.batches = {name: batch for name, batch in self.batches.items() if name in present}
+        mature, soonest = self._mature(view)
+        if not mature:
+            return Later(soonest)
+        self.prompts.use(view.instances[0])
+        in_time, others = self._rank(view)
+        moment = _Moment(self, candidates, mature, in_time)
+        due = self._turns.due(candidates)
+        if due is not None and (decision := moment.place(due, any(due is d for d in in_time), owed=True)):
+            return self._given(due, decision)
+        barred = None if due is None else self._turns.kept_for(candidates, due)
+        for queue, lively in ((in_time, True), (others, False)):
+            for demand in queue:
+                if demand is not due and (decision := moment.place(demand, lively, barred=barred)) is not None:
+                    return self._given(demand, decision)
+        # what becomes late no longer asks for its TPOT
+        return Later(min([soonest, *(nextafter(self._latest_start(d), inf) for d in in_time)]))
+
+    def _latest_start(self, demand: Demand) -> float:
+        """Of an instance that has nothing else to do, for the TTFT to be kept."""
+        return demand.arrived + demand.ttft - self.prompts.seconds(demand.prompt_tokens)
+
+    def _given(self, demand: Demand, decision: Decision) -> Decision:
+        self._turns.took(demand)
+        return decision
+
+    def _mature(self, view: ClusterView) -> tuple[list[tuple[float, int]], float]:
+        """(since when, place in the view) of the mature instances, the last first; and when the next one will be."""
+        mature = []
+        now, soonest, batches = view.now, inf, self.batches
+        for place, load in enumerate(view.instances):
+            batch = batches.get(load.name)
+            if batch is None:  # as free as it is of what it had before
+                since = at = load.free_at
+            elif batch.opened == now:
+                since, at = batch.since, now
+                soonest = min(soonest, batch.mature_at)
+            else:
+                since = at = batch.mature_at
+            if at <= now:
+                mature.append((since, place))
+            elif at < soonest:
+                soonest = at
+        mature.sort(reverse=True)
+        return mature, soonest
+
+    def _rank(self, view: ClusterView) -> tuple[list[Demand], list[Demand]]:
+        """What can keep its TTFT target, most urgent first; and the others as they came."""
+        urgent: list[tuple[float, int]] = []
+        others: list[Demand] = []
+        for place, demand in enumerate(view.queue):
+            start = self._latest_start(demand)
+            if view.now <= start < inf:
+                urgent.append((start, place))
+            else:
+                others.append(demand)
+        urgent.sort()
+        return [view.queue[place] for _, place in urgent], others
+
+
+class _Moment:
+    """One question to the policy. Mature instances are looked at one by one, and each once for all demands."""
+
+    def __init__(
+        self, policy: HFX, candidates: Candidates, mature: list[tuple[float, int]], in_time: Sequence[Demand]
+    ) -> None:
+        self._policy = policy
+        self._candidates = candidates
+        self._view = view = candidates.view
+        self._mature = mature
+        self._readers: list[Reader] = []  # of the mature instances, those that could take something
+        self._widest = 0.0  # the largest `rest` among them
+        waiting = in_time or view.queue
+        self._ttft = min(*(d.ttft for d in waiting), *(i.ttft for i in view.instances))
+        self._left = min((d.deadline - view.now for d in in_time), default=self._ttft)
+        self._smallest = min(d.prompt_tokens for d in view.queue)
+        self._fixed = policy.prompts.seconds(1)
+        self._refusals = Refusals(view)
+
+    def place(self, demand: Demand, lively: bool, owed: bool = False, barred: str | None = None) -> Decision | None:
+        """Into the batch of the instance that matured first of those with the budget; None when there is no such.
+
+        Args:
+            lively: whether it can keep its target.
+            owed: whether it may go without a budget, if need be.
+            barred: an instance that is kept for another.
+        """
+        # what it adds to a batch at least: a step's time is convex in its tokens
+        more = self._policy.prompts.seconds(demand.prompt_tokens) - self._fixed
+        if self._mature or more <= self._widest:
+            for reader in self._each():
+                if self._refusals.cover(demand, lively):
+                    return None
+                if (
+                    more <= reader.rest
+                    and reader.load.name != barred
+                    and self._candidates.may_read(demand, reader.load)
+                ):
+                    decision = self._join(reader, demand, lively, barred)
+                    if decision is not None:
+                        return decision
+        return self._alone(demand, lively, barred) if owed or self._is_too_large(demand) else None
+
+    def _each(self) -> Iterator[Reader]:
+        yield from self._readers
+        while self._mature:
+            since, place = self._mature.pop()
+            load = self._view.instances[place]
+            share = self._own_share(load)
+            if share > 0 and self._has_any_room(load):
+                reader = self._reader(since, load, share)
+                self._readers.append(reader)
+                self._widest = max(self._widest, reader.rest)
+                yield reader
+
+    def _own_share(self, load: InstanceLoad) -> float:
+        """What its decodes leave to prompts before any demand is added."""
+        if load.tpot == inf or (load.pool == "prefill" and load.peers):
+            return 1.0
+        pace = self._policy.foresight.pace(load)
+        return 1 - pace.step / load.tpot if pace.alone < load.tpot else 1.0
+
+    def _reader(self, since: float, load: InstanceLoad, share: float) -> Reader:
+        batch = self._policy.batches.get(load.name)
+        tokens = batch.tokens if batch is not None and batch.opened == self._view.now else 0
+        reader = Reader(load, since, tokens, hands_over=load.pool == "prefill" and bool(load.peers))
+        reader.rest = self._limit(reader) * share - (read_seconds(load, tokens) if tokens else 0.0)
+        return reader
+
+    def _limit(self, reader: Reader) -> float:
+        """Seconds until a batch has to be read and paid for."""
+        if reader.hands_over and self._ttft < inf:
+            return self._left
+        return self._most(reader.load)
+
+    def _most(self, load: InstanceLoad) -> float:
+        """The same when nothing urgent waits."""
+        if self._ttft == inf:
+            return read_seconds(load, load.token_budget)
+        return self._ttft if load.pool == "prefill" and load.peers else self._ttft / 2
+
+    def _is_too_large(self, demand: Demand) -> bool:
+        """For any batch of the first idle instance that it may go to, or else of the first that it may."""
+        able = [r.load for r in self._readers if self._candidates.may_read(demand, r.load)]
+        load = next((i for i in able if not i.requests), able[0] if able else None)
+        return load is not None and read_seconds(load, demand.prompt_tokens) > self._most(load)
+
+    def _has_any_room(self, load: InstanceLoad) -> bool:
+        """Whether the smallest prompt that waits would fit; where others take over, it is theirs that matters."""
+        online = load.requests - load.offline_requests
+        if load.peers or not online:
+            return True
+        return online < load.max_sequences and self._smallest <= room(load, self._view.rates.output_tokens)
+
+    def _share(self, reader: Reader, demand: Demand, lively: bool) -> float:
+        """Of the instance's time that decodes leave to prompts, once this demand's TPOT counts too."""
+        if reader.hands_over or not reader.load.requests:
+            return 1.0
+        foresight = self._policy.foresight
+        strictest = foresight.strictest(reader.load, demand, lively)
+        return 1.0 if strictest == inf else 1 - foresight.pace(reader.load).step / strictest
+
+    def _join(self, reader: Reader, demand: Demand, lively: bool, barred: str | None) -> Decision | None:
+        share = self._share(reader, demand, lively)
+        if share <= 0:
+            return None
+        seconds = self._paid(reader, reader.tokens + demand.prompt_tokens, share)
+        if seconds > self._limit(reader):
+            return None
+        return self._give(reader, demand, lively, seconds, barred)
+
+    def _paid(self, reader: Reader, tokens: int, share: float) -> float:
+        """Seconds until prompts are read and paid for. An iteration is not split: with less than its slack to read it
+        takes no less than all of its decodes and the prompts."""
+        load = reader.load
+        slack = read_seconds(load, tokens) / share
+        if reader.hands_over or not load.requests:
+            return slack
+        beside = load.times.prefill_ms(
+            tokens, budget=load.token_budget, decodes=load.requests, kv_tokens=load.held_tokens
+        )
+        return max(slack, beside / 1e3)
+
+    def _alone(self, demand: Demand, lively: bool, barred: str | None) -> Decision | None:
+        """To the mature instance that ends it first, unless that was given something just now."""
+        able: list[tuple[float, int]] = []
+        readers = list(self._each())
+        for place, reader in enumerate(readers):
+            if not reader.tokens and reader.load.name != barred and self._candidates.may_read(demand, reader.load):
+                share = self._share(reader, demand, lively)
+                if share > 0:
+                    able.append((self._policy.foresight.pace(reader.load).read / share, place))
+        for _, place in nsmallest(TRIED, able):
+            reader = readers[place]
+            seconds = self._paid(reader, demand.prompt_tokens, self._share(reader, demand, lively))
+            if (decision := self._give(reader, demand, lively, seconds, barred)) is not None:
+                return decision
+        return None
+
+    def _give(
+        self, reader: Reader, demand: Demand, lively: bool, seconds: float, barred: str | None
+    ) -> Decision | None:
+        """If it has a place to decode.
+
+        Args:
+            seconds: until all that the instance is given at this moment is read and paid for.
+        """
+        load, now = reader.load, self._view.now
+        home, steps = self._home(load, demand, lively, barred)
+        if home is None:
+            return None
+        self._policy.batches[load.name] = Batch(now, reader.since, reader.tokens + demand.prompt_tokens, now + seconds)
+        decode = home.name if home is not load else None
+        costs: dict[Stage, Mapping[str, float]] = {"prefill": {r.load.name: -r.rest for r in self._readers}}
+        if steps:
+            costs["decode"] = steps
+        return Decision(
+            key=demand.key,
+            prefill=load.name,
+            decode=decode,
+            policy=self._policy.name,
+            reason=why(load, decode),
+            costs=costs,
+            predicted_ttft=now + seconds - demand.arrived,
+        )
+
+    def _home(
+        self, load: InstanceLoad, demand: Demand, lively: bool, barred: str | None
+    ) -> tuple[InstanceLoad | None, dict[str, float]]:
+        """Who decodes, and the predicted steps of those who might; nobody if it may not be placed."""
+        if not self._candidates.hands_over(demand, load):
+            return load if has_room(load, demand, self._view.rates.output_tokens) else None, {}
+        home, steps = self._policy.foresight.home(self._candidates, demand, load, lively, barred)
+        if home is None:
+            self._refusals.note(demand, lively, load)
+        return home, steps

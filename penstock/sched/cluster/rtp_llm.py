@@ -1,0 +1,245 @@
+"""Cache-aware dispatch by predicted cost in milliseconds (RTP-LLM, section 5).
+
+The cost of a reader is what a prompt waits there until the prompts before it are read, as predicted, and what reading
+its uncached rest takes. A sequence goes to one of those near the least, by lot, so that a burst does not herd; a
+conversation goes back to whoever has its KV while that pays. Decoders admit by blocks: when nobody has room for what a
+sequence will come to, it waits here, where it can still go anywhere, and not in an engine that would have to preempt.
+
+Not as in the paper:
+- Similar lengths go together within a window of all that waits, the oldest's first. With a data-parallel size of 1, as
+  our engines have, and nothing waiting there is no choice left to make.
+- Expected availability is the sum of what is to be read and not the maximum: engines read prompts one after another.
+- `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2), without
+  its remote term: nobody has a remote cache yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from math import inf
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster.affinity import ChatAffinity, returns
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
+from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.stages import readers, takers
+
+COMPARED = 16  # readers with the least to do, readers with the longest hits, and decoders, that are looked at closely
+WINDOW = 256  # sequences of the queue that are grouped by length at most
+TRIED = 4  # sequences, while those before them find no room
+PASSED = 16  # sequences that may go before one that finds none
+HOT = 3.0  # of the mean wait: who has more is left out
+BAND, BAND_MS = 0.1, 20.0  # above the least cost; the larger of the two: within it the lot decides
+FULL = 0.95  # share of an instance's blocks that sequences may come to
+OUTPUT = 256  # tokens, where nothing has ended yet
+ALPHA, GAMMA = 1.0, 1.0  # weights of a hit's share of the prompt, and of latency's share of the longest
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What an instance would make of a prompt; milliseconds.
+
+    Attributes:
+        saved: by its cache.
+        hit: tokens in that.
+    """
+
+    instance: InstanceLoad
+    wait: float
+    read: float
+    saved: float = 0.0
+    hit: int = 0
+
+    @property
+    def cost(self) -> float:
+        return self.wait + self.read
+
+
+# offers, prompt tokens -> the cost of each; and how far above the least the lot decides
+Weigh = Callable[[Sequence[Offer], int], tuple[list[float], float]]
+
+
+def in_milliseconds(offers: Sequence[Offer], prompt_tokens: int) -> tuple[list[float], float]:
+    costs = [offer.cost for offer in offers]
+    return costs, max(BAND * min(costs), BAND_MS)
+
+
+def by_score(offers: Sequence[Offer], prompt_tokens: int) -> tuple[list[float], float]:
+    """The paper's score, negated: a share of the prompt against a share of the longest latency."""
+    longest = max(offer.cost for offer in offers)
+    return [GAMMA * offer.cost / longest - ALPHA * offer.hit / prompt_tokens for offer in offers], 0.0
+
+
+def make_rtp_llm() -> RtpLlm:
+    return RtpLlm("rtp_llm", in_milliseconds)
+
+
+def make_rtp_llm_score() -> RtpLlm:
+    return RtpLlm("rtp_llm_score", by_score)
+
+
+class RtpLlm:
+    """A `DispatchPolicy`.
+
+    Args:
+        weigh: offers against each other.
+    """
+
+    wants_keys = True
+
+    def __init__(self, name: str, weigh: Weigh) -> None:
+        self.name = name
+        self._weigh = weigh
+        self._chats = ChatAffinity()
+        self._group: frozenset[Key] = frozenset()  # of similar length, that go one after another
+        self._first: Key | None = None  # that found no room
+        self._passed = 0  # sequences that went before it
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        tried = 0
+        for demand in self._in_order(view):
+            able = readers(view, demand)
+            if not able:
+                continue
+            decision = self._place(view, demand, able, rng)
+            if decision is not None:
+                self._chats.remember(demand.chat, decision.prefill, decision.decode or decision.prefill)
+                self._passed = self._passed + 1 if tried else 0
+                return decision
+            if not tried and demand.key != self._first:
+                self._first, self._passed = demand.key, 0
+            tried += 1
+            if tried >= TRIED or self._passed >= PASSED:
+                break
+        return Later()
+
+    def _in_order(self, view: ClusterView) -> Iterator[Demand]:
+        """The group that was begun, then the oldest's group, then the others; offline ones when nothing else waits."""
+        queue = (view.queue or view.offline)[:WINDOW]
+        if not queue:
+            return
+        if self._first is not None and queue[0].key == self._first and self._passed:
+            yield queue[0]  # it found no room lately: others go only when it still finds none
+            yield from (d for d in queue[1 : TRIED + 1])
+            return
+        if not any(d.key in self._group for d in queue):
+            length = queue[0].prompt_tokens.bit_length()
+            self._group = frozenset(d.key for d in queue if d.prompt_tokens.bit_length() == length)
+        yield from (d for d in queue if d.key in self._group)
+        yield from (d for d in queue if d.key not in self._group)
+
+    def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision | None:
+        """None when nobody has room for it."""
+        output = min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
+        offers = _offers(view, demand, able, output)
+        if not offers:
+            return None
+        costs, band = self._weigh(offers, demand.prompt_tokens)
+        limit = min(costs) + band
+        near = [offer for offer, cost in zip(offers, costs, strict=True) if cost <= limit]
+        homes = self._chats.homes(demand.chat)
+        back = None if homes is None else _holder(offers, homes.prefill)
+        first = back or rng.choice(near)
+        decode_costs: dict[str, float] = {}
+        before = None if homes is None else homes.decode
+        for reader in (first, *sorted((o for o in offers if o is not first), key=lambda o: o.cost)[:TRIED]):
+            home = _home(view, demand, reader.instance, output, before, decode_costs)
+            if home is not None:
+                break
+        else:
+            return None
+        decode = None if home is reader.instance else home.name
+        by_stage: dict[Stage, dict[str, float]] = {
+            "prefill": {o.instance.name: cost for o, cost in zip(offers, costs, strict=True)}
+        }
+        if decode is not None:
+            by_stage["decode"] = decode_costs
+        return Decision(
+            key=demand.key,
+            prefill=reader.instance.name,
+            decode=decode,
+            policy=self.name,
+            reason="chat: its KV is there" if reader is back else why(reader.instance, decode),
+            costs=by_stage,
+            predicted_ttft=view.now - demand.arrived + reader.cost / 1e3,
+        )
+
+
+def _offers(view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], output: int) -> list[Offer]:
+    """Of those that wait least and those with hits, without the hot ones."""
+    now = view.now
+    waits = [max(0.0, i.free_at - now) for i in able]
+    mean = 1e3 * sum(waits) / len(waits)
+    order = nsmallest(COMPARED, range(len(able)), key=lambda k: (waits[k], able[k].pending_tokens))
+    chosen = [able[k] for k in order]
+    if demand.hits:
+        known = {i.name for i in chosen}
+        holders = [i for i in able if i.name in demand.hits and i.name not in known]
+        chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+    # those that have nobody to hand over to have to keep what they read
+    offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
+    if not offering:
+        offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
+    offers = [_offer(view, demand, i) for i in offering]
+    cool = [o for o in offers if o.wait <= max(HOT * mean, o.saved + BAND_MS)]
+    return cool or offers
+
+
+def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
+    tokens = demand.to_compute(instance.name)
+    hit = demand.prompt_tokens - tokens
+    wait = max(0.0, instance.free_at - view.now) * 1e3
+    read = instance.prefill_seconds(tokens, hit) * 1e3
+    saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - read if hit else 0.0
+    return Offer(instance, wait, read, saved, hit)
+
+
+def _holder(offers: Sequence[Offer], name: str) -> Offer | None:
+    """Who has a conversation's KV, if going back there pays."""
+    holder = next((o for o in offers if o.instance.name == name and o.hit), None)
+    if holder is None:
+        return None
+    best = min((o.cost for o in offers if o is not holder), default=inf)
+    return holder if returns(holder.wait, best, holder.saved) else None
+
+
+def _home(
+    view: ClusterView,
+    demand: Demand,
+    reader: InstanceLoad,
+    output: int,
+    before: str | None,
+    costs: dict[str, float],
+) -> InstanceLoad | None:
+    """Who decodes: where the conversation decoded before, else where the next step is shortest, with what each would
+    take in ms; None when nobody has room."""
+    others = takers(view, demand, reader)
+    if not others:
+        return reader if _has_room(reader, demand, output) else None
+    able = [reader, *others] if reader.pool == "any" else others
+    compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
+    if before is not None and all(i.name != before for i in compared):
+        compared += [i for i in able if i.name == before]
+    compared = [i for i in compared if _has_room(i, demand, output)]
+    for i in compared:
+        costs[i.name] = i.times.step_ms((), i.requests + 1, i.held_tokens + demand.prompt_tokens)
+    same = next((i for i in compared if i.name == before), None)
+    return same or min(compared, key=lambda i: (costs[i.name], i.name), default=None)
+
+
+def _has_room(instance: InstanceLoad, demand: Demand, output: int) -> bool:
+    """Whether its blocks bear one more beside what its sequences will come to, half of their output being left on
+    average. One with nothing to do takes anything. Offline work makes room for online."""
+    spare = 0 if demand.offline else instance.offline_requests
+    requests = instance.requests - spare
+    if requests <= 0:
+        return True
+    if requests >= instance.max_sequences:
+        return False
+    held = max(instance.held_tokens, (instance.num_blocks - instance.free_blocks) * BLOCK_TOKENS)
+    if spare:
+        held = instance.held_tokens - instance.offline_tokens
+    coming = demand.prompt_tokens + output + requests * output / 2
+    return held + coming <= FULL * instance.num_blocks * BLOCK_TOKENS

@@ -1,0 +1,59 @@
+"""The usual scaler: thresholds on how full instances are and how many sequences wait, with a cooldown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from penstock.core.wire.engine import Pool
+from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
+from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, fits_elsewhere, held, stages
+
+
+class ThresholdScaling:
+    """A stage grows in proportion to what is over a threshold, and shrinks by one at a time; a wish of one that is
+    starting counts as fulfilled. Targets are not looked at.
+
+    Args:
+        high, low: share of the memory or of the sequences in use, the mean over a stage.
+        waiting: sequences that wait to be read, for each instance of a stage that reads; it does not shrink while
+            any wait.
+        out, back: cooldowns in seconds.
+    """
+
+    name = "threshold"
+
+    def __init__(
+        self,
+        *,
+        interval: float = 1.0,
+        high: float = 0.8,
+        low: float = 0.3,
+        waiting: float = 4.0,
+        out: float = 10.0,
+        back: float = 60.0,
+    ) -> None:
+        self.interval = interval
+        self._high, self._low, self._waiting = high, low, waiting
+        self._cooldowns = Cooldowns(out, back)
+
+    def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
+        pools = stages(view)
+        wishes = {pool: self._wish(view, pool, loads, len(fleet.starting)) for pool, loads in pools.items()}
+        changes = carry_out(pools, self._cooldowns.settle(view.now, wishes), fleet)
+        self._cooldowns.note(view.now, changes, pools)
+        return changes
+
+    def _wish(self, view: ClusterView, pool: Pool, loads: Sequence[InstanceLoad], starting: int) -> Wish:
+        count = len(loads)
+        full = sum(max(held(i), (i.requests - i.offline_requests) / i.max_sequences) for i in loads) / count
+        waits = 0 if pool == "decode" else len(view.queue) + sum(i.reading for i in loads)
+        reason = f"{full:.0%} full, {waits} to be read by {count}"
+        wanted = ceil(count * max(full / self._high, waits / count / self._waiting))
+        if wanted > count:
+            return Wish(max(0, wanted - count - starting), reason)
+        if full < self._low and not view.queue and not starting:
+            lightest = min(loads, key=held)
+            if fits_elsewhere(lightest, [i for i in loads if i is not lightest]):
+                return Wish(-1, reason)
+        return Wish(0, reason)

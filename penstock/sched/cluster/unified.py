@@ -1,0 +1,275 @@
+"""Slack first: one policy over roles, affinity and offline work (the slack ledger).
+
+Every sequence has a deadline, so there is a best moment to bind it to an instance: as late as keeps that one busy.
+Until then it waits in one queue, and everything that is learned meanwhile counts. The rules:
+
+- An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
+- Prompts go in order of deadline, those first that can still keep it. When not all of those can, the longest is
+  given up, which leaves the most that are kept (Moore and Hodgson, with the cluster as one machine). What was given up
+  fills the gaps, and after `PATIENCE` its turn comes in any case.
+- A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
+  prefix; where nowhere does, to where it is read first.
+- It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
+  steps stay shortest. Pools are not looked at: engines that pace their steps by slack read and decode at once.
+- Offline work is given out only as far as it fits beside that: a little to read, and decodes while steps stay well
+  under the strictest target and memory is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster.base import (
+    ClusterView,
+    Decision,
+    Demand,
+    InstanceLoad,
+    Key,
+    Later,
+    Move,
+    Random,
+    Stage,
+    fitting,
+)
+
+AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
+MARGIN = 0.9  # of a target that predictions may use up
+PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
+SAVING = 3.0  # seconds that a prompt that is in time waits for an instance to save a second of computing
+RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
+LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
+ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
+OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
+OFFLINE_STEP = 0.6  # of the strictest TPOT that a step with offline decodes may take
+OFFLINE_ROOM = 0.25  # of an instance's blocks that offline work leaves
+
+
+class Unified:
+    """A `DispatchPolicy`."""
+
+    name = "unified"
+    wants_keys = True
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        if view.queue:
+            decision = self._online(view)
+            if decision is not None:
+                return decision
+        if view.offline:
+            decision = self._offline(view)
+            if decision is not None:
+                return decision
+        return Later(at=_next_gap(view))
+
+    # --- online
+
+    def _online(self, view: ClusterView) -> Decision | None:
+        open_ = any(i.free_at - view.now < AHEAD for i in view.instances)
+        turns = self._turns
+        if not open_ and not (turns.with_hits or turns.are_stale(view)):
+            return None
+        for place, demand in enumerate(turns.of(view)[:LOOK]):
+            decision = self._place(view, demand) if open_ or demand.hits else None
+            if decision is not None:
+                turns.take(place)
+                return decision
+        return None
+
+    def _place(self, view: ClusterView, demand: Demand) -> Decision | None:
+        """None: the instance that it is for has enough at the moment."""
+        able = fitting(view, demand)
+        latest = demand.arrived + demand.ttft * MARGIN
+        costs: dict[str, float] = {}
+        best, best_rank, best_done = None, (True, inf), 0.0
+        for i in able:
+            compute = demand.to_compute(i.name)
+            work = paced_seconds(i, compute, demand.prompt_tokens - compute, demand.tpot)
+            done = max(view.now, i.free_at) + work
+            costs[i.name] = (done - demand.arrived) * 1e3
+            late = done > latest
+            # what it computes others wait for as well, which counts when there is time to wait oneself
+            rank = (late, done if late else done + SAVING * i.prefill_seconds(compute, demand.prompt_tokens - compute))
+            if best is None or rank < best_rank:
+                best, best_rank, best_done = i, rank, done
+        if best is None or best.free_at - view.now >= AHEAD:
+            return None
+        decode, decode_costs = _home(view, demand, best, able)
+        stages: dict[Stage, Mapping[str, float]] = {"prefill": costs}
+        if decode_costs:
+            stages["decode"] = decode_costs
+        return Decision(
+            key=demand.key,
+            prefill=best.name,
+            decode=decode,
+            policy=self.name,
+            reason="stays" if decode is None else "hand-off",
+            costs=stages,
+            predicted_ttft=best_done - demand.arrived,
+        )
+
+    # --- offline
+
+    def _offline(self, view: ClusterView) -> Decision | None:
+        ready = [i for i in view.instances if _takes_offline(view, i)]
+        if not ready:
+            return None
+        for demand in view.offline:
+            able = [i for i in ready if demand.tokens <= i.max_model_len and i.name not in demand.exclude]
+            if able:
+                costs = {i.name: max(0.0, i.idle_at - view.now) * 1e3 for i in able}
+                chosen = min(able, key=lambda i: (costs[i.name], i.offline_requests, i.name))
+                return Decision(
+                    key=demand.key,
+                    prefill=chosen.name,
+                    decode=None,
+                    policy=self.name,
+                    reason="offline",
+                    costs={"prefill": costs},
+                )
+        return None
+
+
+def paced_seconds(instance: InstanceLoad, tokens: int, cached: int, tpot: float) -> float:
+    """Predicted time to read a prompt on an engine that keeps the TPOT of what decodes there.
+
+    In every span of the strictest target S, steps that decode take d of it and prompts get the rest: p S / (S - d)
+    (HFX, 3.3.1, for prompts read in chunks).
+    """
+    alone = instance.prefill_seconds(tokens, cached)
+    strictest = min(instance.tpot, tpot)
+    if not instance.decoding or strictest == inf:
+        return alone
+    step = instance.decode_seconds
+    return alone * strictest / max(strictest - step, 0.1 * strictest)
+
+
+class Turns:
+    """In which order the queue is served. It is thought about anew when something has come, or `RETHINK` has passed.
+
+    Attributes:
+        with_hits: whether anything in it is in a cache.
+    """
+
+    def __init__(self) -> None:
+        self.with_hits = False
+        self._order: list[Demand] = []
+        self._made_at = -inf
+        self._newest: Key | None = None
+        self._seconds: dict[Key, float] = {}  # that each takes to be read
+
+    def are_stale(self, view: ClusterView) -> bool:
+        """Whether the queue is another than it was, or has waited."""
+        same = len(view.queue) == len(self._order) and view.queue[-1].key == self._newest
+        return not same or view.now - self._made_at >= RETHINK
+
+    def of(self, view: ClusterView) -> list[Demand]:
+        if self.are_stale(view):
+            self._made_at, self._newest = view.now, view.queue[-1].key
+            self.with_hits = any(demand.hits for demand in view.queue)
+            self._order = self._make(view)
+        return self._order
+
+    def take(self, place: int) -> None:
+        """That one has its place."""
+        gone = self._order.pop(place)
+        self._seconds.pop(gone.key, None)
+        if gone.key == self._newest:
+            self._newest = None  # whoever is the newest now, it is looked at once more
+
+    def _make(self, view: ClusterView) -> list[Demand]:
+        count = len(view.instances)
+        waiting = sorted(view.queue, key=lambda d: (d.priority, d.deadline, d.arrived))
+        self._seconds = {d.key: self._seconds.get(d.key) or _read_seconds(view, d) for d in waiting}
+        kept: set[int] = set()
+        longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
+        end = sum(max(0.0, i.free_at - view.now) for i in view.instances)
+        for place, demand in enumerate(waiting):
+            seconds = self._seconds[demand.key]
+            slack = demand.arrived + demand.ttft * MARGIN - view.now
+            if seconds > slack:
+                continue  # it cannot be kept even alone
+            kept.add(place)
+            heappush(longest, (-seconds, place))
+            end += seconds
+            while end / count > slack and longest:
+                less, gone = heappop(longest)
+                end += less
+                kept.discard(gone)
+        late = [d for place, d in enumerate(waiting) if place not in kept]
+        late.sort(key=lambda d: (d.priority, d.arrived))
+        overdue = min(late, key=lambda d: d.arrived, default=None)
+        in_time = [d for place, d in enumerate(waiting) if place in kept]
+        if overdue is not None and view.now - overdue.arrived > _patience(overdue):
+            late.remove(overdue)
+            return [overdue, *in_time, *late]
+        return [*in_time, *late]
+
+
+def _read_seconds(view: ClusterView, demand: Demand) -> float:
+    """That its prompt makes the queue longer, at the best."""
+    hit = max(demand.hits.values(), default=0)
+    return view.instances[0].queued_seconds(max(1, demand.prompt_tokens - hit), hit)
+
+
+def _patience(demand: Demand) -> float:
+    return PATIENCE if demand.ttft == inf else max(PATIENCE, 2 * demand.ttft)
+
+
+def _home(
+    view: ClusterView, demand: Demand, reader: InstanceLoad, able: Sequence[InstanceLoad]
+) -> tuple[str | None, Mapping[str, float]]:
+    """Who decodes after the prompt; None: the reader does."""
+    if _holds(reader, demand) and _step_with(reader, demand) <= MARGIN * min(reader.tpot, demand.tpot):
+        return None, {}
+    others = [i for i in able if i.name in reader.peers and _holds(i, demand)]
+    if not others:
+        return None, {}
+    costs = {i.name: _step_with(i, demand) * 1e3 for i in (reader, *others)}
+    best = min(others, key=lambda i: (costs[i.name], i.name))
+    worse = costs[best.name] >= costs[reader.name] and _holds(reader, demand)
+    return (None if worse else best.name), costs
+
+
+def _step_with(instance: InstanceLoad, demand: Demand) -> float:
+    """Seconds of a decode step when this sequence has joined."""
+    decodes, tokens = instance.requests + 1, instance.held_tokens + demand.prompt_tokens
+    return instance.times.step_ms(decodes=decodes, kv_tokens=tokens) / 1e3
+
+
+def _holds(instance: InstanceLoad, demand: Demand) -> bool:
+    """Whether it has room for one more."""
+    needed = -(-demand.prompt_tokens // BLOCK_TOKENS)
+    return instance.requests < instance.max_sequences and needed <= instance.free_blocks - ROOM * instance.num_blocks
+
+
+def _takes_offline(view: ClusterView, instance: InstanceLoad) -> bool:
+    if instance.idle_at - view.now >= OFFLINE_AHEAD or instance.free_blocks < OFFLINE_ROOM * instance.num_blocks:
+        return False
+    if instance.requests >= instance.max_sequences:
+        return False
+    return instance.decode_seconds <= OFFLINE_STEP * instance.tpot
+
+
+def _next_gap(view: ClusterView) -> float:
+    """When the next instance has room for more prompts."""
+    gap = min((i.free_at - AHEAD for i in view.instances), default=inf) if view.queue else inf
+    if view.offline:
+        gap = min(gap, min((i.idle_at - OFFLINE_AHEAD for i in view.instances), default=inf))
+    # it is full for other reasons where that is over already: what ends, or a report, will say
+    return gap if gap > view.now else inf
+
+
+class Everywhere:
+    """A `RolePolicy` that leaves pools alone: anybody may hand over to anybody."""
+
+    name = "everywhere"
+    dynamic = True
+
+    def decide(self, view: ClusterView) -> Sequence[Move]:
+        return ()

@@ -1,0 +1,198 @@
+"""Greedy under predicted latency, over pools that change while it decides (xLLM, section 3.2).
+
+A prompt goes to the reader (pool P) with the earliest first token; where that is late, to one that still decodes
+(D->P); where that is late as well, a decoder becomes a reader at once and takes it. It decodes where it was read if
+that keeps its target, else on the decoder with the fewest tokens.
+
+Not in the paper:
+- "Late" is long before the target (`SOON`): who asks for help when the target is about to be missed gets it too late.
+- When no more decoders may leave, those who can read a prompt within one step of their TPOT target help as well.
+  xLLM's public code does something like it.
+- When nobody can be in time, the prompt goes where it is read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import chain
+
+from penstock.core.wire.engine import Pool
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
+from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.stages import readers, takers
+from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
+
+COMPARED = 16  # candidates that are looked at closely: those with the least to do
+SOON = 0.2  # share of a TTFT target that readers may need before others help
+OUTPUT = 256  # tokens, where nothing has ended yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Who reads a prompt.
+
+    Attributes:
+        ttft: seconds from the client's arrival, as predicted.
+        help: how it came to read although readers are late; "" when it is one of them.
+    """
+
+    instance: InstanceLoad
+    ttft: float
+    help: str = ""
+
+
+def make_xllm(dwell: float = DWELL) -> tuple[Xllm, XllmRoles]:
+    """Both halves of it: they share what they know of the pools."""
+    roles = XllmRoles(dwell)
+    return Xllm(roles), roles
+
+
+class Xllm:
+    """A `DispatchPolicy` that lets nobody wait. Costs are predicted ms: until the first token, and of a decode step.
+
+    Args:
+        roles: decides who leaves a pool; None for pools that stay as they are.
+    """
+
+    name = "xllm"
+    wants_keys = False
+
+    def __init__(self, roles: XllmRoles | None = None) -> None:
+        self._roles = roles
+
+    def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
+        for demand in chain(view.queue, view.offline):
+            if able := readers(view, demand):
+                return self._place(view, demand, able)
+        return Later()
+
+    def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Decision:
+        costs: dict[Stage, dict[str, float]] = {"prefill": {}, "decode": {}}
+        reader = self._reader(view, demand, able, costs["prefill"])
+        moves: list[Move] = []
+        if reader.help == "converted":
+            moves.append(Move(name=reader.instance.name, pool="prefill", reason="late-prompts"))
+        taker = self._taker(view, demand, reader, costs["decode"], moves)
+        if self._roles is not None:
+            for move in moves:
+                self._roles.moved(move.name, view)
+        decode = None if taker.name == reader.instance.name else taker.name
+        return Decision(
+            key=demand.key,
+            prefill=reader.instance.name,
+            decode=decode,
+            policy=self.name,
+            reason=_reason(demand, reader, decode),
+            costs=costs,
+            predicted_ttft=reader.ttft,
+            moves=moves,
+        )
+
+    # --- the prompt
+
+    def _reader(
+        self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], costs: dict[str, float]
+    ) -> _Reader:
+        """Who reads it; what was held against whom goes into `costs`."""
+        if able[0].pool == "decode":
+            return _soonest(view, demand, able, costs)  # no pool reads prompts
+        found: list[_Reader] = []
+        clear: list[InstanceLoad] = []
+        turned: list[InstanceLoad] = []
+        for i in able:
+            (turned if turning(i) else clear).append(i)
+        for group in (clear, turned):
+            if group:
+                found.append(_soonest(view, demand, group, costs))
+                if found[-1].ttft <= SOON * demand.ttft:
+                    return found[-1]
+        best = min(found, key=_by_ttft)
+        decoders = [i for i in view.instances if i.pool == "decode" and _may_hold(demand, i)]
+        if self._roles is not None and (leaver := self._roles.to_prefill(view, missing=True, among=decoders)):
+            converted = _soonest(view, demand, [leaver], costs, "converted")
+            if converted.ttft < best.ttft:
+                return converted
+        decoders = nsmallest(COMPARED, decoders, key=lambda i: (i.pending_tokens, i.held_tokens, i.name))
+        spare = [i for i in decoders if _can_spare(demand, i)]
+        return min(best, _soonest(view, demand, spare, costs, "spare-decoder"), key=_by_ttft) if spare else best
+
+    # --- the tokens after it
+
+    def _taker(
+        self, view: ClusterView, demand: Demand, reader: _Reader, costs: dict[str, float], moves: list[Move]
+    ) -> InstanceLoad:
+        """Who decodes; whoever has to become a decoder for that is added to `moves`."""
+        here = reader.instance
+        pool: Pool = "prefill" if moves else here.pool
+        tokens = demand.prompt_tokens + min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
+        # as if as much again came to be read while it decodes
+        again = 2 * demand.to_compute(here.name)
+        costs[here.name] = 1e3 * step_seconds(here, sequences=1, kv_tokens=demand.prompt_tokens, prompt=again)
+        if _bears(demand, here, tokens, costs[here.name]):
+            return here
+        able = [i for i in takers(view, demand, replace(here, pool=pool)) if i.name != here.name]
+        compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
+        for taker in compared:
+            costs[taker.name] = 1e3 * step_seconds(taker, sequences=1, kv_tokens=demand.prompt_tokens)
+            if _bears(demand, taker, tokens, costs[taker.name]):
+                return taker
+        if self._roles is not None and not moves and pool == "prefill":
+            helper = self._roles.to_decode(view, missing=True)
+            if helper is not None and helper is not here and helper.name in here.peers and _may_hold(demand, helper):
+                costs[helper.name] = 1e3 * step_seconds(helper, sequences=1, kv_tokens=demand.prompt_tokens)
+                moves.append(Move(name=helper.name, pool="decode", reason="decode-short"))
+                return helper
+        # nobody bears it: where there is room at least, and the steps are shortest
+        roomy = [i for i in (here, *compared) if fullness(i, sequences=1, tokens=tokens) <= FULL]
+        return min(roomy or compared or [here], key=lambda i: (costs[i.name], i.name))
+
+
+def _soonest(
+    view: ClusterView, demand: Demand, candidates: Iterable[InstanceLoad], costs: dict[str, float], help: str = ""
+) -> _Reader:
+    """Of those that wait least, the one with the earliest first token."""
+    compared = nsmallest(COMPARED, candidates, key=lambda i: (max(i.free_at, view.now), i.pending_tokens))
+    found = [_Reader(i, _ttft(view, demand, i), help) for i in compared]
+    costs.update((reader.instance.name, reader.ttft * 1e3) for reader in found)
+    return min(found, key=_by_ttft)
+
+
+def _by_ttft(reader: _Reader) -> float:
+    return reader.ttft
+
+
+def _ttft(view: ClusterView, demand: Demand, instance: InstanceLoad) -> float:
+    """Predicted seconds from the client's arrival to the first token."""
+    tokens = demand.to_compute(instance.name)
+    wait = max(0.0, instance.free_at - view.now)
+    return view.now - demand.arrived + wait + instance.prefill_seconds(tokens, demand.prompt_tokens - tokens)
+
+
+def _may_hold(demand: Demand, instance: InstanceLoad) -> bool:
+    return demand.tokens <= instance.max_model_len and instance.name not in demand.exclude
+
+
+def _can_spare(demand: Demand, instance: InstanceLoad) -> bool:
+    """Whether its sequences keep their targets although it reads this, with all that it already has, in one step."""
+    limit = MARGIN * min(instance.tpot, demand.tpot)
+    return step_seconds(instance, sequences=1, prompt=demand.to_compute(instance.name)) <= limit
+
+
+def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float) -> bool:
+    """Whether its memory and its steps, predicted and measured, bear one more sequence of so many tokens."""
+    measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
+    if max(step_ms / 1e3, measured) > MARGIN * min(instance.tpot, demand.tpot):
+        return False
+    return fullness(instance, sequences=1, tokens=tokens) <= FULL
+
+
+def _reason(demand: Demand, reader: _Reader, decode: str | None) -> str:
+    if reader.help:
+        return reader.help
+    if reader.ttft > demand.ttft:
+        return "late: nobody can read it in time"
+    if decode is None and reader.instance.pool == "prefill":
+        return "stays: it keeps its target where it is read"
+    return why(reader.instance, decode)

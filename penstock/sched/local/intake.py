@@ -1,0 +1,195 @@
+"""What an engine does about what it is told: takes requests in, lets them go, remembers whose they are.
+
+Pure: whoever carries the messages, a socket's server or a simulated one, hands them in and sends what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from penstock.core.errors import UserError
+from penstock.core.request import Request, TokenOutput
+from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Pool, Refused, SetPool
+from penstock.sched.local.handoff import Carrier, Handoffs
+from penstock.sched.local.recent import Recent
+from penstock.sched.local.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Owner:
+    """Who gets a request's tokens, and which attempt they belong to.
+
+    Attributes:
+        told: tokens of the output that he knows of; kept by whoever does not report every step. None before the first
+            report.
+    """
+
+    frontend: str
+    generation: int
+    told: int | None = None
+
+
+class Intake:
+    """The requests of one life of an engine. It is the host of its hand-offs (`sched.local.handoff.Host`).
+
+    Args:
+        peer: this life; what is meant for another one is refused.
+        recent: measures the requests.
+        vocab_size: token ids are below it; None does not look.
+
+    Attributes:
+        pool: which work the master means it for.
+        frontends: the names of those that are connected; None where everybody is.
+        handoffs: None where it takes no part in any.
+    """
+
+    def __init__(
+        self, peer: Peer, pool: Pool, scheduler: Scheduler, recent: Recent, vocab_size: int | None = None
+    ) -> None:
+        self.peer, self.pool = peer, pool
+        self.pool_generation = 0
+        self.draining = False
+        self.scheduler, self.recent = scheduler, recent
+        self.frontends: Set[str] | None = None
+        self.handoffs: Handoffs | None = None
+        self._failed: list[TokenOutput] = []
+        self._vocab_size = vocab_size
+        self._owner: dict[str, Owner] = {}
+
+    def __len__(self) -> int:
+        """Requests that have an owner."""
+        return len(self._owner)
+
+    def owner(self, request_id: str) -> Owner:
+        """Of a request that is here."""
+        return self._owner[request_id]
+
+    def hand_off(self, carrier: Carrier, lease: float) -> Handoffs:
+        """Take part in hand-offs from now on."""
+        self.handoffs = Handoffs(self.scheduler, carrier, self, lease)
+        return self.handoffs
+
+    # --- what it is told
+
+    def enqueue(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
+        """Take a request in, or say why not."""
+        request, generation, life = command.request, command.generation, self.peer.incarnation
+        if command.to != life:
+            message = f"meant for incarnation {command.to} of {self.peer.name}, this is {life}"
+            return Refused(life, request.id, message, "stale")
+        if self.draining:
+            return Refused(life, request.id, "this instance takes nothing new", "draining")
+        if unknown := self._unknown_tokens(request):
+            return Refused(life, request.id, unknown)
+        owner = self._owner.get(request.id)
+        if owner is not None and owner.frontend == frontend and owner.generation < generation:
+            self._drop(frontend, [request.id])
+        decode = command.decode
+        if decode is not None and (decode.name == self.peer.name or self.handoffs is None):
+            decode = None
+        try:
+            self.scheduler.add(request, departs=decode is not None, now=now)
+        except UserError as error:
+            return Refused(life, request.id, str(error))
+        self.recent.arrived(request.id, now)
+        self._owner[request.id] = Owner(frontend, generation)
+        if self.handoffs is not None:
+            self.handoffs.supersede(request.id)
+            if decode is not None:
+                self.handoffs.begin(request, generation, frontend, decode)
+        return None
+
+    def obey(self, frontend: str, command: Cancel | SetPool | Drain) -> None:
+        """What is meant for another life is passed over, and so is what an older decision was about."""
+        if command.to != self.peer.incarnation:
+            return
+        match command:
+            case Cancel(request_ids=request_ids):
+                self._drop(frontend, request_ids)
+            case SetPool(pool=pool, generation=generation):
+                if generation > self.pool_generation:
+                    self.pool, self.pool_generation = pool, generation
+            case Drain():
+                self.draining = True
+
+    def forsake(self, frontend: str) -> None:
+        """It has gone, and nobody else wants its requests."""
+        if self.handoffs is not None:
+            self.handoffs.forsake(frontend)
+        for request_id in [r for r, owner in self._owner.items() if owner.frontend == frontend]:
+            self._let_go(request_id)
+
+    def address(self, outputs: Iterable[TokenOutput]) -> dict[str, list[TokenOutput]]:
+        """The outputs of each frontend, with the attempt that they belong to. Who has ended is forgotten."""
+        theirs: dict[str, list[TokenOutput]] = {}
+        for output in outputs:
+            owner = self._owner[output.request_id] if output.finish is None else self._owner.pop(output.request_id)
+            output.generation = owner.generation
+            theirs.setdefault(owner.frontend, []).append(output)
+        return theirs
+
+    def take_failed(self) -> list[TokenOutput]:
+        """Of requests that ended here with an error since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    # --- what hand-offs tell
+
+    def refuses(self, request: Request, frontend: str) -> str:
+        if self.draining:
+            return "this instance takes nothing new"
+        if self.frontends is not None and frontend not in self.frontends:
+            return f"the frontend {frontend} is not connected"
+        return self._unknown_tokens(request)
+
+    def spent(self, request_id: str) -> tuple[float, float]:
+        return self.recent.spent(request_id)
+
+    def joined(
+        self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
+    ) -> None:
+        self._owner[request.id] = Owner(frontend, generation)
+        self.recent.adopted(request.id, now, queue, prefill)
+
+    def departed(self, request_id: str) -> None:
+        self._owner.pop(request_id, None)
+        self.recent.forget(request_id)
+
+    def failed(self, output: TokenOutput) -> None:
+        self.recent.forget(output.request_id)
+        self._failed.append(output)
+
+    # --- inside
+
+    def _drop(self, frontend: str, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if self.handoffs is not None:
+                self.handoffs.cancel(request_id, frontend)
+            owner = self._owner.get(request_id)
+            if owner is not None and owner.frontend == frontend:
+                self._let_go(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        del self._owner[request_id]
+        self.scheduler.cancel(request_id)
+        self.recent.forget(request_id)
+
+    def _unknown_tokens(self, request: Request) -> str:
+        """Which token of a prompt the model does not know; "" when it knows all."""
+        if self._vocab_size is None:
+            return ""
+        low, high = min(request.prompt, default=0), max(request.prompt, default=0)
+        if low >= 0 and high < self._vocab_size:
+            return ""
+        wrong = low if low < 0 else high
+        return f"prompt: token id {wrong}, allowed are 0 to {self._vocab_size - 1}"
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything that is here is somebody's."""
+        self.scheduler.check()
+        if self.handoffs is not None:
+            self.handoffs.check()
+        here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
+        assert len(self._owner) - len(self._failed) == here, "a request has no owner"
+        assert len(self.recent) == here, "a request is not measured"

@@ -1,0 +1,142 @@
+"""What an engine measures of itself: when each of its requests came, ran and answered; what lately was, in means that a
+snapshot carries to the master; and what steps take beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from penstock.core.device import DeviceModel, ModelShape
+from penstock.core.plan import StepPlan
+from penstock.core.request import Timing, TokenOutput
+from penstock.sched.factors import FactorLearner
+from penstock.sched.steptime import StepTime
+
+WEIGHT = 0.1  # of the newest value in a mean
+LEARN_EVERY = 0.05  # seconds between two steps that predictions are held against: that is enough, and not for nothing
+
+
+@dataclass(slots=True)
+class _Milestones:
+    """When a request arrived, first ran and first answered."""
+
+    arrival: float
+    started: float | None = None
+    answered: float | None = None
+
+
+class Recent:
+    """Times are seconds of the engine's clock; means are exponentially weighted, in milliseconds, and None before there
+    is a value.
+
+    Attributes:
+        ttft_ms, tpot_ms: of its own requests.
+        interval_ms: between the ends of two steps with decodes.
+        factors: see `StepTime`.
+    """
+
+    def __init__(self) -> None:
+        self.ttft_ms: float | None = None
+        self.tpot_ms: float | None = None
+        self.interval_ms: float | None = None
+        self.factors: dict[str, float] = {}
+        self.learner: FactorLearner | None = None
+        self._prior: StepTime | None = None
+        self._learn_at = -inf
+        self._last_step: float | None = None
+        self._milestones: dict[str, _Milestones] = {}
+
+    def __len__(self) -> int:
+        """Requests that are here."""
+        return len(self._milestones)
+
+    def learn(self, device: DeviceModel | None, shape: ModelShape | None) -> StepTime | None:
+        """From now on measured steps are held against those of such a device. Returns what predicts them at first;
+        None when nothing is known to begin with."""
+        if device is None or shape is None:
+            return None
+        self.learner, self._prior = FactorLearner(device, shape), StepTime(device, shape)
+        return self._prior
+
+    # --- requests
+
+    def arrived(self, request_id: str, now: float) -> None:
+        self._milestones[request_id] = _Milestones(now)
+
+    def adopted(self, request_id: str, now: float, queue: float, prefill: float) -> None:
+        """It has come from another engine, where it waited and read its prompt for so many seconds."""
+        self._milestones[request_id] = _Milestones(now - prefill - queue, now - prefill, now)
+
+    def spent(self, request_id: str) -> tuple[float, float]:
+        """Seconds that a request that has answered waited, and read its prompt."""
+        m = self._milestones[request_id]
+        assert m.started is not None
+        assert m.answered is not None
+        return m.started - m.arrival, m.answered - m.started
+
+    def forget(self, request_id: str) -> None:
+        """It is no longer here."""
+        self._milestones.pop(request_id, None)
+
+    def stamp(self, output: TokenOutput, now: float) -> None:
+        """A request has got something; when it ends, the output says where its time went."""
+        milestones = self._milestones[output.request_id]
+        if milestones.answered is None:
+            milestones.answered = now
+            self.ttft_ms = _mean(self.ttft_ms, (now - milestones.arrival) * 1e3)
+        if output.finish is None:
+            return
+        del self._milestones[output.request_id]
+        assert milestones.started is not None
+        output.timing = Timing(
+            queue=milestones.started - milestones.arrival,
+            prefill=milestones.answered - milestones.started,
+            decode=now - milestones.answered,
+        )
+        if output.start > 0:  # tokens after the first
+            self.tpot_ms = _mean(self.tpot_ms, output.timing.decode / output.start * 1e3)
+
+    # --- steps
+
+    def started(self, plan: StepPlan, now: float) -> None:
+        """A step begins."""
+        for s in plan.sequences:
+            if s.start < s.prompt_tokens:
+                milestones = self._milestones[s.request_id]
+                if milestones.started is None:
+                    milestones.started = now
+
+    def ran(self, plan: StepPlan, began: float, ends: Sequence[float]) -> StepTime | None:
+        """A step has run, or several that only decode, one right after the other.
+
+        Args:
+            plan: of the first.
+            ends: of each.
+
+        Returns:
+            What predicts steps from now on, if that has changed.
+        """
+        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
+        decodes = len(plan.sequences) - len(prefills)
+        kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
+        rows = sum(s.sample for s in plan.sequences)
+        learner, times = self.learner, None
+        for i, end in enumerate(ends):
+            took = end - began
+            if self._last_step is not None and decodes:
+                # from the end of one step to the end of the next, or what the step took after a pause
+                self.interval_ms = _mean(self.interval_ms, min(end - self._last_step, 2 * took) * 1e3)
+            if learner is not None and end >= self._learn_at:
+                self._learn_at = end + LEARN_EVERY
+                learner.observe(prefills, decodes, kv_tokens + i * decodes, rows, took * 1e3)
+                times = self._prior
+            self._last_step = began = end
+        if learner is None or times is None:
+            return None
+        self.factors = learner.factors
+        return StepTime(times.device, times.shape, self.factors)
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + WEIGHT * (value - before)

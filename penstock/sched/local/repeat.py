@@ -1,0 +1,50 @@
+"""Many equal decode steps at once, for who knows beforehand how long outputs will be: the simulator.
+
+While every running sequence only decodes, nothing waits and nothing ends, a scheduler would plan the same step again
+and again. Then it is asked once, and the steps after the first are recorded together, with the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.core.plan import BLOCK_TOKENS, StepPlan
+from penstock.sched.local.scheduler import Scheduler
+from penstock.sched.local.sequence import blocks_for
+
+
+def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int]) -> int:
+    """Steps after that of `plan`, which was just made, that would be planned alike and in which no sequence ends.
+
+    Args:
+        lengths: how many tokens each request will generate.
+    """
+    if scheduler.num_waiting or scheduler.num_running != len(plan.sequences) or not scheduler.steady:
+        return 0
+    most, longest = 1 << 30, scheduler.limits.max_model_len
+    for step in plan.sequences:
+        sequence = scheduler.sequence(step.request_id)
+        assert sequence is not None
+        # a first token is news, and whoever is to leave stops after it
+        if len(step.tokens) != 1 or sequence.departs or not sequence.generated:
+            return 0
+        request = sequence.request
+        end = min(lengths[request.id], request.max_tokens, longest - len(request.prompt))
+        most = min(most, end - sequence.generated - 2)  # this one, and the last one, which ends it
+        if most <= 0:
+            return 0
+    room = scheduler.pool.available * BLOCK_TOKENS // len(plan.sequences) - BLOCK_TOKENS
+    return max(0, min(most, room))
+
+
+def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
+    """Record so many steps more like that of `plan`, which was just recorded; all draw the token that it drew."""
+    for step in plan.sequences:
+        sequence = scheduler.sequence(step.request_id)
+        assert sequence is not None
+        sequence.tokens += sequence.tokens[-1:] * steps
+        sequence.computed += steps
+        missing = blocks_for(sequence.computed) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += scheduler.pool.allocate(missing)
+        scheduler.publish(sequence)

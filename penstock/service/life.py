@@ -1,0 +1,246 @@
+"""One life of an instance as the master knows it: what it said, and what was placed on it since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.wire.engine import Peer, Pool, Ready, Snapshot
+from penstock.sched.cluster.base import Demand, InstanceLoad, Key
+from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+
+UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
+UNKNOWN = StepTime(DEVICES["h100"], GEOMETRIES["qwen3-8b"])  # of engines that do not say what they are
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One that is to be read here.
+
+    Attributes:
+        tokens: to compute.
+        seconds: that it takes, as predicted when it was placed.
+        first: number of the first Snapshot that certainly has it.
+    """
+
+    tokens: int
+    seconds: float
+    offline: bool
+    first: int
+
+
+@dataclass(slots=True)
+class Life:
+    """
+    Attributes:
+        heard: when its newest Snapshot came; at first, when it became ready.
+        pool: which work it is given.
+        pool_generation: counts the master's decisions about that.
+        links: to whom it was told to connect.
+        peers: those of them that it can hand over to.
+        unlinked: why it cannot to others that it should be able to.
+        asked: when it was asked for its cache.
+        draining: it takes nothing new and is going.
+        prompts: that are to be read here, by key.
+        homes: sequences that stay here after their prompt.
+        begun: those of them whose first token was drawn.
+        load: what policies see of it; None when that has changed.
+    """
+
+    ready: Ready
+    heard: float
+    pool: Pool
+    snapshot: Snapshot | None = None
+    pool_generation: int = 0
+    links: dict[str, Peer] = field(default_factory=dict)
+    peers: set[str] = field(default_factory=set)
+    unlinked: dict[str, str] = field(default_factory=dict)
+    asked: float = -inf
+    draining: bool = False
+    prompts: dict[Key, Prompt] = field(default_factory=dict)
+    homes: dict[Key, Demand] = field(default_factory=dict)
+    begun: set[Key] = field(default_factory=set)
+    load: InstanceLoad | None = None
+    _times: StepTime = UNKNOWN
+    _held_tokens: int = 0
+    _offline: int = 0
+    _offline_tokens: int = 0
+    _pending: int = 0
+    _ttfts: Counter[float] = field(default_factory=Counter)  # of its online sequences
+    _tpots: Counter[float] = field(default_factory=Counter)
+    _free_at: float = -inf
+    _idle_at: float = -inf
+
+    def __post_init__(self) -> None:
+        if self.ready.device_model is not None and self.ready.shape is not None:
+            self._times = StepTime(self.ready.device_model, self.ready.shape)
+
+    @property
+    def peer(self) -> Peer:
+        return self.ready.peer
+
+    @property
+    def name(self) -> str:
+        return self.ready.peer.name
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.draining or (self.snapshot is not None and self.snapshot.draining)
+
+    @property
+    def drained(self) -> bool:
+        """Whether it has nothing left, by all that is known."""
+        seen = self.snapshot
+        quiet = seen is None or not (seen.running or seen.waiting or seen.leaving or seen.reserved_blocks)
+        return quiet and not self.homes and not self.prompts
+
+    def disconnect(self, name: str) -> None:
+        """Forget all about an instance that has gone."""
+        self.links.pop(name, None)
+        self.peers.discard(name)
+        self.unlinked.pop(name, None)
+
+    # --- what is placed here
+
+    def read(self, now: float, demand: Demand) -> None:
+        """Its prompt is sent here."""
+        tokens = demand.to_compute(self.name)
+        seconds = self.view().queued_seconds(tokens, demand.prompt_tokens - tokens)
+        sequence = self.snapshot.sequence if self.snapshot is not None else 0
+        self.prompts[demand.key] = Prompt(tokens, seconds, demand.offline, sequence + UNSEEN)
+        self._pending += tokens
+        self._idle_at = max(self._idle_at, now) + seconds
+        if not demand.offline:
+            self._free_at = max(self._free_at, now) + seconds
+        self.load = None
+
+    def was_read(self, now: float, key: Key) -> None:
+        """Its prompt is read, or no longer wanted."""
+        prompt = self.prompts.pop(key, None)
+        if prompt is None:
+            return
+        self._pending -= prompt.tokens
+        if not self.prompts:
+            self._idle_at = min(self._idle_at, now)
+        if not any(not p.offline for p in self.prompts.values()):
+            self._free_at = min(self._free_at, now)
+        self.load = None
+
+    def house(self, demand: Demand) -> None:
+        """It decodes here after its prompt."""
+        self.homes[demand.key] = demand
+        self._held_tokens += demand.prompt_tokens
+        if demand.offline:
+            self._offline += 1
+            self._offline_tokens += demand.prompt_tokens
+        else:
+            self._ttfts[demand.ttft] += 1
+            self._tpots[demand.tpot] += 1
+        self.load = None
+
+    def begin(self, key: Key) -> None:
+        """Its first token was drawn."""
+        if key in self.homes:
+            self.begun.add(key)
+            self.load = None
+
+    def leave(self, key: Key) -> None:
+        """It is over."""
+        demand = self.homes.pop(key, None)
+        if demand is None:
+            return
+        self.begun.discard(key)
+        self._held_tokens -= demand.prompt_tokens
+        if demand.offline:
+            self._offline -= 1
+            self._offline_tokens -= demand.prompt_tokens
+        else:
+            _take(self._ttfts, demand.ttft)
+            _take(self._tpots, demand.tpot)
+        self.load = None
+
+    def hear(self, now: float, snapshot: Snapshot) -> None:
+        """It tells its load: what is left of the prompts is known better now."""
+        if self.snapshot is None or snapshot.factors != self.snapshot.factors:
+            self._times = replace(self._times, factors=snapshot.factors)
+        self.snapshot, self.heard, self.load = snapshot, now, None
+        seen = [p for p in self.prompts.values() if p.first <= snapshot.sequence]
+        total = sum(p.tokens for p in seen)
+        left = min(1.0, (snapshot.waiting_tokens + snapshot.prefill_tokens) / total) if total else 1.0
+        online = all_of_it = 0.0
+        for prompt in self.prompts.values():
+            seconds = prompt.seconds * (left if prompt.first <= snapshot.sequence else 1.0)
+            all_of_it += seconds
+            online += 0.0 if prompt.offline else seconds
+        self._free_at = now + online if online else min(self._free_at, now)
+        self._idle_at = now + all_of_it if all_of_it else min(self._idle_at, now)
+
+    # --- what policies see
+
+    def view(self) -> InstanceLoad:
+        if self.load is None:
+            self.load = self._make_load()
+        return self.load
+
+    def _make_load(self) -> InstanceLoad:
+        ready, seen = self.ready, self.snapshot
+        unseen = sum(p.tokens for p in self.prompts.values() if seen is None or p.first > seen.sequence)
+        return InstanceLoad(
+            name=self.name,
+            pool=self.pool,
+            times=self._times,
+            token_budget=ready.token_budget,
+            max_sequences=ready.max_sequences,
+            max_model_len=ready.max_model_len,
+            num_blocks=ready.num_blocks,
+            free_blocks=self._free_blocks(),
+            reading=len(self.prompts),
+            pending_tokens=unseen + (0 if seen is None else seen.waiting_tokens + seen.prefill_tokens),
+            requests=max(len(self.homes), 0 if seen is None else seen.running + seen.waiting),
+            decoding=len(self.begun),
+            held_tokens=max(
+                self._held_tokens, 0 if seen is None else seen.running_tokens + seen.reserved_blocks * BLOCK_TOKENS
+            ),
+            free_at=self._free_at,
+            idle_at=self._idle_at,
+            ttft=min(self._ttfts, default=inf),
+            tpot=min(self._tpots, default=inf),
+            offline_requests=self._offline,
+            offline_tokens=self._offline_tokens,
+            measured_ttft=_seconds(None if seen is None else seen.ttft_ms),
+            measured_tpot=_seconds(None if seen is None else seen.tpot_ms),
+            interval=_seconds(None if seen is None else seen.interval_ms),
+            peers=self.peers,
+            unlinked=self.unlinked,
+        )
+
+    def _free_blocks(self) -> int:
+        """By the newest report, less what is sure to come."""
+        if self.snapshot is None:
+            return self.ready.num_blocks - self._held_tokens // BLOCK_TOKENS
+        sequence = self.snapshot.sequence
+        coming = sum(p.tokens for p in self.prompts.values() if p.first > sequence)
+        return max(0, self.snapshot.free_blocks - coming // BLOCK_TOKENS)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the sums are those of what is counted."""
+        assert self._held_tokens == sum(d.prompt_tokens for d in self.homes.values()), "tokens are miscounted"
+        assert self._offline == sum(d.offline for d in self.homes.values()), "offline work is miscounted"
+        assert self._pending == sum(p.tokens for p in self.prompts.values()), "prompts are miscounted"
+        assert self.begun <= self.homes.keys(), "one begins that is not here"
+        assert self._tpots.total() == len(self.homes) - self._offline, "targets are miscounted"
+        if self.load is not None:
+            assert self.load == self._make_load(), "policies see what is over"
+
+
+def _take(counter: Counter[float], value: float) -> None:
+    counter[value] -= 1
+    if not counter[value]:
+        del counter[value]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -1,0 +1,120 @@
+"""Which instance can hand over to which: links are there before they are needed, and tried again when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.core.wire.engine import Link, Peer, Unlink
+from penstock.sched.cluster import hands_over
+from penstock.service.events import Action, Notice, ToEngine
+from penstock.service.life import Life
+
+RELINK_AFTER = 5.0  # seconds until a failed link is tried again
+PROBATION = 1.0  # seconds without a complaint until it is trusted again
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Of a link from one instance to another.
+
+    Attributes:
+        since: when it was told.
+        retried: whether the instance was told to connect once more since.
+    """
+
+    since: float
+    retried: bool = False
+
+
+_Pair = tuple[str, str]  # instances: from, to
+
+
+class Mesh:
+    """
+    Args:
+        lives: that serve now, by name; kept by whoever owns this.
+        everybody: whether all may have to hand over to all, since pools change.
+    """
+
+    def __init__(self, lives: Mapping[str, Life], *, everybody: bool) -> None:
+        self._lives = lives
+        self._everybody = everybody
+        self._failed: dict[_Pair, _Failure] = {}
+
+    def connect(self, life: Life) -> list[Action]:
+        """Whatever links it should have now, in both directions."""
+        return [
+            action
+            for other in self._lives.values()
+            if other is not life
+            for action in (*self._connect(life, other), *self._connect(other, life))
+        ]
+
+    def _connect(self, source: Life, target: Life) -> list[Action]:
+        name = target.name
+        if not self._may_link(source, target) or name in source.links:
+            return []
+        if why := _mismatch(source, target):
+            source.unlinked[name] = why
+            return []
+        source.links[name] = target.peer
+        source.peers.add(name)
+        return [ToEngine(source.name, Link(source.peer.incarnation, target.peer))]
+
+    def _may_link(self, source: Life, target: Life) -> bool:
+        """Whether one should be able to hand over to the other."""
+        linkable = bool(source.peer.address and target.peer.address)
+        return linkable and (self._everybody or hands_over(source.pool, target.pool))
+
+    def leave(self, name: str) -> list[Action]:
+        """An instance has gone."""
+        actions: list[Action] = []
+        for other, life in self._lives.items():
+            if name in life.links:
+                actions.append(ToEngine(other, Unlink(life.peer.incarnation, life.links[name])))
+            life.disconnect(name)
+        for pair in [pair for pair in self._failed if name in pair]:
+            del self._failed[pair]
+        return actions
+
+    def fail(self, now: float, life: Life, peer: Peer, message: str) -> list[Action]:
+        """It says that its link to a peer has failed."""
+        if life.links.get(peer.name) != peer:
+            return []
+        self._failed[life.name, peer.name] = _Failure(now)
+        life.peers.discard(peer.name)
+        life.unlinked[peer.name] = message
+        return [Notice(f"{life.name} cannot hand over to {peer.name}: {message}")]
+
+    def retry(self, now: float) -> list[Action]:
+        """Time goes on: connect again, and trust what has held."""
+        actions: list[Action] = []
+        for (name, other), failure in list(self._failed.items()):
+            source = self._lives[name]
+            if now - failure.since < RELINK_AFTER:
+                continue
+            if not failure.retried:
+                failure.retried = True
+                actions.append(ToEngine(name, Link(source.peer.incarnation, source.links[other])))
+            elif now - failure.since >= RELINK_AFTER + PROBATION:
+                del self._failed[name, other], source.unlinked[other]
+                source.peers.add(other)
+        return actions
+
+    def check(self) -> None:
+        """Raise AssertionError unless links are between those that are there."""
+        for name, life in self._lives.items():
+            failed = {other for source, other in self._failed if source == name}
+            assert life.peers == life.links.keys() - failed, "links are miscounted"
+            assert life.links.keys() | life.unlinked.keys() <= self._lives.keys(), "a link to nobody"
+
+
+def _mismatch(source: Life, target: Life) -> str:
+    """Why blocks of one mean nothing to the other; "" when they do."""
+    mine, theirs = source.ready.layout, target.ready.layout
+    if mine is None or theirs is None:
+        return "it has no KV layout"
+    if source.ready.root_key != target.ready.root_key:
+        return f"prefix keys: {source.ready.root_key.hex()} here, {target.ready.root_key.hex()} there"
+    return "" if mine == theirs else mine.difference(theirs)

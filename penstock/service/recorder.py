@@ -1,0 +1,127 @@
+"""The flight recorder: what the master saw and decided, and what became of it.
+
+In memory it is a bounded ring of references to what is immutable anyway, so that recording costs next to nothing.
+`recording.py` turns entries into records, `recorder_file.py` writes and reads them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from penstock.core.wire.master import Outcome
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Start, Stop
+
+DECISIONS = 10_000  # kept at most
+LOADS = 200_000  # instances' loads and waiting demands that they refer to, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A sequence was given a place.
+
+    Attributes:
+        view: that it was decided over. One that was read from a file may lack instances and the end of a long queue.
+        instances, waiting: how many there were in truth.
+    """
+
+    now: float
+    request_id: str
+    frontend: str
+    demand: Demand
+    decision: Decision
+    view: ClusterView
+    instances: int
+    waiting: int
+
+    @property
+    def weight(self) -> int:
+        return 1 + len(self.view.instances) + len(self.view.queue) + len(self.view.offline)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A sequence began to wait in the master's queue.
+
+    Attributes:
+        until: when the policy is asked again although nothing has happened; inf for never.
+    """
+
+    now: float
+    request_id: str
+    frontend: str
+    demand: Demand
+    until: float
+    weight = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An instance goes to another pool, is started, or is stopped."""
+
+    now: float
+    move: Move | Start | Stop
+    weight = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence is over; without an outcome when it got no answer to its end."""
+
+    now: float
+    request_id: str
+    frontend: str
+    outcome: Outcome | None
+    weight = 1
+
+
+Entry = Decided | Held | Moved | Ended
+
+
+class Recorder:
+    """
+    Args:
+        decisions: kept at most; the oldest go first.
+        loads: that they refer to, at most: with many instances or a long queue there are fewer decisions.
+
+    Attributes:
+        entries: the oldest first.
+        total: entries there have been.
+    """
+
+    def __init__(self, decisions: int = DECISIONS, loads: int = LOADS) -> None:
+        self.entries: deque[Entry] = deque()
+        self.total = 0
+        self._decisions, self._loads = decisions, loads
+        self._decided = self._weight = 0
+
+    def decided(
+        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
+    ) -> None:
+        waiting = len(view.queue) + len(view.offline)
+        self._decided += 1
+        self._add(Decided(now, request_id, frontend, demand, decision, view, len(view.instances), waiting))
+
+    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
+        self._add(Held(now, request_id, frontend, demand, later.at))
+
+    def moved(self, now: float, move: Move | Start | Stop) -> None:
+        self._add(Moved(now, move))
+
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
+        self._add(Ended(now, request_id, frontend, outcome))
+
+    def since(self, total: int) -> list[Entry]:
+        """What is still there of the entries after the first `total`."""
+        new = min(self.total - total, len(self.entries))
+        return list(islice(reversed(self.entries), new))[::-1]
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.total += 1
+        self._weight += entry.weight
+        while self._decided > self._decisions or (self._weight > self._loads and len(self.entries) > 1):
+            oldest = self.entries.popleft()
+            self._weight -= oldest.weight
+            self._decided -= isinstance(oldest, Decided)

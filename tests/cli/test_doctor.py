@@ -1,0 +1,127 @@
+"""What a device can do: measured, saved, and found again by its name."""
+
+import json
+
+import pytest
+import torch
+
+from penstock.cli import devices
+from penstock.cli import engine as engine_process
+from penstock.cli.devices import known_device, load_device, save_device, saved_file
+from penstock.cli.main import main
+from penstock.core.clock import SystemClock
+from penstock.core.device import DeviceModel
+from penstock.core.errors import ConfigError
+from penstock.sched.steptime import DEVICES, StepTime, read_shape
+from penstock.service.checkpoint import DEMO
+from penstock.transfer.pool import private_pool
+
+DEVICE = DeviceModel(peak_flops=1e12, bandwidth=5e10, memory=2 * 10**10)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(devices, "MEASURED_SECONDS", 0.02)
+    return tmp_path / "cache"
+
+
+def test_doctor_shows_the_speed_and_writes_nothing(cache, capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "bfloat16" in shown
+    assert "GB/s" in shown
+    assert not cache.exists()
+    with pytest.raises(ConfigError, match="never measured; `penstock doctor --save` does"):
+        load_device("this-machine")
+
+
+def test_doctor_saves_where_this_machine_is_looked_for(cache, capsys):
+    assert main(["doctor", "--save"]) == 0
+    assert list(cache.rglob("*.json")) == [saved_file()]
+    device = load_device("this-machine")
+    assert device == load_device(str(saved_file()))
+    assert 1e8 < device.peak_flops < 1e16
+    assert 1e8 < device.bandwidth < 1e14
+    assert device.memory > 1 << 28
+    if not torch.cuda.is_available():
+        assert known_device(torch.device("cpu")) == device
+
+
+def test_doctor_saves_to_a_file(tmp_path, cache, capsys):
+    file = tmp_path / "new" / "here.json"
+    assert main(["doctor", "--save", str(file)]) == 0
+    assert json.loads(file.read_text())["bandwidth"] == load_device(str(file)).bandwidth
+    assert not cache.exists()
+    (tmp_path / "taken").touch()
+    assert main(["doctor", "--save", str(tmp_path / "taken" / "here.json")]) == 2
+    assert "save: " in capsys.readouterr().err
+
+
+def test_devices_by_name_and_from_files(tmp_path):
+    assert load_device("h200") is DEVICES["h200"]
+    file = tmp_path / "mine.yaml"
+    file.write_text("peak_flops: 1e12\nbandwidth: 5e+10\nmemory: 20000000000\n")
+    assert load_device(str(file)) == DEVICE
+    save_device(DEVICE, tmp_path / "mine.json")
+    assert load_device(str(tmp_path / "mine.json")) == DEVICE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("peak_flops: 1e12\nbandwidth: 5e10\nmemory: -1\n", "memory is -1, allowed is a number above 0"),
+        ("peak_flops: .inf\nbandwidth: 5e10\nmemory: 1\n", "peak_flops is inf"),
+        ("peak_flops: fast\nbandwidth: 5e10\nmemory: 1\n", "peak_flops"),
+        ("bandwidth: 5e10\nmemory: 1\n", "peak_flops"),
+        ("peak_flops: 1\nbandwidth: 1\nmemory: 1\ncolour: red\n", "unknown is colour; allowed are peak_flops, "),
+        ("[1, 2]", "must hold a device's values by name"),
+        ("{", "mine.yaml"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_says_no_device(tmp_path, text, said):
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_device(str(file))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.field == "device"
+
+
+def test_a_name_that_is_no_device():
+    with pytest.raises(ConfigError, match=r"device: 'h300', allowed are a100, .*, this-machine, or a \.json"):
+        load_device("h300")
+
+
+def introduce(device, **options):
+    settings = {"name": "a", "options": {"model": str(DEMO), "device": device, "max_num_seqs": 8, **options}}
+    built = engine_process.build(settings, SystemClock(), private_pool)
+    try:
+        return engine_process.introduce(settings, 1, built, None)
+    finally:
+        built.close()
+
+
+def test_a_modelled_engine_says_what_it_models():
+    ready = introduce("modelled:l4", slowdown=2.0, geometry="qwen2-7b", max_model_len=512)
+    assert ready.device_model == DEVICES["l4"].slowed(2.0)
+    assert ready.shape.hidden == 3584
+    assert ready.max_sequences == 8
+
+
+def test_an_engine_says_what_was_measured_of_its_machine(cache):
+    config = json.loads((DEMO / "config.json").read_text())
+    quick = {"max_num_batched_tokens": 64, "max_model_len": 128, "kv_cache_memory": 1 << 24}
+    ready = introduce("cpu", **quick)
+    assert ready.device_model is None
+    assert ready.shape.layer_params == read_shape(config).layer_params
+    assert ready.shape.bytes_per_value in (2, 4)
+    save_device(DEVICE, saved_file())
+    ready = introduce("cpu", **quick)
+    assert ready.device_model == DEVICE
+    assert StepTime(ready.device_model, ready.shape).step_ms([(64, 0)]) > DEVICE.overhead_ms
+    saved_file().write_text("{")
+    assert introduce("cpu", **quick).device_model is None  # and a warning; it serves all the same

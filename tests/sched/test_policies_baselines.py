@@ -1,0 +1,123 @@
+"""What holds for every dispatch policy that makes sequences wait; and SCORPIO, Aladdin and annealing each by itself."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.sched.cluster import ClusterView, Later, Rates, fitting
+from penstock.sched.cluster.aladdin import Aladdin
+from penstock.sched.cluster.annealing import Annealing
+from penstock.sched.cluster.scorpio import Scorpio
+from tests.helpers.policies import SUBJECTS, ToyMaster, clusters, demand, instance, linked, workloads
+
+every_policy = pytest.mark.parametrize("name", SUBJECTS)
+
+
+@every_policy
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_everything_is_placed_once_where_it_fits_and_again_the_same_way(name, data):
+    instances = data.draw(clusters())
+    demands = [
+        d
+        for d in data.draw(workloads([i.name for i in instances]))
+        if fitting(ClusterView(now=0.0, instances=instances), d)
+    ]
+    master = ToyMaster(instances, SUBJECTS[name])
+    assert master.run(demands).keys() == {d.key for d in demands}
+    again, rng = SUBJECTS[name].make(), random.Random(0)
+    for view, verdict in master.asked:
+        assert again.decide(view, rng) == verdict
+
+
+RATES = Rates(output_tokens=32.0)
+BUSY = {"requests": 40, "decoding": 40, "held_tokens": 20_000, "ttft": 1.0}
+
+
+def view(instances, *queue, now=0.0):
+    return ClusterView(now=now, instances=instances, queue=queue, rates=RATES)
+
+
+def drain(policy, instances, *queue, now=0.0):
+    decisions, left, rng = [], list(queue), random.Random(0)
+    while left:
+        verdict = policy.decide(view(instances, *left, now=now), rng)
+        if isinstance(verdict, Later):
+            break
+        decisions.append(verdict)
+        left = [d for d in left if d.key != verdict.key]
+    return [(d.key[1], d.prefill, d.decode) for d in decisions]
+
+
+def test_scorpio_goes_round_and_orders_what_waits_for_an_instance_by_deadline():
+    loads = [instance("a"), instance("b")]
+    queue = [demand(f"r{i}", ttft=9.0 - i) for i in range(4)]
+    assert drain(Scorpio(), loads, *queue) == [
+        ("r3", "b", None),
+        ("r2", "a", None),
+        ("r1", "b", None),
+        ("r0", "a", None),
+    ]
+    late = demand("late", arrived=-9.0, ttft=1.0)
+    assert [key for key, _, _ in drain(Scorpio(), loads, late, *queue)][-1] == "late"
+
+
+def test_scorpio_keeps_to_the_instance_of_the_round_and_to_its_strictest_tpot():
+    slow = instance("slow", tpot=0.004, **BUSY)
+    assert slow.decode_seconds > slow.tpot
+    queue = [demand(f"r{i}", ttft=9.0, tpot=0.1) for i in range(4)]
+    assert drain(Scorpio(), [slow, instance("idle")], *queue) == [("r1", "idle", None), ("r3", "idle", None)]
+
+
+def test_scorpio_holds_back_what_its_instance_could_not_begin_within_a_step():
+    reading = instance("a", free_at=0.5, pending_tokens=8000)
+    assert drain(Scorpio(), [reading], demand("r", 500, ttft=9.0)) == []
+    assert Scorpio().decide(view([reading], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.5)
+    assert drain(Scorpio(), [reading], demand("r", 100, ttft=9.0)) == [("r", "a", None)]
+
+
+def test_scorpio_goes_round_the_decoders_too():
+    loads = linked(instance("p", "prefill"), *(instance(f"d{i}", "decode") for i in range(3)))
+    placed = drain(Scorpio(), loads, *(demand(f"r{i}", ttft=9.0) for i in range(4)))
+    assert [decode for _, _, decode in placed] == ["d0", "d1", "d2", "d0"]
+
+
+def test_aladdin_fills_the_fullest_that_keeps_every_target():
+    half = instance("half", tpot=0.05, **BUSY)
+    slow = instance("slow", requests=60, decoding=60, held_tokens=40_000, tpot=0.004)
+    queued = instance("queued", requests=60, held_tokens=40_000, free_at=2.0, tpot=0.05)
+    loads = [instance("idle"), half, slow, queued]
+    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "half", None)]
+    assert drain(Aladdin(), loads, demand("r", ttft=5.0, tpot=0.05)) == [("r", "queued", None)], "it has the time"
+    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=half.decode_seconds)) == [("r", "idle", None)]
+    # as much to read as the running ones have not saved
+    assert drain(Aladdin(), loads, demand("r", 40_000, ttft=9.0, tpot=0.05)) == [("r", "idle", None)]
+
+
+def test_aladdin_packs_decoders():
+    fuller, emptier = (
+        instance(n, "decode", requests=r, held_tokens=r * 500, tpot=0.05) for n, r in [("f", 40), ("e", 4)]
+    )
+    loads = linked(instance("p", "prefill"), emptier, fuller)
+    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "p", "f")]
+
+
+def test_annealing_finds_an_order_that_keeps_more_targets_than_either_it_begins_with():
+    load = instance("a", token_budget=512)
+    read = load.prefill_seconds(20_000)
+    # by arrival the short ones are late; by deadline the first two long ones are read for nothing
+    long = [demand(f"long{i}", 20_000, ttft=0.5 * read + i * 1e-3) for i in range(2)]
+    short = [demand(f"short{i}", 500, ttft=0.7 * read + i * 1e-3) for i in range(4)]
+    rng = random.Random(0)
+    decision = Annealing(iterations=400).decide(view([load], *long, *short), rng)
+    assert decision.key[1].startswith("short")
+
+
+def test_annealing_spreads_over_instances_and_sends_no_more_than_a_step_ahead():
+    loads = [instance(f"a{i}") for i in range(4)]
+    placed = drain(Annealing(), loads, *(demand(f"r{i}", 8000, ttft=1.0) for i in range(4)))
+    assert {name for _, name, _ in placed} == {"a0", "a1", "a2", "a3"}
+    reading = instance("a", free_at=0.3, pending_tokens=8000)
+    assert Annealing().decide(view([reading], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.3)

@@ -1,0 +1,181 @@
+"""HFX's dispatch: maturity, budgets, urgency, and both stages of disaggregated pools."""
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from penstock.sched.cluster import ClusterView, Decision, Later, Rates
+from penstock.sched.cluster.foresight import read_seconds
+from penstock.sched.cluster.hfx import HFX
+from tests.helpers.policies import OUTPUT, SUBJECTS, ToyMaster, demand, instance, linked
+
+RATES = Rates(output_tokens=float(OUTPUT))
+RNG = random.Random(0)
+BUSY = {"requests": 40, "decoding": 40, "held_tokens": 20_000, "ttft": 1.0}
+
+
+def view(instances, *queue, now=0.0):
+    return ClusterView(now=now, instances=instances, queue=queue, rates=RATES)
+
+
+def drain(policy, instances, *queue, now=0.0):
+    """Every decision of one moment, and when to ask again. Loads stay as they are: what HFX gave is its own state."""
+    decisions, left = [], list(queue)
+    while left:
+        verdict = policy.decide(view(instances, *left, now=now), RNG)
+        if isinstance(verdict, Later):
+            return decisions, verdict.at
+        decisions.append(verdict)
+        left = [d for d in left if d.key != verdict.key]
+    return decisions, inf
+
+
+def names(decisions):
+    return [d.key[1] for d in decisions]
+
+
+def test_a_batch_is_paid_for_within_half_of_the_strictest_ttft():
+    load = instance("a", tpot=0.02, num_blocks=8192, **BUSY)
+    queue = [demand(f"r{i}", 1000, ttft=1.0, tpot=0.1) for i in range(60)]
+    decisions, mature_at = drain(HFX(), [load], *queue)
+    share = 1 - load.decode_seconds / 0.02
+    assert 0 < share < 1
+
+    def paid_for(count):
+        return read_seconds(load, 1000 * count) / share
+
+    assert paid_for(len(decisions)) <= 0.5 < paid_for(len(decisions) + 1)
+    assert mature_at == pytest.approx(paid_for(len(decisions)))
+    assert decisions[-1].predicted_ttft == pytest.approx(mature_at)
+
+
+def test_what_is_dispatched_counts_among_the_tpots_that_are_to_be_kept():
+    load = instance("a", tpot=inf, num_blocks=8192, **BUSY)
+    loose = [demand(f"r{i}", 1000, ttft=1.0) for i in range(60)]
+    strict = [replace(d, tpot=1.5 * load.decode_seconds) for d in loose]
+    many, few = (len(drain(HFX(), [load], *queue)[0]) for queue in (loose, strict))
+    assert few == pytest.approx(many / 3, abs=2)
+
+
+def test_nothing_goes_where_the_strictest_tpot_is_used_up_and_an_idle_one_takes_it():
+    full = instance("full", tpot=0.004, **BUSY)
+    assert full.decode_seconds > full.tpot
+    late_at = 1.0 - read_seconds(full, 256)
+    verdict = HFX().decide(view([full], demand("r", ttft=1.0, tpot=0.1)), RNG)
+    assert verdict == Later(pytest.approx(late_at))
+    assert HFX().decide(view([full, instance("idle")], demand("r", ttft=1.0, tpot=0.1)), RNG).prefill == "idle"
+
+
+def test_a_tpot_that_nobody_could_keep_holds_nobody_back():
+    hopeless = instance("a", tpot=1e-6, **BUSY)
+    assert isinstance(HFX().decide(view([hopeless], demand("r", ttft=1.0, tpot=0.1)), RNG), Decision)
+    assert isinstance(HFX().decide(view([hopeless], demand("r", ttft=1.0, tpot=1e-6)), RNG), Decision)
+
+
+def test_nothing_more_until_maturity_and_then_whoever_matured_first():
+    policy, both = HFX(), [instance("a"), instance("b")]
+    first = policy.decide(view(both, demand("r0", 4000, ttft=1.0)), RNG)
+    second = policy.decide(view(both, demand("r1", 2000, ttft=1.0), now=0.001), RNG)
+    assert (first.prefill, second.prefill) == ("a", "b")
+    later = policy.decide(view(both, demand("r2", 100, ttft=1.0), now=0.002), RNG)
+    b_at = 0.001 + read_seconds(both[1], 2000)
+    assert later == Later(pytest.approx(b_at))
+    a_at = read_seconds(both[0], 4000)
+    assert b_at < a_at
+    assert policy.decide(view(both, demand("r2", 100, ttft=1.0), now=later.at), RNG).prefill == "b"
+    assert policy.decide(view(both, demand("r3", 100, ttft=1.0), now=a_at + 1), RNG).prefill == "b", "it matured before"
+    assert policy.decide(view(both, demand("r4", 100, ttft=1.0), now=a_at + 1.001), RNG).prefill == "a"
+
+
+def test_an_instance_that_this_policy_never_saw_is_mature_when_its_prompts_are_read():
+    busy = instance("a", free_at=3.0)
+    assert HFX().decide(view([busy], demand("r", ttft=1.0)), RNG) == Later(3.0)
+    assert HFX().decide(view([busy], demand("r", ttft=9.0)), RNG) == Later(3.0)
+
+
+def test_the_most_urgent_first_then_what_is_late_or_has_no_target_as_it_came():
+    queue = [
+        demand("none", 500),
+        demand("late", 500, arrived=-5.0, ttft=1.0),
+        demand("calm", 500, ttft=9.0),
+        demand("long", 30_000, ttft=9.1),  # its prefill makes it more urgent than the one before
+        demand("urgent", 500, ttft=1.0),
+    ]
+    decisions, _ = drain(HFX(), [instance(f"a{i}") for i in range(5)], *queue)
+    assert names(decisions) == ["urgent", "long", "calm", "none", "late"]
+
+
+def test_one_that_is_larger_than_any_budget_goes_by_itself():
+    loads = [instance("a", tpot=0.02, **BUSY), instance("b"), instance("c")]
+    small = [demand(f"s{i}", 300, ttft=0.2) for i in range(3)]
+    large = demand("large", 50_000, ttft=20.0)
+    decisions, _ = drain(HFX(), loads, *small, large)
+    placed = {d.key[1]: d.prefill for d in decisions}
+    assert placed.keys() == {"s0", "s1", "s2", "large"}
+    assert placed["large"] not in {placed[f"s{i}"] for i in range(3)} | {"a"}, "alone, and where no decodes slow it"
+
+
+def test_without_any_target_a_batch_is_what_one_step_reads():
+    decisions, _ = drain(HFX(), [instance("a", token_budget=1000)], *(demand(f"r{i}", 300) for i in range(9)))
+    assert len(decisions) == 3
+
+
+def test_a_prefill_batch_keeps_the_first_deadline_and_ends_before_the_next():
+    pair = linked(instance("p", "prefill", num_blocks=8192), instance("d", "decode", num_blocks=8192))
+    queue = [demand(f"r{i}", 2000, ttft=5.0) for i in range(40)] + [demand("soon", 2000, arrived=-0.5, ttft=1.0)]
+    policy = HFX()
+    decisions, _ = drain(policy, pair, *queue)
+    assert decisions[0].key[1] == "soon"
+    assert {(d.prefill, d.decode) for d in decisions} == {("p", "d")}
+    assert len(decisions) == 41, "with the most urgent one gone the rest has the time"
+    ends_at = read_seconds(pair[0], 2000 * 41)
+    assert policy.decide(view(pair, demand("next", ttft=9.0), now=0.001), RNG) == Later(pytest.approx(ends_at))
+    soon = [replace(d, key=("f", f"s{i}")) for i, d in enumerate([queue[-1]] * 60)]
+    decisions, _ = drain(HFX(), pair, *soon)
+    assert read_seconds(pair[0], 2000 * len(decisions)) <= 0.5 < read_seconds(pair[0], 2000 * (len(decisions) + 1))
+
+
+def test_the_decoder_is_the_one_that_keeps_its_tempo_and_has_room():
+    prefill = instance("p", "prefill")
+    slow = instance("slow", "decode", tpot=0.004, **BUSY)
+    full = instance("full", "decode", requests=2, held_tokens=65_400, tpot=0.1)
+    fine = instance("fine", "decode", requests=60, held_tokens=30_000, tpot=0.1)
+    decision = HFX().decide(view(linked(prefill, slow, full, fine), demand("r", ttft=1.0, tpot=0.1)), RNG)
+    assert (decision.prefill, decision.decode, decision.reason) == ("p", "fine", "hand-off")
+    assert decision.costs["decode"]["fine"] > 0
+    none = view(linked(prefill, slow, full), demand("r", ttft=1.0, tpot=0.1))
+    assert isinstance(HFX().decide(none, RNG), Later)
+    unlinked = replace(prefill, unlinked={"fine": "no route"})
+    assert HFX().decide(view([unlinked], demand("r", ttft=1.0)), RNG).reason == "no-decode: fine: no route"
+
+
+def test_offline_work_waits_until_nothing_is_to_be_read_and_goes_to_whoever_has_least_to_do():
+    offline = [demand("batch", offline=True)]
+    reading = instance("a", idle_at=2.0, requests=1)
+    busy = instance("b", requests=5, tpot=0.1)
+    look = ClusterView(now=0.0, instances=[reading], offline=offline, rates=RATES)
+    assert HFX().decide(look, RNG) == Later(2.0)
+    look = replace(look, instances=[reading, busy, instance("c", requests=3, tpot=0.1)])
+    assert HFX().decide(look, RNG).prefill == "c"
+    assert HFX().decide(replace(look, queue=[demand("online", ttft=1.0)]), RNG).key[1] == "online"
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("pools", "between"), [(["any", "any"], 0.015), (["prefill", "decode"], 0.03)])
+def test_no_class_starves_while_more_arrives_than_can_be_served(name, pools, between):
+    loads = linked(*(instance(f"{pool[0]}{i}", pool, num_blocks=128) for i, pool in enumerate(pools)))
+    # each holds a fifth of an instance for a quarter of a second
+    stream = [demand(f"s{i}", 1500, 20, arrived=i * between, ttft=0.4, tpot=0.05) for i in range(400)]
+    odd = [
+        demand("no target", 1500, 20, arrived=0.1),
+        demand("late", 1500, 20, arrived=0.1, ttft=0.0001),
+        demand("out of reach", 1500, 20, arrived=0.1, ttft=0.4, tpot=1e-6),
+        demand("large", 7000, 20, arrived=0.1, ttft=0.4),
+        demand("calm", 1500, 20, arrived=0.1, ttft=30.0, tpot=1.0),
+    ]
+    placed = ToyMaster(loads, SUBJECTS[name]).run(sorted(stream + odd, key=lambda d: d.arrived))
+    last = stream[-1].arrived
+    assert max(when for when, _ in placed.values()) > last + 0.5, "there was more than could be served"
+    assert all(placed[d.key][0] < last for d in odd)

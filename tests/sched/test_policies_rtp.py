@@ -1,0 +1,216 @@
+"""RTP-LLM's dispatch: costs in milliseconds, conversations, and admission by blocks."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster import ClusterView, Decision, Later, Rates, fitting
+from penstock.sched.cluster.affinity import ChatAffinity, returns
+from penstock.sched.cluster.rtp_llm import BAND_MS, PASSED, WINDOW, make_rtp_llm, make_rtp_llm_score
+from tests.helpers.policies import Subject, ToyMaster, clusters, demand, instance, linked, workloads
+
+POLICIES = {"rtp_llm": make_rtp_llm, "rtp_llm_score": make_rtp_llm_score}
+NOW = 10.0
+
+
+def view(instances, queue=(), offline=(), **rates):
+    return ClusterView(now=NOW, instances=instances, queue=queue, offline=offline, rates=Rates(**rates))
+
+
+def decide(instances, *queue, policy=None, seed=0, **rates):
+    return (policy or make_rtp_llm()).decide(view(instances, queue, **rates), random.Random(seed))
+
+
+def busy(name, seconds, **values):
+    """It has prompts to read for so long."""
+    tokens = int(seconds * 60_000)
+    return instance(name, free_at=NOW + seconds, idle_at=NOW + seconds, pending_tokens=tokens, reading=1, **values)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_places_everything_once_where_it_fits(name, data):
+    instances = data.draw(clusters())
+    names = [i.name for i in instances]
+    demands = [
+        replace(
+            one,
+            chat=data.draw(st.sampled_from(["", "a", "b"])),
+            hits=dict.fromkeys(data.draw(st.sets(st.sampled_from(names))), one.prompt_tokens // 2),
+        )
+        for one in data.draw(workloads(names))
+        if fitting(view(instances), one)
+    ]
+    master = ToyMaster(instances, Subject(POLICIES[name]))
+    assert master.run(demands).keys() == {one.key for one in demands}
+    again, rng = POLICIES[name](), random.Random(0)
+    assert [again.decide(seen, rng) for seen, _ in master.asked] == [answer for _, answer in master.asked]
+
+
+def test_a_hit_is_worth_what_it_saves():
+    instances = [busy("holder", 0.1), instance("idle")]
+    # reading 8192 tokens takes some 130 ms
+    assert decide(instances, demand("r", 8192, hits={"holder": 8128})).prefill == "holder"
+    assert decide(instances, demand("r", 8192, hits={"holder": 2048})).prefill == "idle"
+    costs = decide(instances, demand("r", 8192, hits={"holder": 8128})).costs["prefill"]
+    assert 100 < costs["holder"] < 120 < costs["idle"]
+
+
+def test_the_predicted_first_token_counts_from_the_arrival():
+    instances = [busy("one", 0.5)]
+    decision = decide(instances, demand("r", 1000, arrived=NOW - 2.0))
+    assert decision.predicted_ttft == pytest.approx(2.5 + instances[0].prefill_seconds(1000))
+
+
+def test_the_lot_decides_among_those_near_the_best():
+    instances = [busy("a", 0.100), busy("b", 0.110), busy("c", 0.100 + 2.5 * BAND_MS / 1e3)]
+    chosen = {decide(instances, demand("r", 64), seed=seed).prefill for seed in range(30)}
+    assert chosen == {"a", "b"}
+
+
+def test_who_waits_far_longer_than_the_others_is_not_even_compared():
+    instances = [*(busy(f"cool{i}", 0.05) for i in range(9)), busy("hot", 1.0)]
+    assert "hot" not in decide(instances, demand("r", 64)).costs["prefill"]
+    # but for what it saves it would not be too hot
+    assert "hot" in decide(instances, demand("r", 65000, max_tokens=1, hits={"hot": 64000})).costs["prefill"]
+
+
+def test_when_all_are_hot_none_is():
+    assert decide([busy("one", 9.0)], demand("r")).prefill == "one"
+
+
+def talk(policy, instances, first, **values):
+    """A turn of a conversation that went to `first`."""
+    only = [i for i in instances if i.name == first]
+    assert decide(only, demand("turn", chat="c"), policy=policy).prefill == first
+
+
+@pytest.mark.parametrize(("wait", "holder"), [(0.1, "home"), (0.3, "home"), (0.6, "other")])
+def test_a_conversation_returns_while_that_pays(wait, holder):
+    policy, instances = make_rtp_llm(), [instance("home"), instance("other")]
+    talk(policy, instances, "home")
+    # what is computed again elsewhere takes 130 ms, twice, and reading it there as long again
+    turn = demand("next", 8192, chat="c", hits={"home": 8000})
+    decision = decide([busy("home", wait), busy("other", 0.0)], turn, policy=policy)
+    assert decision.prefill == holder
+    assert decision.reason.startswith("chat") is (holder == "home")
+
+
+def test_a_conversation_whose_kv_has_gone_goes_anywhere():
+    policy = make_rtp_llm()
+    talk(policy, [instance("home"), instance("other")], "home")
+    turn = demand("next", 8192, chat="c")
+    assert decide([busy("home", 0.2), instance("other")], turn, policy=policy).prefill == "other"
+
+
+def test_returns_weighs_the_wait_against_two_reloads():
+    assert returns(wait=100, best=50, reload=25)
+    assert not returns(wait=101, best=50, reload=25)
+
+
+def test_the_longest_silent_conversation_is_forgotten():
+    chats = ChatAffinity(kept=2)
+    for name in ("a", "b", "a", "c", ""):
+        chats.remember(name, "p", "d")
+    assert chats.homes("a")
+    assert chats.homes("c")
+    assert chats.homes("b") is None
+    assert chats.homes("") is None
+
+
+def pairs(**decoders):
+    """One that reads for the named decoders."""
+    return linked(instance("p", "prefill"), *(instance(n, "decode", **values) for n, values in decoders.items()))
+
+
+def test_a_conversation_decodes_where_it_did_before_if_there_is_room():
+    policy = make_rtp_llm()
+    assert decide(pairs(d0={}), demand("first", chat="c"), policy=policy).decode == "d0"
+    loaded = {"requests": 9, "decoding": 9, "held_tokens": 20_000}
+    second = decide(pairs(d0=loaded, d1={}), demand("second", chat="c"), policy=policy)
+    assert second.decode == "d0"
+    full = {"requests": 90, "decoding": 90, "held_tokens": 64_000}
+    assert decide(pairs(d0=full, d1={}), demand("third", chat="c"), policy=policy).decode == "d1"
+
+
+def test_a_decoder_with_shorter_steps_is_preferred():
+    decision = decide(
+        pairs(d0={"requests": 40, "held_tokens": 9_000}, d1={"requests": 2, "held_tokens": 8_000}), demand("r")
+    )
+    assert decision.decode == "d1"
+    assert decision.costs["decode"]["d1"] < decision.costs["decode"]["d0"]
+
+
+@pytest.mark.parametrize("offline_tokens", [0, 30_000])
+def test_nobody_is_sent_before_there_is_room_for_what_it_comes_to(offline_tokens):
+    capacity = 1024 * BLOCK_TOKENS
+    values = {"requests": 20, "decoding": 20, "held_tokens": capacity - 4_000, "offline_tokens": offline_tokens}
+    values["offline_requests"] = 10 if offline_tokens else 0
+    verdict = decide(pairs(d0=values), demand("r", 2_000, 500), output_tokens=400.0)
+    # offline sequences make room
+    assert isinstance(verdict, Decision if offline_tokens else Later)
+
+
+def test_blocks_of_the_newest_report_count_too():
+    values = {"requests": 20, "decoding": 20, "held_tokens": 100, "free_blocks": 3}
+    assert isinstance(decide([instance("a", **values)], demand("r", 2_000)), Later)
+    assert decide([instance("a", **values), instance("b")], demand("r", 2_000)).prefill == "b"
+
+
+def test_a_long_one_without_room_is_passed_over_but_not_for_ever():
+    capacity = 1024 * BLOCK_TOKENS
+    crowded = instance("a", requests=1, decoding=1, held_tokens=capacity // 2, free_blocks=512)
+    policy, passed = make_rtp_llm(), 0
+    long = demand("long", capacity // 2)
+    while isinstance(decision := decide([crowded], long, demand(f"short{passed}", 10), policy=policy), Decision):
+        assert decision.key == ("f", f"short{passed}")
+        passed += 1
+    assert passed == PASSED
+    assert decide([instance("a")], long, demand("short", 10), policy=policy).key == long.key
+
+
+def test_similar_lengths_go_together():
+    policy = make_rtp_llm()
+    queue = [demand(name, tokens) for name, tokens in (("a", 100), ("B", 5000), ("c", 120), ("D", 6000), ("e", 70))]
+    order = []
+    while queue:
+        decision = decide([instance("one", num_blocks=100_000, free_blocks=100_000)], *queue, policy=policy)
+        order.append(decision.key[1])
+        queue = [one for one in queue if one.key != decision.key]
+    assert order == ["a", "c", "e", "B", "D"]
+
+
+def test_newcomers_of_a_length_do_not_keep_another_length_waiting():
+    policy = make_rtp_llm()
+    queue, order = [demand("a", 100), demand("B", 5000)], []
+    for number in range(4):
+        decision = decide([instance("one", num_blocks=100_000, free_blocks=100_000)], *queue, policy=policy)
+        order.append(decision.key[1])
+        queue = [one for one in queue if one.key != decision.key] + [demand(f"late{number}", 100)]
+    assert order[:2] == ["a", "B"]
+
+
+def test_a_long_queue_is_only_looked_at_in_part():
+    queue = [demand(str(number), 100 + 900 * (number % 2)) for number in range(2 * WINDOW)]
+    assert decide([instance("one")], *queue).key == ("f", "0")
+
+
+def test_offline_goes_when_nobody_else_waits():
+    policy, offline = make_rtp_llm(), [demand("later", offline=True)]
+    seen = view([instance("one")], [demand("now")], offline)
+    assert policy.decide(seen, random.Random(0)).key == ("f", "now")
+    assert policy.decide(replace(seen, queue=()), random.Random(0)).key == ("f", "later")
+
+
+def test_the_score_weighs_shares_and_not_milliseconds():
+    # a hit of most of a short prompt saves few ms, but is a large share
+    instances, one = [busy("holder", 0.1), instance("idle")], demand("r", 200, hits={"holder": 190})
+    assert decide(instances, one, policy=make_rtp_llm()).prefill == "idle"
+    decision = decide([*instances, busy("slow", 0.3)], one, policy=make_rtp_llm_score())
+    assert decision.prefill == "holder"
+    assert min(decision.costs["prefill"], key=decision.costs["prefill"].get) == "holder"

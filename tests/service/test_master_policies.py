@@ -1,0 +1,264 @@
+"""What a master does with policies that let sequences wait, move instances and change their number."""
+
+import random
+from math import inf
+
+import pytest
+
+from penstock.core.wire.engine import CacheDelta, Drain, Link, SetPool
+from penstock.core.wire.master import Begun, Ended, NoPlace, Outcome, Place, Placed, Queued
+from penstock.sched.cluster import Decision, Later, Move, Start, Stop
+from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
+from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.master import FleetLimits, Master, Policies
+from tests.helpers.scripted import ready, snapshot
+
+
+class Held:
+    """Places on an instance when told to, and remembers what it saw."""
+
+    name, wants_keys = "held", True
+
+    def __init__(self):
+        self.to, self.at, self.moves, self.seen = None, inf, [], []
+
+    def decide(self, view, rng):
+        self.seen.append(view)
+        demands = [*view.queue, *view.offline]
+        if self.to is None or not demands:
+            moves, self.moves = self.moves, []
+            return Later(self.at, moves)
+        return Decision(
+            key=demands[0].key,
+            prefill=self.to,
+            decode=None,
+            policy=self.name,
+            reason="told",
+            costs={},
+            moves=self.moves,
+        )
+
+
+class Scripted:
+    """A role and a scaling policy that does what it is given, once."""
+
+    name, interval, dynamic = "scripted", 1.0, True
+
+    def __init__(self):
+        self.changes, self.fleets = [], []
+
+    def decide(self, view, fleet=None):
+        changes, self.changes = self.changes, []
+        if fleet is not None:
+            self.fleets.append(fleet)
+        return changes
+
+
+class Recorder:
+    def __init__(self):
+        self.told = []
+
+    def decided(self, now, view, demand, request_id, frontend, decision):
+        self.told.append(("decided", request_id, decision.prefill))
+
+    def held(self, now, demand, request_id, frontend, later):
+        self.told.append(("held", request_id, later.at))
+
+    def moved(self, now, move):
+        self.told.append(("moved", move.name))
+
+    def ended(self, now, request_id, frontend, outcome):
+        self.told.append(("ended", request_id, outcome and outcome.tokens))
+
+
+class Cluster:
+    def __init__(self, *names, roles=None, scaling=None, standby=()):
+        self.policy, self.recorder, self.now = Held(), Recorder(), 0.0
+        policies = Policies(dispatch=self.policy, roles=roles, scaling=scaling)
+        endpoints = [Endpoint(n, "") for n in (*names, *standby)]
+        fleet = FleetLimits(least=1, most=len(endpoints), start_seconds=2.0) if scaling is not None else None
+        self.master = Master(endpoints, policies, random.Random(0), fleet=fleet, recorder=self.recorder)
+        for name in names:
+            self.engine(name, ready(name))
+
+    def engine(self, name, event):
+        return self.did(FromEngine(name, event))
+
+    def did(self, happening=None):
+        actions = self.master.tick(self.now, happening)
+        self.master.check()
+        return [a for a in actions if not isinstance(a, Notice)]
+
+    def say(self, message):
+        return self.did(FromFrontend("f", message))
+
+    def place(self, name="r", tokens=10, **more):
+        return self.say(Place(name, tokens, 10, more.pop("keys", []), **more))
+
+
+def messages(actions):
+    return [a.message for a in actions if isinstance(a, ToFrontend)]
+
+
+def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
+    cluster = Cluster("a", "b")
+    cluster.policy.at = 3.0
+    assert messages(cluster.place("r")) == [Queued("r", 0)]
+    assert cluster.master.wake == 3.0
+    assert cluster.master.waiting == 1
+    assert messages(cluster.place("r")) == [Queued("r", 0)]  # asked again, by a frontend that lost its connection
+    assert messages(cluster.did()) == []
+    cluster.policy.to = "b"
+    (placed,) = messages(cluster.did())
+    assert isinstance(placed, Placed)
+    assert placed.prefill.name == "b"
+    assert cluster.master.wake == inf
+    assert cluster.recorder.told == [("held", "r", 3.0), ("decided", "r", "b")]
+
+
+def test_a_decision_counts_before_the_next_is_made_and_until_the_first_token():
+    cluster = Cluster("a")
+    cluster.place("r", 30), cluster.place("s", 20, ttft_ms=500.0, tpot_ms=50.0)
+    cluster.policy.to = "a"
+    cluster.did()
+    first, second = cluster.policy.seen[-2:]
+    assert len(second.queue) == len(first.queue) - 1
+    assert (second.instances[0].pending_tokens, second.instances[0].requests) == (30, 1)
+    cluster.policy.to = None
+    cluster.place("t")
+    seen = cluster.policy.seen[-1].instances[0]
+    assert (seen.reading, seen.decoding, seen.ttft, seen.tpot) == (2, 0, 0.5, 0.05)
+    assert seen.free_at > cluster.now
+    cluster.say(Begun(["r", "s"]))
+    seen = cluster.policy.seen[-1].instances[0]
+    assert (seen.reading, seen.decoding, seen.pending_tokens) == (0, 2, 0)
+    assert seen.free_at <= cluster.now
+    cluster.say(Ended(["s"], [Outcome("s", 400.0, 40.0, 10.0, 7)]))
+    view = cluster.policy.seen[-1]
+    assert (view.instances[0].requests, view.instances[0].tpot) == (1, inf)
+    assert (view.rates.arrivals, view.rates.completions, view.rates.attained) == (3, 1, 1)
+    assert ("ended", "s", 7) in cluster.recorder.told
+
+
+def test_offline_work_waits_in_a_line_of_its_own():
+    cluster = Cluster("a")
+    cluster.place("off", offline=True), cluster.place("on")
+    view = cluster.policy.seen[-1]
+    assert [d.key[1] for d in view.queue] == ["on"]
+    assert [d.key[1] for d in view.offline] == ["off"]
+    assert cluster.master.waiting == 1
+    cluster.policy.to = "a"
+    cluster.did()
+    cluster.policy.to = None
+    cluster.place("more")
+    seen = cluster.policy.seen[-1].instances[0]
+    assert (seen.requests, seen.offline_requests, seen.offline_tokens) == (2, 1, 10)
+    assert seen.idle_at > seen.free_at
+
+
+@pytest.mark.parametrize("tell", [Ended(["r"]), LinkLost("gone")], ids=["cancelled", "nobody-left"])
+def test_what_waits_in_vain_leaves_nothing(tell):
+    cluster = Cluster("a")
+    cluster.place("r")
+    if isinstance(tell, Ended):
+        assert cluster.say(tell) == []
+    else:
+        cluster.engine("a", tell)
+        (answer,) = messages(cluster.did())
+        assert isinstance(answer, NoPlace)
+    assert cluster.master.waiting == 0
+
+
+def test_hits_are_what_is_cached_and_what_is_on_its_way_there():
+    cluster = Cluster("a", "b")
+    keys = [b"1" * 16, b"2" * 16]
+    cluster.engine("b", CacheDelta(1, 1, keys[:1], [], whole=True))
+    cluster.place("r", 90, keys=keys)
+    assert dict(cluster.policy.seen[-1].queue[0].hits) == {"b": 64}
+    cluster.policy.to = "a"
+    cluster.did()
+    cluster.policy.to = None
+    cluster.place("s", 90, keys=keys)
+    assert dict(cluster.policy.seen[-1].queue[0].hits) == {"a": 90, "b": 64}
+    cluster.say(Ended(["r"]))
+    cluster.place("t", 90, keys=keys)
+    assert dict(cluster.policy.seen[-1].queue[-1].hits) == {"b": 64}
+
+
+def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
+    roles = Scripted()
+    cluster = Cluster("a", "b", roles=roles)
+    roles.changes = [Move(name="a", pool="decode", reason="because")]
+    assert cluster.did() == [ToEngine("a", SetPool(1, "decode", 1))]
+    cluster.place()
+    assert cluster.policy.seen[-1].instances[0].pool == "decode"
+    assert ("moved", "a") in cluster.recorder.told
+    # a report from before it heard, which is told again, and one from after
+    assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetPool(1, "decode", 1))]
+    assert cluster.engine("a", snapshot(1, 2, "decode", pool_generation=1)) == []
+    cluster.engine("a", LinkLost("gone"))
+    again = cluster.engine("a", ready("a", 2))
+    assert ToEngine("a", SetPool(2, "decode", 1)) in again
+    cluster.policy.moves = [Move(name="b", pool="prefill", reason="at dispatch")]
+    assert ToEngine("b", SetPool(1, "prefill", 1)) in cluster.place("s")
+
+
+def test_where_pools_change_all_are_linked_with_all():
+    cluster = Cluster("a", roles=Scripted())
+    told = cluster.engine("b", ready("b")) if "b" in cluster.master.states(0.0) else []
+    assert told == []  # it does not know b
+    cluster = Cluster("a", roles=Scripted(), standby=["b"])
+    told = cluster.engine("b", ready("b"))
+    assert [(a.name, a.command.peer.name) for a in told if isinstance(a.command, Link)] == [("b", "a"), ("a", "b")]
+
+
+def test_instances_are_started_and_drained_before_they_stop():
+    scaling = Scripted()
+    cluster = Cluster("a", scaling=scaling, standby=["b"])
+    scaling.changes = [Start(name="b", pool="any", reason="busy")]
+    assert cluster.did() == [StartInstance("b", "any")]
+    cluster.now = 1.0
+    cluster.did()
+    assert scaling.fleets[-1].starting == {"b": 2.0}
+    assert list(scaling.fleets[-1].absent) == []
+    cluster.engine("b", ready("b"))
+    cluster.policy.to = "b"
+    cluster.place()
+    scaling.changes, cluster.now = [Stop(name="b", reason="quiet")], 2.0
+    assert cluster.did() == [ToEngine("b", Drain(1))]
+    cluster.policy.to = None
+    cluster.place("s")
+    assert [i.name for i in cluster.policy.seen[-1].instances] == ["a"]
+    cluster.now = 3.0
+    assert cluster.did() == []  # what runs there is not over
+    assert scaling.fleets[-1].draining == {"b"}
+    cluster.say(Ended(["r"]))
+    assert cluster.did() == [StopInstance("b")]
+    cluster.engine("b", LinkLost("stopped"))
+    cluster.now = 4.0
+    cluster.did()
+    assert list(scaling.fleets[-1].absent) == ["b"]
+
+
+class Priorities:
+    def __init__(self):
+        self.observed = []
+
+    def observe(self, priority, ttft, tpot, queued):
+        self.observed.append((priority, ttft, tpot, queued))
+
+    def target(self, priority, pending):
+        return 1.0 + priority, 0.5 if pending else 0.1
+
+
+def test_a_priority_is_worth_targets_where_there_are_none():
+    cluster = Cluster("a")
+    cluster.master._policies = Policies(dispatch=cluster.policy, priorities=Priorities())
+    cluster.place("r", priority=2), cluster.place("s", priority=0), cluster.place("t", ttft_ms=700.0)
+    targets = [(d.ttft, d.tpot) for d in cluster.policy.seen[-1].queue]
+    assert targets == [(3.0, 0.1), (1.0, 0.5), (0.7, inf)]
+    cluster.policy.to = "a"
+    placed = messages(cluster.did())
+    assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 500.0), (700.0, None)]
+    cluster.say(Ended(["s"], [Outcome("s", 250.0, None, 50.0, 1)]))
+    assert cluster.master._policies.priorities.observed == [(0, 0.25, None, 0.05)]
