@@ -18,7 +18,10 @@ from penstock.core.sampling import GREEDY_BELOW
 
 # fields of a body beside the prompt: what is computed offline knows them, or they change nothing about a modelled text
 KNOWN_FIELDS = ["ignore_eos", "max_tokens", "seed", "stop_token_ids", "temperature"]
-HARMLESS_FIELDS = ["frequency_penalty", "min_p", "presence_penalty", "priority", "repetition_penalty", "top_k", "top_p"]
+HARMLESS_FIELDS = [
+    *("frequency_penalty", "min_p", "presence_penalty", "priority", "prompt_cache_key", "repetition_penalty"),
+    *("service_tier", "slo", "top_k", "top_p"),
+]
 SHOWN = 10  # differences that are described
 AT_ONCE = 16  # requests to the server's tokenizer
 

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from penstock.cli.options import Option, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
-from penstock.sched.cluster import DISPATCH
+from penstock.sched.local import PACING
 from penstock.sched.steptime import DEVICES, GEOMETRIES
+from penstock.service.bundles import BUNDLES, STEADY
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
 from penstock.transfer.faulty import MESSAGES
 
 LIMITS = ("max-queued-requests", "drain-timeout")  # of the server's options; the others stand at the top
 MODELLED_TOO = (  # of the engine's options
+    "device",
     "max-model-len",
     "max-num-seqs",
     "max-num-batched-tokens",
@@ -54,18 +56,51 @@ def between(low: float, high: float) -> Callable[[str], float]:
     return convert
 
 
+def policy(name: str) -> str:
+    if name not in STEADY:
+        known = (
+            "" if name not in BUNDLES else "only what leaves the number of instances alone, for nobody starts more: "
+        )
+        raise ValueError(known + ", ".join(STEADY))
+    return name
+
+
+def span(value: str) -> tuple[float, float]:
+    """Two numbers, the lower one first."""
+    with contextlib.suppress(ValueError):
+        low, high = map(number(0), value.split(","))
+        if low <= high:
+            return low, high
+    raise ValueError("[LOW, HIGH], both above 0")
+
+
 def messages(value: str) -> tuple[str, ...]:
     return tuple(map(one_of(*MESSAGES), words(value)))
 
 
 # not "where there is one", as for `penstock serve`: a file means the same on every machine
 DEVICE = Option("device", device, "cpu", "what the instances run on")
+SCHEDULING_POLICY = Option(
+    "scheduling-policy",
+    one_of(*PACING),
+    None,
+    "fcfs: by priority and arrival; slack: also by targets of latency; by default what the policy is made for",
+)
+OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
+ENGINE = tuple(OWN.get(option.name, option) for option in ENGINE_OPTIONS)
 TABLES = Tables(
     top=(
         Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
         Option("frontends", integer(1, 64), 1, "how many, each on a port of its own: port, port + 1, ..."),
         *(option for option in SERVER_OPTIONS if option.name not in LIMITS),
         FLIGHT_RECORDER,
+        Option(
+            "policy",
+            policy,
+            None,
+            f"what decides where requests run: {', '.join(STEADY)}; by default unified, and least_loaded where groups "
+            "have pools",
+        ),
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],
     instances=(
@@ -73,10 +108,14 @@ TABLES = Tables(
         Option("count", integer(1, 1024), 1, "how many of this kind"),
         Option("pool", one_of("any", "prefill", "decode"), "any", "the work that they are meant for"),
     ),
-    engine=(DEVICE, *(option for option in ENGINE_OPTIONS if option.name != "device")),
+    priorities=(
+        Option("priority", integer(-(1 << 31), (1 << 31) - 1), None, "of requests; lower runs first"),
+        Option("ttft-ms", span, None, "bounds of the time to first token that it may be worth, [LOW, HIGH]"),
+        Option("tpot-ms", span, None, "the same of the mean time per token after it"),
+    ),
+    engine=ENGINE,
     modelled=(
-        DEVICE,
-        *(option for option in ENGINE_OPTIONS if option.name in MODELLED_TOO),
+        *(option for option in ENGINE if option.name in MODELLED_TOO),
         Option("geometry", one_of(*GEOMETRIES), None, "the model whose times are modelled; by default the model's own"),
         Option("slowdown", between(1, 1e6), 1.0, "factor on all times, for a host that cannot keep up"),
         Option("noise", between(0, 1), 0.0, "standard deviation of a step's time, relative to it"),
@@ -84,7 +123,6 @@ TABLES = Tables(
             "kv-blocks", integer(1, 1 << 28), None, "of 64 tokens; by default what the modelled device has room for"
         ),
     ),
-    policies=(Option("dispatch", one_of(*DISPATCH), "least-loaded", "which instance runs a request"),),
     transport=(
         Option("kind", one_of("shared", "tcp"), "shared", "blocks change their owner, or are copied"),
         Option("lease", number(0, 3600), 5.0, "seconds that a hand-off may hear nothing from the other side"),

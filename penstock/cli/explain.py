@@ -42,10 +42,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError when there is no recording, or the request is not in it."""
     from penstock.cli.history import explain, replay_all, summarise
-    from penstock.sched.cluster import DISPATCH
+    from penstock.service.bundles import STEADY
 
     if args.policy is not None:
-        Option("policy", one_of(*DISPATCH), None, "").read(args.policy, "--policy")
+        Option("policy", one_of(*STEADY), None, "").read(args.policy, "--policy")
     seed = Option("seed", integer(0), 0, "").read(args.seed, "--seed")
     file = args.file or os.environ.get(VARIABLE)
     if not file:

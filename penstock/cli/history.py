@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from penstock.sched.cluster import DISPATCH, ClusterView, Demand, InstanceLoad, Stage
+from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
+from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.service.recorder import Decided, Ended, Entry, Held, Moved
 from penstock.service.recorder_file import read
 from penstock.sim.replay import Redecided, first_token, replay, spread, summary
@@ -106,7 +107,7 @@ def _collect(
 
 
 def _replay(decisions: Sequence[Decided], policy: str, seed: int) -> Iterable[Redecided]:
-    return replay(decisions, DISPATCH[policy], random.Random(seed))
+    return replay(decisions, lambda: BUNDLES[policy].make(Circumstances()).dispatch, random.Random(seed))
 
 
 def _sequence(found: History) -> dict[str, Any]:

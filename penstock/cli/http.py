@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.obs.logs import Format
     from penstock.service.frontend import Frontend
     from penstock.service.instances import Endpoint
+    from penstock.service.master import Policies
     from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
 
@@ -141,7 +142,6 @@ def make_site(
     name: str,
     endpoints: Sequence[Endpoint],
     master: str | None = None,
-    dispatch: str = "least-loaded",
     flight_recorder: str | None = None,
 ) -> Site:
     """
@@ -149,14 +149,14 @@ def make_site(
         name: of the frontend.
         endpoints: of the engines.
         master: the master's ZMQ endpoint; None for one of its own, in this process.
-        dispatch: policy of its own master.
-        flight_recorder: the file where that writes what it decides. Raises ConfigError when it cannot.
+        flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
     """
     import zmq
 
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
+    from penstock.service.bundles import BUNDLES, Circumstances
     from penstock.service.checkpoint import read_defaults
     from penstock.service.frontend import Frontend
     from penstock.service.link import engine_link, master_link
@@ -167,7 +167,8 @@ def make_site(
     clock, context = SystemClock(), zmq.Context()
     placement: Placement
     if master is None:
-        pump = make_master(context, endpoints, dispatch, options.seed, f"{name}-master", flight_recorder)
+        policies = BUNDLES["least_loaded"].make(Circumstances())
+        pump = make_master(context, endpoints, policies, options.seed, f"{name}-master", flight_recorder)
         placement = LocalPlacement(pump, name)
     else:
         placement = RemotePlacement(master_link(context, master, name, clock), clock)
@@ -192,7 +193,7 @@ def make_site(
 def make_master(
     context: zmq.SyncContext,
     endpoints: Sequence[Endpoint],
-    dispatch: str,
+    policies: Policies,
     seed: int | None,
     name: str = "master",
     flight_recorder: str | None = None,
@@ -206,9 +207,8 @@ def make_master(
     import time
 
     from penstock.core.clock import SystemClock
-    from penstock.sched.cluster import DISPATCH
     from penstock.service.link import engine_link
-    from penstock.service.master import Master, Policies
+    from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
     from penstock.service.recorder import Recorder
     from penstock.service.recorder_file import RecorderFile
@@ -218,7 +218,6 @@ def make_master(
     if flight_recorder is not None:
         recorder = Recorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
-    policies = Policies(dispatch=DISPATCH[dispatch]())
     master = Master(endpoints, policies, random.Random(seed), time.time_ns(), recorder=recorder)
     links = {e.name: engine_link(context, e.address, name, "master", clock) for e in endpoints}
     return MasterPump(master, links, clock, recording)

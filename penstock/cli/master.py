@@ -4,7 +4,8 @@ JSON:
     address             the ZMQ endpoint to bind, for frontends
     parent              process id; without that process this one ends
     instances           [{"name", "address", "pool"}, ...]: where the engines listen
-    dispatch            name of a policy in `sched.cluster.DISPATCH`
+    policy              a name in `service.bundles.STEADY`
+    priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
     flight_recorder     file where every decision is written; null for none
     seed                of the lots that policies draw; null for an unpredictable one
     log_level, log_format
@@ -23,9 +24,13 @@ import signal
 import sys
 from typing import Any
 
+import msgspec
+
 from penstock.cli.http import make_master
 from penstock.core.errors import PenstockError
 from penstock.obs.logs import setup_logging
+from penstock.sched.cluster.priority_slo import Bounds
+from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.service.instances import Endpoint
 
 log = logging.getLogger("penstock.master")
@@ -55,7 +60,9 @@ async def serve(settings: dict[str, Any]) -> None:
     context = zmq.Context()
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
     recording = settings["flight_recorder"]
-    pump = make_master(context, endpoints, settings["dispatch"], settings["seed"], flight_recorder=recording)
+    priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
+    policies = BUNDLES[settings["policy"]].make(Circumstances(priorities=priorities))
+    pump = make_master(context, endpoints, policies, settings["seed"], flight_recorder=recording)
     pump.start()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)

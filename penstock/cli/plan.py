@@ -270,7 +270,7 @@ def _problem(
     import numpy as np
 
     from penstock.cli.sim import TRACES
-    from penstock.sim.bundles import BUNDLES
+    from penstock.service.bundles import STEADY
     from penstock.sim.simulate import TRAFFIC_STREAM
     from penstock.sim.traffic import make_traffic
     from penstock.workload.traces import read_trace
@@ -294,7 +294,7 @@ def _problem(
     target = values["target"] if values["target"] is not None else scenario.target
     policies = COLOCATED, DISAGGREGATED
     if values["policy"] is not None:
-        policies = (Option("policy", one_of(*BUNDLES), None, "").read(values["policy"], "--policy"),) * 2
+        policies = (Option("policy", one_of(*STEADY), None, "").read(values["policy"], "--policy"),) * 2
     return Problem(scenario, trace, policies, seed, scale, native * scale, target, traffic(scale).requests)
 
 
@@ -470,10 +470,7 @@ def _write_json(path: str | None, search: Search, problem: Problem, asked: Any) 
 
 def deployment_text(candidate: Candidate, policy: str) -> str:
     """A file for `penstock up`, with modelled devices."""
-    from penstock.sim.bundles import BUNDLES, Circumstances
-
-    first, bundle = candidate.groups[0], BUNDLES[policy]
-    dispatch = bundle.make(Circumstances()).dispatch.name
+    first = candidate.groups[0]
     head = f"""\
 # {candidate.title}, as found by `penstock plan`; on modelled devices, so on any machine.
 #
@@ -483,13 +480,14 @@ model: demo                     # its tokenizer and vocabulary
 host: 127.0.0.1
 port: 8000
 
+policy: {policy}
+
 engine:
   geometry: {first.geometry}
   noise: {first.noise:g}
   max-model-len: {min(first.max_model_len, DEMO_LENGTH)}           # {DEMO_LENGTH} is the demo model's limit
   max-num-seqs: {first.max_num_seqs}
   enable-prefix-caching: {str(first.prefix_cache).lower()}
-  scheduling-policy: {bundle.pacing}
 
 instances:
 """
@@ -504,7 +502,5 @@ instances:
             f"    max-num-batched-tokens: {group.token_budget}",
             f"    kv-blocks: {group.num_blocks}",
         ]
-    tail = ["", "policies:", f"  dispatch: {dispatch}"]
-    if candidate.disaggregated:
-        tail += ["", "transport:", "  kind: shared", "  lease: 5"]
+    tail = ["", "transport:", "  kind: shared", "  lease: 5"] if candidate.disaggregated else []
     return head + "\n".join([*lines, *tail]) + "\n"

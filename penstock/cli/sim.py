@@ -70,23 +70,31 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
 # --- what a scenario's settings may be
 
 
+def modelled(text: str) -> str:
+    """The way to name a device in a scenario; whether there is such a one is seen when it is loaded."""
+    if not text.removeprefix("modelled:") or not text.startswith("modelled:"):
+        raise ValueError("modelled:NAME, as modelled:h200, modelled:this-machine or modelled:FILE.json")
+    return text
+
+
 def make_tables() -> Tables:
     from penstock.cli.deployment import TABLES, between
+    from penstock.cli.devices import load_device
     from penstock.cli.options import switch
     from penstock.sched.local import PACING
-    from penstock.sched.steptime import DEVICES, GEOMETRIES
-    from penstock.sim.bundles import BUNDLES
+    from penstock.sched.steptime import GEOMETRIES
+    from penstock.service.bundles import BUNDLES
     from penstock.sim.scenario import Tables
 
     engine = {option.name: option for option in TABLES.modelled if isinstance(option, Option)}
     names = ("max-num-seqs", "max-num-batched-tokens", "step-time-limit-ms", "kv-blocks", "enable-prefix-caching")
-    devices = one_of(*(f"modelled:{name}" for name in DEVICES))
     needed = partial(Option, default=None)
     targets = (
         needed("ttft-ms", number(0), help="time to first token"),
         needed("tpot-ms", number(0), help="mean time per token after it"),
     )
     return Tables(
+        load_device=load_device,
         top=(
             Option("description", str, "", "what it is about"),
             Option("policy", one_of(*BUNDLES), "least_loaded", "what decides"),
@@ -142,7 +150,7 @@ def make_tables() -> Tables:
         ),
         slo=targets,
         engine=(
-            Option("device", devices, "modelled:h200", "what the instances run on"),
+            Option("device", modelled, "modelled:h200", "what the instances run on"),
             Option("tensor-parallel-size", integer(1, 64), 1, "devices that every layer is spread over"),
             Option("efficiency", number(0, 1), 1.0, "share of its data sheet that a device reaches"),
             Option("geometry", one_of(*GEOMETRIES), "llama-3.1-8b", "the model whose times are modelled"),

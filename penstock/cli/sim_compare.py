@@ -16,7 +16,7 @@ from penstock.cli.options import Option, integer, number, words
 from penstock.cli.sim import Given, as_json, make_progress, read_given, write
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of
 from penstock.core.errors import ConfigError
-from penstock.sim.bundles import BUNDLES
+from penstock.service.bundles import BUNDLES
 from penstock.sim.report import compare_page, compare_rows, figure_of, run_page
 from penstock.sim.search import STEP, Found, Ladder, Outcome, Probe
 

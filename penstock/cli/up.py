@@ -153,7 +153,7 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
     for column in ("process", "count", "pool", "device or address"):
         table.add_column(column, justify="right" if column == "count" else "left")
     table.add_row("frontend", str(len(ports)), "", ", ".join(f"{host}:{p or 'a free port'}" for p in ports))
-    table.add_row("master", "1", "", f"dispatch {deployment.dispatch}")
+    table.add_row("master", "1", "", f"policy {deployment.policy}")
     for group in deployment.groups:
         table.add_row(group.name, str(group.count), group.pool, group.device)
     if deployment.orphans is not None:

@@ -95,7 +95,7 @@ class Engine:
         self.steps += 1
         self.write_down()
         now = self._clock.now()
-        if times := self.recent.ran(plan, began, [now]):
+        if self.recent.ran(plan, began, [now]) and (times := self.recent.times):
             self.scheduler.predict_by(times)
         for output in outputs:
             self.recent.stamp(output, now)

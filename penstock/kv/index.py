@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -27,7 +26,8 @@ class ClusterIndex:
     def __init__(self) -> None:
         self._instances: dict[bytes, set[str]] = {}
         self._told: dict[str, _Told] = {}
-        self._expected: dict[bytes, Counter[str]] = {}  # key -> instance -> prompts under way that will leave it there
+        # key -> instance -> prompts under way that will leave it there
+        self._expected: dict[bytes, dict[str, int]] = {}
 
     def apply(self, instance: str, delta: CacheDelta) -> bool:
         """Take over what an instance tells. False: something before it is missing, so ask for the whole.
@@ -65,7 +65,8 @@ class ClusterIndex:
     def expect(self, instance: str, keys: Sequence[bytes]) -> None:
         """A prompt with these keys is under way to an instance: whoever follows it there will find them."""
         for key in keys:
-            self._expected.setdefault(key, Counter())[instance] += 1
+            expected = self._expected.setdefault(key, {})
+            expected[instance] = expected.get(instance, 0) + 1
 
     def unexpect(self, instance: str, keys: Sequence[bytes]) -> None:
         """That prompt is over; what it left was told by now."""

@@ -40,6 +40,9 @@ PREDICTION = (  # too early, and too late
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+MASTER = "master"  # stands for an engine where sequences have none yet
+WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a place on any'
+
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
@@ -100,7 +103,8 @@ class Metrics:
         self._model_name = model_name
         self.registry = CollectorRegistry()
         running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
-        waiting = self._by_engine(Gauge, "num_requests_waiting", "Sequences waiting for the engine")
+        waiting = self._by_engine(Gauge, "num_requests_waiting", WAITING)
+        self._queue = waiting.labels(model_name, MASTER)
         kv_usage = self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
         queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
@@ -166,6 +170,10 @@ class Metrics:
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Take over an engine's load and totals. A total that went back is an engine that started again."""
         self._engines[engine].observe(stats, step_tokens)
+
+    def observe_queue(self, waiting: int) -> None:
+        """Sequences that wait at the master."""
+        self._queue.set(waiting)
 
     def observe_up(self, engine: str, up: bool) -> None:
         """Whether an engine serves now."""

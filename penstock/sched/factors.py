@@ -72,7 +72,7 @@ class FactorLearner:
         self._times = StepTime(device, shape)
         self._values = np.ones(len(NAMES))
         self._known = np.eye(len(NAMES)) * TRUST
-        self._learned: set[str] = set()
+        self._learned = np.zeros(len(NAMES), bool)
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._mean_gap: float | None = None  # exponentially weighted, of its size; None before there was one
         self._accidents = 0  # in a row
@@ -81,7 +81,8 @@ class FactorLearner:
     @property
     def factors(self) -> dict[str, float]:
         """For `StepTime`; those that no step has depended on are left out."""
-        return {name: float(self._values[_INDEX[name]]) for name in NAMES if name in self._learned}
+        values = zip(NAMES, self._values.tolist(), self._learned.tolist(), strict=True)
+        return {name: value for name, value, learned in values if learned}
 
     @property
     def gap(self) -> Gap:
@@ -128,22 +129,16 @@ class FactorLearner:
         self, prefills: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, logit_rows: int | None
     ) -> np.ndarray:
         """[NAMES] ms that each factor is multiplied with in this step."""
-        times = np.zeros(len(NAMES))
+        times = [0.0] * len(NAMES)
+        values = self._values.tolist()
         times[_INDEX["overhead"]] = self._times.device.overhead_ms
         for name, part in self._times.parts(prefills, decodes, kv_tokens, logit_rows).items():
             if name == "collectives":
                 times[_INDEX[name]] = part.ms
             else:
-                index, ms = self._bound(name, part)
+                index, ms = _bound(name, part, values)
                 times[index] = ms
-        return times
-
-    def _bound(self, name: str, part: Roofline) -> tuple[int, float]:
-        """Which of a part's bounds holds as far as is known now."""
-        compute, memory = _INDEX[f"{name}:compute"], _INDEX[f"{name}:memory"]
-        if self._values[compute] * part.compute_ms > self._values[memory] * part.memory_ms:
-            return compute, part.compute_ms
-        return memory, part.memory_ms
+        return np.array(times)
 
     def _is_accident(self, gap: float) -> bool:
         mean = self._mean_gap
@@ -155,11 +150,20 @@ class FactorLearner:
         return False
 
     def _learn(self, x: np.ndarray, error: float) -> None:
-        moved = np.flatnonzero(x * self._values >= EXCITED)
-        kept = np.zeros_like(x)
-        kept[moved] = x[moved]
+        moved = x * self._values >= EXCITED
+        kept = np.where(moved, x, 0.0)
         known = self._known @ kept
-        self._known += np.outer(kept, kept) - (1 - MEMORY) / float(kept @ known) * np.outer(known, known)
-        step = np.linalg.solve(self._known[np.ix_(moved, moved)], kept[moved]) * error
-        self._values[moved] = np.clip(self._values[moved] + step, _LOW[moved], _HIGH[moved])
-        self._learned.update(NAMES[i] for i in moved)
+        forgotten = (1 - MEMORY) / float(kept @ known)
+        self._known += kept[:, None] * kept - forgotten * (known[:, None] * known)
+        step = np.linalg.solve(self._known[moved][:, moved], kept[moved]) * error
+        values = np.maximum(self._values[moved] + step, _LOW[moved])
+        self._values[moved] = np.minimum(values, _HIGH[moved])
+        self._learned |= moved
+
+
+def _bound(name: str, part: Roofline, values: Sequence[float]) -> tuple[int, float]:
+    """Which of a part's bounds holds with these factors, and the time that this one is multiplied with."""
+    compute, memory = _INDEX[f"{name}:compute"], _INDEX[f"{name}:memory"]
+    if values[compute] * part.compute_ms > values[memory] * part.memory_ms:
+        return compute, part.compute_ms
+    return memory, part.memory_ms

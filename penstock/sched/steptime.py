@@ -25,6 +25,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, sqrt
 from typing import Any
 
@@ -140,9 +141,9 @@ class _Part:
         return Roofline(self.flops * operands / self.peak * 1e3, self.moved * moved / self.bandwidth * 1e3)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepTime:
-    """Predicts steps of one model on one device.
+    """Predicts steps of one model on one device. New ones cost nothing until they are asked: factors change often.
 
     Attributes:
         factors: what measured time is of the roofline, 1 where nothing is named: "PART:compute" and "PART:memory" for
@@ -153,27 +154,40 @@ class StepTime:
     device: DeviceModel
     shape: ModelShape
     factors: Mapping[str, float] = field(default_factory=dict)
-    _overhead: float = field(init=False, repr=False, compare=False)
-    _gemm: _Part = field(init=False, repr=False, compare=False)
-    _head: _Part = field(init=False, repr=False, compare=False)
-    _prefill: _Part = field(init=False, repr=False, compare=False)
-    _decode: _Part = field(init=False, repr=False, compare=False)
-    _link: tuple[float, float] = field(init=False, repr=False, compare=False)  # ms of a step, and of each token in it
 
-    def __post_init__(self) -> None:
-        device, shape = self.device, self.shape
-        width, kv = shape.bytes_per_value, shape.kv_bytes_per_token
-        attention = 4 * shape.layers * shape.heads * shape.head_dim  # flops for one token looking at one
-        constants = {
-            "_overhead": self.factors.get("overhead", 1.0) * device.overhead_ms,
-            "_gemm": self._part("gemm", 2 * shape.layer_params, shape.layer_params * width),
-            "_head": self._part("lm_head", 2 * shape.head_params, shape.head_params * width),
-            "_prefill": self._part("prefill_attention", attention, kv),
-            "_decode": self._part("decode_attention", attention, kv),
-            "_link": tuple(self.factors.get("collectives", 1.0) * ms for ms in _all_reduces(device, shape)),
-        }
-        for name, value in constants.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def _overhead(self) -> float:
+        return self.factors.get("overhead", 1.0) * self.device.overhead_ms
+
+    @cached_property
+    def _gemm(self) -> _Part:
+        params = self.shape.layer_params
+        return self._part("gemm", 2 * params, params * self.shape.bytes_per_value)
+
+    @cached_property
+    def _head(self) -> _Part:
+        params = self.shape.head_params
+        return self._part("lm_head", 2 * params, params * self.shape.bytes_per_value)
+
+    @cached_property
+    def _prefill(self) -> _Part:
+        return self._part("prefill_attention", self._attention_flops, self.shape.kv_bytes_per_token)
+
+    @cached_property
+    def _decode(self) -> _Part:
+        return self._part("decode_attention", self._attention_flops, self.shape.kv_bytes_per_token)
+
+    @cached_property
+    def _link(self) -> tuple[float, float]:
+        """ms of a step, and of each token in it."""
+        factor = self.factors.get("collectives", 1.0)
+        each_step, each_token = _all_reduces(self.device, self.shape)
+        return factor * each_step, factor * each_token
+
+    @property
+    def _attention_flops(self) -> int:
+        """For one token looking at one."""
+        return 4 * self.shape.layers * self.shape.heads * self.shape.head_dim
 
     def _part(self, name: str, flops: int, moved: int) -> _Part:
         both = self.factors.get(name, 1.0)

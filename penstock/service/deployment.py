@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.core.wire.engine import Pool
+from penstock.sched.cluster.priority_slo import Bounds, Range
+from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 RESERVED_NAMES = ("keeper", "master", "frontend")
 HIGHEST_PORT = 65535
+COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all pools are "any" or not
 ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a keeper's memory
 
 
@@ -27,10 +30,11 @@ class Tables:
     """The settings of each section.
 
     Attributes:
-        top: of the file itself; at least model, frontends, host, port.
+        top: of the file itself; at least model, frontends, host, port, policy.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
         instances: of a group besides those: name, count, pool.
+        priorities: of each entry in that list; all are needed.
         faults: of `transport.faults`, `partition` of the section in it.
     """
 
@@ -39,7 +43,7 @@ class Tables:
     engine: Sequence[Setting]
     modelled: Sequence[Setting]
     instances: Sequence[Setting]
-    policies: Sequence[Setting]
+    priorities: Sequence[Setting]
     transport: Sequence[Setting]
     faults: Sequence[Setting]
     partition: Sequence[Setting]
@@ -109,6 +113,8 @@ class Deployment:
     Attributes:
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
+        policy: a name in `bundles.STEADY`.
+        priorities: what each priority may be worth to requests without targets.
         lease: seconds that a hand-off may hear nothing from its other side.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
@@ -120,11 +126,12 @@ class Deployment:
     frontends: int
     server: Mapping[str, Any]
     groups: tuple[Group, ...]
-    dispatch: str
+    policy: str
     lease: float
     transport: Transport | None
     orphans: float | None
     restart: Restart
+    priorities: Mapping[int, Bounds] = field(default_factory=dict)
     flight_recorder: str | None = None
     warnings: tuple[str, ...] = ()
 
@@ -150,7 +157,7 @@ class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables) -> None:
         self.file, self.tables = file, tables
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
-        sections = ("limits", "engine", "instances", "policies", "transport", "keeper", "restart")
+        sections = ("limits", "engine", "instances", "priorities", "transport", "keeper", "restart")
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
@@ -159,38 +166,61 @@ class _Parser:
         file, tables, spots = self.file, self.tables, self.spots
         top = _defaults(tables.top) | file.values(spots, tables.top) | overrides
         limits = self._section("limits", tables.limits)
-        dispatch = self._section("policies", tables.policies)["dispatch"]
+        priorities = self._priorities()
         transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "faults"])
         transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
         orphans = self._section("keeper", tables.keeper)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
         groups = self._groups()
+        pools = {group.pool for group in groups} - {"any"}
+        policy = top.pop("policy") or (DISAGGREGATED if pools else COLOCATED)
+        groups = [_paced(group, BUNDLES[policy].pacing) for group in groups]
         for needed in ("model", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
         self._check_groups(groups)
-        linked = "transport" in spots or any(group.pool != "any" for group in groups)
+        linked = "transport" in spots or bool(pools) or (BUNDLES[policy].moves and _can_be_linked(groups))
         file.finish()
+        warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
+        if pools and policy == COLOCATED:
+            warnings.append(f"policy: {policy} does not look at pools")
         model, frontends, flight_recorder = (top.pop(key) for key in ("model", "frontends", "flight_recorder"))
         return Deployment(
             model=model,
             frontends=frontends,
             server=top | limits,
             groups=tuple(groups),
-            dispatch=dispatch,
+            policy=policy,
+            priorities=priorities,
             lease=transport["lease"],
             transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
             orphans=orphans if any(group.shares_memory for group in groups) else None,
             restart=restart,
             flight_recorder=flight_recorder,
-            warnings=("transport.faults: messages between engines are damaged on purpose",) if faults else (),
+            warnings=tuple(warnings),
         )
 
     def _section(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
         spots = self.file.section(self.spots.get(name), _names(settings))
         return _defaults(settings) | self.file.values(spots, settings)
+
+    def _priorities(self) -> dict[int, Bounds]:
+        found: dict[int, Bounds] = {}
+        spot, settings = self.spots.get("priorities"), self.tables.priorities
+        for entry in self.file.items(spot):
+            spots = self.file.section(entry, _names(settings))
+            values = self.file.values(spots, settings)
+            for name in _names(settings):
+                if name not in spots:
+                    self.file.complain(entry, f"{name}: missing, and there is no default")
+            if values.get("priority") in found:
+                self.file.complain(spots["priority"], f"{values['priority']}, allowed is each priority once")
+            if len(values) == len(settings):
+                ttft, tpot = (Range(*(ms / 1e3 for ms in values[key])) for key in ("ttft_ms", "tpot_ms"))
+                found[values["priority"]] = Bounds(ttft=ttft, tpot=tpot)
+        return found
 
     def _faults(self, spot: Spot | None) -> dict[str, Any] | None:
         """Only what is given, because what is not does not happen."""
@@ -318,6 +348,16 @@ class _Parser:
                 self.file.complain(
                     spot, f"the shares of {device} add up to {shares[device]:g}, allowed is at most 1 in all"
                 )
+
+
+def _paced(group: Group, pacing: str) -> Group:
+    """With that scheduling policy, unless it was given one."""
+    key = "scheduling_policy"
+    return replace(group, options={**group.options, key: group.options[key] or pacing})
+
+
+def _can_be_linked(groups: Sequence[Group]) -> bool:
+    return sum(group.count for group in groups) > 1 and all(group.shares_memory for group in groups)
 
 
 def _not_on(group: Group, what: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from penstock.core.clock import Clock
@@ -62,7 +63,8 @@ def plan(
         needs = "keeper" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
         programs.append(_program(name, "engine", settings, needs=needs, **place))
-    settings = {"dispatch": deployment.dispatch, "seed": deployment.server["seed"], "instances": instances}
+    settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
+    settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["flight_recorder"] = deployment.flight_recorder
     programs.append(_program("master", "master", common | settings | {"address": master}, socket=folder / "master"))
     for number, listener in enumerate(listeners):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
@@ -12,7 +12,7 @@ from penstock.sched.cluster.base import Demand, InstanceLoad, Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
-UNKNOWN = StepTime(DEVICES["h100"], GEOMETRIES["qwen3-8b"])  # of engines that do not say what they are
+UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # of engines that do not say what they are
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Life:
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was drawn.
         load: what policies see of it; None when that has changed.
+        touched: where it leaves its name whenever that changes.
     """
 
     ready: Ready
@@ -63,7 +64,8 @@ class Life:
     homes: dict[Key, Demand] = field(default_factory=dict)
     begun: set[Key] = field(default_factory=set)
     load: InstanceLoad | None = None
-    _times: StepTime = UNKNOWN
+    touched: set[str] = field(default_factory=set)
+    _times: StepTime | None = None
     _held_tokens: int = 0
     _offline: int = 0
     _offline_tokens: int = 0
@@ -72,10 +74,6 @@ class Life:
     _tpots: Counter[float] = field(default_factory=Counter)
     _free_at: float = -inf
     _idle_at: float = -inf
-
-    def __post_init__(self) -> None:
-        if self.ready.device_model is not None and self.ready.shape is not None:
-            self._times = StepTime(self.ready.device_model, self.ready.shape)
 
     @property
     def peer(self) -> Peer:
@@ -97,6 +95,27 @@ class Life:
         quiet = seen is None or not (seen.running or seen.waiting or seen.leaving or seen.reserved_blocks)
         return quiet and not self.homes and not self.prompts
 
+    @property
+    def times(self) -> StepTime:
+        """Predicts its steps."""
+        if self._times is None:
+            factors = {} if self.snapshot is None else self.snapshot.factors
+            device, shape = self.ready.device_model, self.ready.shape
+            if device is None or shape is None:
+                device, shape = UNKNOWN
+            self._times = StepTime(device, shape, factors)
+        return self._times
+
+    def changed(self) -> None:
+        """Policies have to see it anew."""
+        self.load = None
+        self.touched.add(self.name)
+
+    def drain(self) -> None:
+        """It is given nothing new from now on."""
+        self.draining = True
+        self.changed()
+
     def disconnect(self, name: str) -> None:
         """Forget all about an instance that has gone."""
         self.links.pop(name, None)
@@ -115,7 +134,7 @@ class Life:
         self._idle_at = max(self._idle_at, now) + seconds
         if not demand.offline:
             self._free_at = max(self._free_at, now) + seconds
-        self.load = None
+        self.changed()
 
     def was_read(self, now: float, key: Key) -> None:
         """Its prompt is read, or no longer wanted."""
@@ -127,7 +146,7 @@ class Life:
             self._idle_at = min(self._idle_at, now)
         if not any(not p.offline for p in self.prompts.values()):
             self._free_at = min(self._free_at, now)
-        self.load = None
+        self.changed()
 
     def house(self, demand: Demand) -> None:
         """It decodes here after its prompt."""
@@ -139,13 +158,13 @@ class Life:
         else:
             self._ttfts[demand.ttft] += 1
             self._tpots[demand.tpot] += 1
-        self.load = None
+        self.changed()
 
     def begin(self, key: Key) -> None:
         """Its first token was drawn."""
         if key in self.homes:
             self.begun.add(key)
-            self.load = None
+            self.changed()
 
     def leave(self, key: Key) -> None:
         """It is over."""
@@ -160,13 +179,17 @@ class Life:
         else:
             _take(self._ttfts, demand.ttft)
             _take(self._tpots, demand.tpot)
-        self.load = None
+        self.changed()
 
     def hear(self, now: float, snapshot: Snapshot) -> None:
         """It tells its load: what is left of the prompts is known better now."""
         if self.snapshot is None or snapshot.factors != self.snapshot.factors:
-            self._times = replace(self._times, factors=snapshot.factors)
-        self.snapshot, self.heard, self.load = snapshot, now, None
+            self._times = None
+        self.snapshot, self.heard = snapshot, now
+        self.changed()
+        if not self.prompts:
+            self._free_at, self._idle_at = min(self._free_at, now), min(self._idle_at, now)
+            return
         seen = [p for p in self.prompts.values() if p.first <= snapshot.sequence]
         total = sum(p.tokens for p in seen)
         left = min(1.0, (snapshot.waiting_tokens + snapshot.prefill_tokens) / total) if total else 1.0
@@ -191,7 +214,7 @@ class Life:
         return InstanceLoad(
             name=self.name,
             pool=self.pool,
-            times=self._times,
+            times=self.times,
             token_budget=ready.token_budget,
             max_sequences=ready.max_sequences,
             max_model_len=ready.max_model_len,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+import msgspec
+
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.engine import (
@@ -71,9 +73,8 @@ from penstock.service.life import Life
 from penstock.service.mesh import Mesh
 from penstock.service.queue import Queue, Waiting
 from penstock.service.rates import RateWindow
+from penstock.service.roster import SUSPECT_AFTER, Roster
 
-SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
-DEAD_AFTER = 60.0  # seconds without one after which it gets none although there is nobody else
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
 SHOWN = 256  # offline sequences that policies see, of however many wait
@@ -153,6 +154,8 @@ class Master:
         self.wake = inf
         self._endpoints = {endpoint.name: endpoint for endpoint in instances}
         self._lives: dict[str, Life] = {}
+        self._touched: set[str] = set()  # lives of which something has changed
+        self._roster = Roster(self._lives, self._touched)
         self._mesh = Mesh(self._lives, everybody=policies.roles is not None and policies.roles.dynamic)
         self._policies, self._rng, self._recorder = policies, rng, recorder
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
@@ -170,8 +173,8 @@ class Master:
 
     @property
     def waiting(self) -> int:
-        """Sequences without a place, online ones."""
-        return len(self._queue)
+        """Sequences without a place."""
+        return len(self._queue) + len(self._backlog)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """What to do about what happened, or about time going on. Call it now and then, with or without an event.
@@ -191,8 +194,8 @@ class Master:
         return actions
 
     def _by_the_clock(self, now: float) -> list[Action]:
-        self._forget_silent_frontends(now)
-        actions = self._mesh.retry(now)
+        actions = self._forget_silent_frontends(now)
+        actions += self._mesh.retry(now)
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
@@ -224,6 +227,7 @@ class Master:
     def _on_snapshot(self, now: float, life: Life, snapshot: Snapshot) -> list[Action]:
         life.hear(now, snapshot)
         if snapshot.pool == life.pool:
+            life.pool_generation = max(life.pool_generation, snapshot.pool_generation)  # counted by an earlier master
             return []
         if snapshot.pool_generation < life.pool_generation:
             return [self._set_pool(life)]  # it has not heard, or the message was lost
@@ -238,7 +242,8 @@ class Master:
             return []
         actions = self._leave(name, "another life of it has begun")
         self._starting.pop(name, None)
-        life = self._lives[name] = Life(ready, heard=now, pool=ready.pool)
+        life = self._lives[name] = Life(ready, heard=now, pool=ready.pool, touched=self._touched)
+        self._roster.lives_changed()
         actions.append(Notice(f"{name} is ready: pool {life.pool}, {ready.num_blocks} blocks on {ready.device}"))
         if self._pools.get(name, life.pool) != life.pool:
             life.pool, life.pool_generation = self._pools[name], 1
@@ -249,6 +254,7 @@ class Master:
         self.index.forget(name)
         if self._lives.pop(name, None) is None:
             return []
+        self._roster.lives_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
     # --- frontends
@@ -261,7 +267,8 @@ class Master:
                     self._frontend_lives[name] = incarnation
                     self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
-                return [*refused, ToFrontend(name, self.joined)]  # with the protocol: it leaves by itself
+                joined = msgspec.structs.replace(self.joined, waiting=self.waiting)
+                return [*refused, ToFrontend(name, joined)]  # with the protocol: it leaves by itself
             case Place():
                 return self._enqueue(now, name, message)
             case Begun(request_ids=request_ids):
@@ -273,13 +280,21 @@ class Master:
                     self._end(now, (name, request_id), told.get(request_id))
         return []
 
-    def _forget_silent_frontends(self, now: float) -> None:
+    def _forget_silent_frontends(self, now: float) -> list[Action]:
+        """One that lives after all hears that what it has in the queue is over, and has it nowhere for ever."""
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
-        if gone:
-            self._forget(now, gone)
-            for name in gone:
-                del self._frontends[name]
-                self._frontend_lives.pop(name, None)
+        if not gone:
+            return []
+        queued = [(key[0], q.place) for queue in (self._queue, self._backlog) for key, q in queue.items()]
+        why = f"the frontend was not heard for {LEASE:g} s"
+        told: list[Action] = [
+            ToFrontend(name, NoPlace(place.request_id, place.generation, why)) for name, place in queued if name in gone
+        ]
+        self._forget(now, gone)
+        for name in gone:
+            del self._frontends[name]
+            self._frontend_lives.pop(name, None)
+        return told
 
     def _forget(self, now: float, frontends: set[str]) -> None:
         """What they placed is over."""
@@ -301,7 +316,7 @@ class Master:
         again = before is not None or key in queue
         self._end(now, key)
         demand = self._demand(now, key, place)
-        if not self._able_for(demand, self._able(now)):
+        if not self._able_for(demand, self._roster.able(now)):
             return [self._no_place(now, frontend, place)]
         queue[key] = Waiting(demand, place)
         self._untold.append(key)
@@ -346,6 +361,7 @@ class Master:
                 return actions
             actions.append(self._take(now, view, verdict))
         self.wake = inf
+        self._untold.clear()
         return actions
 
     def _take(self, now: float, view: ClusterView, decision: Decision) -> Action:
@@ -412,8 +428,7 @@ class Master:
 
     def _refuse_hopeless(self, now: float) -> list[Action]:
         """Nobody is left who could hold these."""
-        able = self._able(now)
-        shortest = min((life.ready.max_model_len for life in able), default=0)
+        able, shortest = self._roster.able(now), self._roster.shortest
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
             doubtful = [k for k, q in queue.items() if q.demand.tokens > shortest or q.demand.exclude]
@@ -432,18 +447,12 @@ class Master:
     def _view(self, now: float) -> ClusterView:
         return ClusterView(
             now=now,
-            instances=[life.load or life.view() for life in self._able(now)],
+            instances=self._roster.loads(now),
+            shortest=self._roster.shortest,
             queue=self._queue.demands,
             offline=self._backlog.demands,
             rates=self._rates.rates(now),
         )
-
-    def _able(self, now: float) -> list[Life]:
-        """Instances that may be given work. Silent ones are among them only when all are: a single engine in the middle
-        of a long step still takes requests, for there is nobody else who could."""
-        taking = [life for life in self._lives.values() if not life.leaving]
-        fresh = [life for life in taking if now - life.heard <= SUSPECT_AFTER]
-        return fresh or [life for life in taking if now - life.heard <= DEAD_AFTER]
 
     # --- pools and numbers
 
@@ -455,7 +464,7 @@ class Master:
                 continue
             self._pools[move.name] = life.pool = move.pool
             life.pool_generation += 1
-            life.load = None
+            life.changed()
             actions.append(self._set_pool(life))
             actions.append(Notice(f"{move.name} goes to pool {move.pool}: {move.reason}"))
             actions += self._mesh.connect(life)
@@ -489,7 +498,7 @@ class Master:
                     actions += [StartInstance(name, pool), Notice(f"{name} is started for pool {pool}: {reason}")]
                 case Stop(name=name, reason=reason):
                     life = self._lives[name]
-                    life.draining = True
+                    life.drain()
                     actions.append(ToEngine(name, Drain(life.peer.incarnation)))
                     actions.append(Notice(f"{name} is drained: {reason}"))
         return actions
@@ -527,6 +536,7 @@ class Master:
             assert life.homes.keys() == homes, "requests are miscounted"
             assert all(self._in_flight[key].reader is life for key in life.prompts), "a request that is over"
             life.check()
+        self._roster.check()
         self._mesh.check()
         held = [*self._queue, *self._backlog, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"

@@ -109,9 +109,12 @@ class MasterPump:
 
     def _ring(self) -> None:
         self._alarm = None
+        self._tick()
+
+    def _tick(self) -> None:
         try:
             self.handle(None)
-        except Exception:  # the next tick tries again
+        except Exception:  # the next one tries again
             log.exception("the master failed")
 
     async def _listen(self, name: str) -> None:
@@ -128,7 +131,7 @@ class MasterPump:
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self.handle(None)
+            self._tick()
 
 
 def _nobody_listens(action: ToFrontend) -> None:
@@ -150,6 +153,7 @@ async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: s
 
     def deliver(action: ToFrontend) -> None:
         socket.send_multipart([action.name.encode(), codec.encode(action.message)])
+        inbox.look()  # what arrives while something is sent wakes nobody
 
     def answer(frames: list[bytes]) -> None:
         sender, *rest = frames

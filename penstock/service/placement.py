@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -31,8 +32,8 @@ from penstock.service.master_pump import MasterPump
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 5.0  # seconds that an answer may take; a master that died is back by then
 
-
-Answered = Callable[[Placed | NoPlace], None]
+Answer = Placed | NoPlace | Queued
+Answered = Callable[[Answer], None]
 
 
 class Placement(Protocol):
@@ -44,8 +45,17 @@ class Placement(Protocol):
     def wants_keys(self) -> bool:
         """Whether a question needs prefix keys."""
 
+    @property
+    def since(self) -> float:
+        """When the master was first heard that is asked now: it may only just begin to know the instances."""
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a place: of this frontend, and of the others when the master last said how many."""
+
     def start(self, answered: Answered) -> None:
-        """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns."""
+        """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns. After
+        `Queued` there is another one."""
 
     def ask(self, place: Place) -> None:
         """The answer comes as soon as there is one, and always unless the sequence is over before."""
@@ -66,6 +76,7 @@ class LocalPlacement:
     """The master is in this process."""
 
     trouble = ""
+    since = float("-inf")
 
     def __init__(self, pump: MasterPump, sender: str) -> None:
         self._pump, self._sender = pump, sender
@@ -75,6 +86,10 @@ class LocalPlacement:
     @property
     def wants_keys(self) -> bool:
         return self._pump.master.joined.wants_keys
+
+    @property
+    def waiting(self) -> int:
+        return self._pump.master.waiting
 
     def start(self, answered: Answered) -> None:
         self._answered = answered
@@ -91,7 +106,7 @@ class LocalPlacement:
         self._pump.handle(FromFrontend(self._sender, place))
 
     def _deliver(self, action: ToFrontend) -> None:
-        if isinstance(action.message, Placed | NoPlace):
+        if isinstance(action.message, Answer):
             self._answered(action.message)
 
     def begun(self, request_ids: Sequence[str]) -> None:
@@ -120,8 +135,24 @@ class ToMaster(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Question:
+    """
+    Attributes:
+        since: when it was asked; its patience counts from `patient_since`.
+    """
+
+    place: Place
+    since: float
+    patient_since: float
+
+    def again(self, now: float) -> Place:
+        """As it is to be asked now."""
+        return msgspec.structs.replace(self.place, waited=self.place.waited + now - self.since)
+
+
 class RemotePlacement:
-    """The master is another process. What it was asked when it died, its next life is asked again.
+    """The master is another process. What it was asked when it died or fell silent, its next life is asked again.
 
     Attributes:
         wants_keys: as the master said last.
@@ -132,9 +163,12 @@ class RemotePlacement:
         self._clock = clock
         self._absent = "it has not answered yet"
         self._absent_since = float("-inf")
+        self._heard = float("-inf")
+        self._said_waiting = 0
+        self.since = float("-inf")
         self.wants_keys = False
-        self._asked: dict[str, tuple[Place, float]] = {}  # request id -> the question, and when; the oldest first
-        self._queued: dict[str, Place] = {}  # the same, of those that the master said it has heard
+        self._asked: dict[str, _Question] = {}  # by request id; the one with the least patience first
+        self._queued: dict[str, _Question] = {}  # the same, of those that the master said it has heard
         self._answered: Answered = _nobody_listens
         self._listening: asyncio.Task[None] | None = None
 
@@ -148,9 +182,15 @@ class RemotePlacement:
         away = self._absent and self._clock.now() - self._absent_since > PATIENCE
         return f"the master cannot be asked: {self._absent}" if away else ""
 
+    @property
+    def waiting(self) -> int:
+        ours = len(self._asked) + len(self._queued)
+        return ours if self._absent else max(ours, self._said_waiting)
+
     def ask(self, place: Place) -> None:
+        now = self._clock.now()
         self._drop(place.request_id)
-        self._asked[place.request_id] = (place, self._clock.now())
+        self._asked[place.request_id] = _Question(place, now, now)
         self._link.send(place)
 
     def begun(self, request_ids: Sequence[str]) -> None:
@@ -167,13 +207,15 @@ class RemotePlacement:
 
     def tick(self, now: float) -> None:
         """What was asked in vain for too long has its answer from here."""
+        if not self._absent and now - self._heard > PATIENCE:
+            self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
         while self._asked:
-            request_id, (place, asked) = next(iter(self._asked.items()))
-            if now - asked <= PATIENCE:
+            request_id, question = next(iter(self._asked.items()))
+            if now - question.patient_since <= PATIENCE:
                 break
             del self._asked[request_id]
             why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
-            self._answered(NoPlace(request_id, place.generation, why))
+            self._answered(NoPlace(request_id, question.place.generation, why))
 
     async def close(self) -> None:
         if self._listening is not None:
@@ -188,32 +230,43 @@ class RemotePlacement:
             except msgspec.DecodeError as error:
                 log.warning("a message from the master could not be read: %s", error)
 
+    def _miss(self, reason: str) -> None:
+        """There is no master now."""
+        log.warning("the master has gone: %s", reason)
+        self._absent, self._absent_since = reason, self._clock.now()
+        for question in self._queued.values():
+            question.patient_since = self._absent_since
+        self._asked |= self._queued
+        self._queued.clear()
+
     def _handle(self, message: MasterMessage | LinkLost) -> None:
+        if isinstance(message, LinkLost):
+            self._miss(message.message)
+            return
+        self._heard = now = self._clock.now()
         match message:
-            case LinkLost(message=reason):
-                log.warning("the master has gone: %s", reason)
-                self._absent, self._absent_since = reason, self._clock.now()
-                self._asked |= {request_id: (place, self._absent_since) for request_id, place in self._queued.items()}
-                self._queued.clear()
             case Joined(protocol=protocol):
                 back, self._absent = bool(self._absent), ""
-                self.wants_keys = message.wants_keys
+                self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
                 if protocol != PROTOCOL:
                     self._absent = f"it speaks protocol {protocol}, this frontend {PROTOCOL}"
                 elif back:
-                    for place, _ in self._asked.values():
-                        self._link.send(place)
-            case Queued(request_id=request_id, generation=generation):
-                question, _ = self._asked.get(request_id, (None, 0.0))
-                if question is not None and question.generation == generation:
-                    del self._asked[request_id]
-                    self._queued[request_id] = question
-            case Placed() | NoPlace():
-                question, _ = self._asked.get(message.request_id, (self._queued.get(message.request_id), 0.0))
-                if question is not None and question.generation == message.generation:
-                    self._drop(message.request_id)
-                    self._answered(message)
+                    self.since = now
+                    for question in self._asked.values():
+                        self._link.send(question.again(now))
+            case Placed() | NoPlace() | Queued():
+                self._pass_on(message)
+
+    def _pass_on(self, answer: Answer) -> None:
+        """Unless it is the answer to an earlier question."""
+        request_id = answer.request_id
+        question = self._asked.get(request_id) or self._queued.get(request_id)
+        if question is not None and question.place.generation == answer.generation:
+            self._drop(request_id)
+            if isinstance(answer, Queued):
+                self._queued[request_id] = question
+            self._answered(answer)
 
 
-def _nobody_listens(answer: Placed | NoPlace) -> None:
+def _nobody_listens(answer: Answer) -> None:
     raise AssertionError("asked before the start")

@@ -25,12 +25,12 @@ from penstock.core.wire.engine import (
     Shutdown,
     StepReport,
 )
-from penstock.core.wire.master import NoPlace, Outcome, Place, Placed
+from penstock.core.wire.master import NoPlace, Outcome, Place, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Endpoint, Instance, LinkLost
-from penstock.service.placement import Placement
+from penstock.service.placement import Answer, Placement
 from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
@@ -55,8 +55,7 @@ class Held:
         generation, index: whose it is, and which of its outputs.
         arrival: of the request, by the clock.
         keys: prefix keys of the prompt's full blocks, where somebody wants them.
-        believes_from: when it is believed that nobody can take it: the master may only just begin to know the
-            instances.
+        asked_first: when a place was first asked for.
         failed_at: instances that did not take it.
         chat: the conversation that it belongs to; "" when that is not known.
         launched, first: when it was sent to an engine, and when its first token came.
@@ -68,7 +67,7 @@ class Held:
     flight: Flight
     arrival: float
     keys: list[bytes] = field(default_factory=list)
-    believes_from: float = 0.0
+    asked_first: float = 0.0
     failed_at: list[str] = field(default_factory=list)
     chat: str = ""
     launched: float = 0.0
@@ -180,7 +179,7 @@ class Traffic:
         """Have sequences run that were added, unless they are over by now."""
         for held in sequences:
             if held.flight.request.id in self.held:
-                held.believes_from = self._clock.now() + MASTER_LEARNS
+                held.asked_first = self._clock.now()
                 if self._waiting:
                     self._waiting.enter(held.flight.request.id)
                 else:
@@ -192,15 +191,19 @@ class Traffic:
         except Exception as error:
             self._cannot_place(held, error)
 
-    def _answered(self, answer: Placed | NoPlace) -> None:
+    def _answered(self, answer: Answer) -> None:
         held = self.held.get(answer.request_id)
         if held is None or held.flight.attempt != answer.generation:
             return  # cancelled meanwhile
         try:
-            if isinstance(answer, Placed):
-                self._take_place(held, answer)
-            else:
-                self._nowhere(held, answer)
+            match answer:
+                case Placed():
+                    self._take_place(held, answer)
+                case NoPlace():
+                    self._nowhere(held, answer)
+                case Queued():  # it waits at the master, who will say so when there is a place
+                    self._waiting.leave(answer.request_id)
+                    self._waiting.hurry()
         except Exception as error:
             self._cannot_place(held, error)
 
@@ -220,10 +223,14 @@ class Traffic:
     def _nowhere(self, held: Held, answer: NoPlace) -> None:
         now = self._clock.now()
         serving = any(instance.serves(now) for instance in self.instances.values())
-        if held.failed_at or not serving or now > held.believes_from:
+        if held.failed_at or not serving or now > self._believes_from(held):
             held.generation.fail(Unavailable(answer.message, answer.retry_after))
         else:
             self._waiting.enter(answer.request_id)
+
+    def _believes_from(self, held: Held) -> float:
+        """When it is believed that nobody can take it: the master may only just begin to know the instances."""
+        return max(held.asked_first, self._placement.since) + MASTER_LEARNS
 
     def _ask_elsewhere(self, held: Held, without: list[str]) -> None:
         held.failed_at += without
@@ -291,8 +298,9 @@ class Traffic:
         """End what has waited in vain."""
         now = self._clock.now()
         self._placement.tick(now)
+        self._metrics.observe_queue(self._placement.waiting)
         for held in [self.held[sequence_id] for sequence_id in self._waiting]:
-            if now > held.believes_from:
+            if now > self._believes_from(held):
                 held.generation.fail(Unavailable("no instance could take this request in time"))
         self._end_overdue(now)
         for instance in self.instances.values():

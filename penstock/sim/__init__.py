@@ -8,7 +8,6 @@ breaks. A function of its arguments: equal scenarios and seeds give equal result
     simulate.py   one simulation, from a scenario to its result
     scenario.py   what is simulated, from a YAML file
     traffic.py    its requests; prompts.py: their tokens
-    bundles.py    its policies, by name
     cluster.py    everything together on one timeline
     frontend.py   the clients' side, and the record of what each request saw
     instance.py   one engine: real scheduling, modelled time

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.engine import CacheDelta, Command, Event, Peer, Pool, Ready, Refused, Snapshot
+from penstock.core.wire.engine import CacheDelta, Command, Event, Link, Peer, Pool, Ready, Refused, Snapshot
 from penstock.core.wire.handoff import PeerMessage
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
@@ -218,6 +218,8 @@ class Cluster:
         dues: list[Due] = []
         for action in self.master.tick(now, happening):
             match action:
+                case ToEngine(_, Link()):
+                    pass  # every way is there
                 case ToEngine(name, command):
                     dues.append(self._to_engine(now, name, command))
                 case ToFrontend(_, message):

@@ -39,7 +39,7 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import Recent
-from penstock.sched.local.repeat import repeat
+from penstock.sched.local.repeat import repeat, set_aside
 from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
@@ -127,7 +127,6 @@ class Instance:
         self._news: list[Due] = []
         self._now = 0.0
         self._stride: Stride | None = None
-        self._began = 0.0
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = self._deltas = 0
@@ -157,7 +156,7 @@ class Instance:
         self.alive = False
         if self._stride is not None:
             self.steps += self._stride.done(now)
-            self.busy += now - self._began
+            self.busy += now - self._stride.began
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
         """Something has come; it is read between steps."""
@@ -179,6 +178,8 @@ class Instance:
             return []
         self._now = now
         if self._stride is not None:
+            if self._goes_on(self._stride):
+                return self._look_around(now, self._stride)
             self._finish(now, self._stride)
         return self._go_on(now)
 
@@ -191,9 +192,13 @@ class Instance:
         if self.scheduler.has_work:
             self._begin(now)
         self._send_peers(now)
-        news, self._news = self._news, []
         wake = self._stride.end if self._stride is not None else self._next_pulse()
-        news.append(self._wake_at(max(now, wake)))
+        return self._wait_until(max(now, wake))
+
+    def _wait_until(self, at: float) -> list[Due]:
+        """What it has to say now, and when it wakes again."""
+        news, self._news = self._news, []
+        news.append(self._wake_at(at))
         return news
 
     def _wake_at(self, at: float) -> Due:
@@ -210,21 +215,38 @@ class Instance:
         self.intake.recent.started(plan, now)
         repeats = self._strides and all(self.intake.owner(s.request_id).told is not None for s in plan.sequences)
         until = self._next_pulse(changed=True) if repeats else now
-        self._began = now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
+
+    def _goes_on(self, stride: Stride) -> bool:
+        """Whether the next step is like the last although a look at the clock is due."""
+        return stride.more > 0 and not self._inbox and not self.handoffs.busy
+
+    def _look_around(self, now: float, stride: Stride) -> list[Due]:
+        """Between two steps of a stride that goes on: nothing has come, only the clock asks for something."""
+        self._record(now, stride)
+        self._pulse(now)
+        set_aside(self.scheduler, stride.plan)
+        stride.go_on(self._pace, self._next_pulse(changed=True))
+        return self._wait_until(stride.end)
 
     def _finish(self, now: float, stride: Stride) -> None:
         self._stride = None
-        self._changed = True
-        self.steps += len(stride.ends)
-        self.busy += now - self._began
-        outputs = self.scheduler.update(stride.plan, self._draw(stride.plan))
-        if len(stride.ends) > 1:
-            repeat(self.scheduler, stride.plan, len(stride.ends) - 1)
-        if times := self.intake.recent.ran(stride.plan, self._began, stride.ends):
-            self.scheduler.predict_by(times)
-        self._report(now, outputs)
+        self._record(now, stride)
+        if times := self.intake.recent.times:
+            self.scheduler.predict_by(times)  # of steps in between nothing was to be predicted
         self.handoffs.progress(now)
+
+    def _record(self, now: float, stride: Stride) -> None:
+        """Tell everybody of the steps that are over."""
+        self._changed = True
+        before, (began, ends) = stride.recorded, stride.record()
+        self.steps += len(ends)
+        self.busy += now - began
+        if stride.quiet:
+            repeat(self.scheduler, stride.plan, len(ends))
+        else:
+            self._report(now, self.scheduler.update(stride.plan, self._draw(stride.plan)))
+        self.intake.recent.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
         tokens = []
@@ -315,7 +337,7 @@ class Instance:
                     self._obey(now, letter)
 
     def _obey(self, now: float, command: Letter) -> None:
-        """The master. A `Link` asks for nothing here, since every way is there."""
+        """The master."""
         match command:
             case Unlink(peer=peer):
                 self.handoffs.lost(peer, for_good=True)

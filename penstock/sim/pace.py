@@ -37,22 +37,38 @@ class Pace:
         kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
         decodes = len(plan.sequences) - len(prefills)
         if not prefills:
-            return self.decode(decodes, kv_tokens)
+            return self._noisy(self._step_ms(decodes) + self._kv_ms * kv_tokens)
         ms = self._times.step_ms(prefills, decodes, kv_tokens, sum(s.sample for s in plan.sequences))
         return self._noisy(ms)
 
-    def decode(self, sequences: int, kv_tokens: int) -> float:
-        """Seconds of a step in which so many sequences compute one token each, and read so many together: the step-time
-        model is linear in these."""
-        ms = self._decode_ms.get(sequences)
-        if ms is None:
-            ms = self._decode_ms[sequences] = self._times.step_ms(decodes=sequences)
-        return self._noisy(ms + self._kv_ms * kv_tokens)
+    def decodes(self, now: float, until: float, sequences: int, kv_tokens: int, most: int) -> list[float]:
+        """When decode steps end that run one after the other, up to the first that ends at `until` or later.
+
+        Args:
+            now: when they begin.
+            sequences: that compute one token in each.
+            kv_tokens: that were read in the step before them.
+            most: steps.
+        """
+        ends: list[float] = []
+        step_ms, kv_ms = self._step_ms(sequences), self._kv_ms
+        while now < until and len(ends) < most:
+            kv_tokens += sequences
+            now += self._noisy(step_ms + kv_ms * kv_tokens)
+            ends.append(now)
+        return ends
 
     def give_back(self, steps: int) -> None:
         """So many of the last steps were not taken after all."""
         self._used -= steps if self._noise else 0
         assert self._used >= 0
+
+    def _step_ms(self, sequences: int) -> float:
+        """Of a step in which so many decode, without what they read: the step-time model is linear in that."""
+        ms = self._decode_ms.get(sequences)
+        if ms is None:
+            ms = self._decode_ms[sequences] = self._times.step_ms(decodes=sequences)
+        return ms
 
     def _noisy(self, ms: float) -> float:
         if not self._noise:

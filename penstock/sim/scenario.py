@@ -6,7 +6,7 @@ flags. What is here is which sections there are, and what goes together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
 from penstock.sched.local.sizing import sized
-from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, StepTime
+from penstock.sched.steptime import GEOMETRIES, DeviceModel, StepTime
+from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
-from penstock.sim.bundles import BUNDLES
 from penstock.sim.wires import Transport
 from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
 
@@ -36,6 +36,7 @@ class Tables:
         tasks: of each entry in that list, as for `failures`.
         engine: of every instance.
         instances: of a group besides those: name, count, pool.
+        load_device: what a device can do, by its name or file; raises ConfigError.
     """
 
     top: Sequence[Setting]
@@ -50,6 +51,7 @@ class Tables:
     heartbeat: Sequence[Setting]
     transport: Sequence[Setting]
     failures: Sequence[Setting]
+    load_device: Callable[[str], DeviceModel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,9 +347,12 @@ class _Parser:
         options = self._values({**shared, **own}, tables.engine)
         head["name"] = head["name"] or ("engine" if head["pool"] == "any" else head["pool"])
         try:
-            return Group(**head, **_sized(options))
+            return Group(**head, **_sized(options, tables.load_device))
         except ConfigError as error:
-            file.complain(own.get(error.field or "", shared.get(error.field or "", spot)), str(error))
+            file.complain(
+                own.get(error.field or "", shared.get(error.field or "", spot)),
+                str(error).removeprefix(f"{error.field}: "),
+            )
             return None
 
     def _scaling(self, layouts: Mapping[str, Sequence[Group]]) -> Scaling | None:
@@ -391,16 +396,16 @@ def _targets(values: Mapping[str, float | None], default: SLO) -> SLO:
     )
 
 
-def _device(options: Mapping[str, Any]) -> DeviceModel:
-    sheet = DEVICES[options["device"].removeprefix(PREFIX)]
+def _device(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> DeviceModel:
+    sheet = load(options["device"].removeprefix(PREFIX))
     share = options["efficiency"]
     reached = replace(sheet, peak_flops=sheet.peak_flops * share, bandwidth=sheet.bandwidth * share)
     return reached.parallel(options["tensor_parallel_size"])
 
 
-def _sized(options: Mapping[str, Any]) -> dict[str, Any]:
+def _sized(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> dict[str, Any]:
     """Fields of a `Group` from engine options. Raises ConfigError naming the option."""
-    device, shape = _device(options), GEOMETRIES[options["geometry"]]
+    device, shape = _device(options, load), GEOMETRIES[options["geometry"]]
     sizes = sized(
         device.slowed(options["step_time_error"]),
         shape,

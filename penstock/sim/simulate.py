@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.sched.cluster import Random
 from penstock.sched.cluster.priority_slo import Bounds, Range
-from penstock.sim.bundles import BUNDLES, Circumstances
+from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import Record
 from penstock.sim.result import kept, summarise

@@ -14,30 +14,54 @@ from penstock.sim.pace import KEPT, Pace
 
 @dataclass(slots=True)
 class Stride:
-    """Steps that run one after the other without a decision between them.
+    """Steps that run one after the other without a decision between them, known so far as somebody looks ahead.
 
     Attributes:
         plan: of the first; the others are its continuation.
-        ends: when each is over, in seconds.
+        began: when the first that is not recorded began, in seconds.
+        ends: when each is over.
+        quiet: nothing comes of any of them but one more token for everybody.
+        recorded: how many of them the scheduler knows of.
+        more: how many can follow.
+        kv_tokens: that the last reads.
     """
 
     plan: StepPlan
+    began: float
     ends: list[float]
+    quiet: bool = False
+    recorded: int = 0
+    more: int = 0
+    kv_tokens: int = 0
 
     @property
     def end(self) -> float:
         return self.ends[-1]
 
     def done(self, now: float) -> int:
-        """Steps that are over."""
-        return bisect_right(self.ends, now)
+        """Steps that are over and not recorded."""
+        return bisect_right(self.ends, now) - self.recorded
 
     def cut(self, now: float) -> int:
         """Something has happened: end with the step that is running. Returns how many steps are not taken."""
         steps = bisect_left(self.ends, now) + 1
         dropped = max(0, len(self.ends) - steps)
         del self.ends[steps:]
+        self.more = 0
         return dropped
+
+    def go_on(self, pace: Pace, until: float) -> None:
+        """Look ahead, as far as to a step that ends at `until` or later."""
+        more = pace.decodes(self.end, until, len(self.plan.sequences), self.kv_tokens, min(KEPT, self.more))
+        self.ends += more
+        self.more -= len(more)
+        self.kv_tokens += len(more) * len(self.plan.sequences)
+
+    def record(self) -> tuple[float, list[float]]:
+        """When those that are not recorded began, and when each ended: they are now."""
+        began, ends = self.began, self.ends[self.recorded :]
+        self.began, self.recorded = self.end, len(self.ends)
+        return began, ends
 
 
 def begin_stride(
@@ -49,12 +73,11 @@ def begin_stride(
     Args:
         lengths: how many tokens each request will generate.
     """
-    stride = Stride(plan, [now + pace.step(plan)])
-    more = min(KEPT, repeatable(scheduler, plan, lengths)) if stride.end < until else 0
-    count = len(plan.sequences)
-    kv_tokens = sum(s.start + 1 for s in plan.sequences) if more else 0
-    while more and stride.end < until:
-        kv_tokens += count
-        stride.ends.append(stride.end + pace.decode(count, kv_tokens))
-        more -= 1
+    stride = Stride(plan, now, [now + pace.step(plan)])
+    if until > now:
+        stride.more = repeatable(scheduler, plan, lengths)
+        if stride.more:
+            stride.quiet = True
+            stride.kv_tokens = sum(s.start + 1 for s in plan.sequences)
+            stride.go_on(pace, until)
     return stride

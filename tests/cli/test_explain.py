@@ -75,7 +75,7 @@ def test_outputs_that_waited_and_were_handed_over(recording, capsys):
 
 
 def test_for_people(recording, capsys):
-    assert main(["explain", "two", "--file", recording, "--policy", "least-loaded"]) == 0
+    assert main(["explain", "two", "--file", recording, "--policy", "least_loaded"]) == 0
     out = capsys.readouterr().out
     for words in (
         "two-0-12345678-1",
@@ -85,7 +85,7 @@ def test_for_people(recording, capsys):
         "100.0 ms of it in the master's queue while 1 of the others got a place",
         "moved for it: move free to prefill: it is needed there",
         "+109.3",
-        "least-loaded would have chosen",
+        "least_loaded would have chosen",
         "move busy to decode: it decodes",
         "it ended with 100 tokens, TTFT 50.0 ms",
         "predicted minus actual TTFT",
@@ -141,14 +141,14 @@ def test_a_recording_in_short(recording, capsys):
 
 
 def test_a_recording_decided_again(recording, capsys):
-    content = as_json(capsys, "--file", recording, "--policy", "least-loaded")
+    content = as_json(capsys, "--file", recording, "--policy", "least_loaded")
     assert content["recorded"] == {"least-loaded": 4}
     assert content["decisions"] == 4
     assert content["agreement"] == 0.75
     assert content["regret_ms"]["recorded"]["p95"] == pytest.approx(300, abs=1)
     assert content["regret_ms"]["replayed"]["mean"] == 0
-    assert as_json(capsys, "--file", recording, "--policy", "least-loaded") == content
-    assert main(["explain", "--file", recording, "--policy", "least-loaded"]) == 0
+    assert as_json(capsys, "--file", recording, "--policy", "least_loaded") == content
+    assert main(["explain", "--file", recording, "--policy", "least_loaded"]) == 0
     assert "75.0% of 4 decisions are the same" in capsys.readouterr().out
 
 

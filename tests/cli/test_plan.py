@@ -45,7 +45,7 @@ def test_the_cheapest_deployment_is_found_shown_and_can_be_run(trace, tmp_path, 
     deployment = parse(str(file), file.read_text(), TABLES)
     assert sum(group.count for group in deployment.groups) == sum(part["count"] for part in winner["instances"])
     assert {group.device for group in deployment.groups} == {"modelled:l4"}
-    assert deployment.dispatch == winner["policy"].replace("_", "-")
+    assert deployment.policy == winner["policy"]
 
 
 def test_prices_decide(trace, tmp_path):

@@ -20,7 +20,7 @@ ASK = {"model": "demo", "prompt": "import os", "max_tokens": 12, "temperature": 
 @pytest.fixture(scope="module")
 def up():
     """Two engines, for the tests that leave them serving."""
-    with deployed(colocated(2, policies={"dispatch": "round-robin"}, seed=1)) as running:
+    with deployed(colocated(2, policy="round_robin", seed=1)) as running:
         yield running
 
 

@@ -92,7 +92,7 @@ class Chaos:
         self.names = set(up.pids())
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"keeper", "master", *self.frontends})
-        self.model = asyncio.run(_model(up.url))
+        self.model = asyncio.run(served_model(up.url))
         self._pools = len({instance["pool"] for instance in up.settings("master")["instances"]})
         self._context = zmq.Context()
         self._files: dict[str, int] = {}
@@ -103,33 +103,8 @@ class Chaos:
     # --- load
 
     def bodies(self, count: int, seed: int = 0, prompts: tuple[int, int] = (100, 1500), tokens: int = 60) -> list[Body]:
-        """Requests, greedy and seeded, some of which begin alike.
-
-        Args:
-            prompts: the shortest and the longest, in tokens.
-            tokens: of the longest answer.
-        """
-        rng = random.Random(seed)
-        ids = self.model.drawn_ids
-        assert ids is not None
-        common = rng.choices(ids, k=prompts[1] // 2)
-        bodies = []
-        for i in range(count):
-            prompt = common[: rng.choice([0, 64, len(common)])] + rng.choices(ids, k=rng.randint(*prompts))
-            bodies.append(
-                {
-                    "model": self.model.name,
-                    "prompt": prompt[: prompts[1]],
-                    "max_tokens": rng.randint(tokens // 2, tokens),
-                    "temperature": 0.9 * (i % 2),
-                    "seed": seed + i,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                    "return_token_ids": True,
-                }
-            )
-        return bodies
+        """See `bodies`."""
+        return bodies(self.model, count, seed, prompts, tokens)
 
     def start(self, bodies: Sequence[Body]) -> Load:
         return Load(self.up.urls, bodies)
@@ -145,7 +120,7 @@ class Chaos:
 
     def verify(self, load: Load) -> Verification:
         """No answer is wrong, neither the whole ones nor what came of the others."""
-        result = asyncio.run(_verify(self.up.url, self.model, load))
+        result = asyncio.run(verified(self.up.url, self.model, load))
         assert result.differ == 0, result.differences
         return result
 
@@ -333,12 +308,44 @@ class Load:
         return self.records
 
 
-async def _model(url: str) -> Model:
+def bodies(
+    model: Model, count: int, seed: int = 0, prompts: tuple[int, int] = (100, 1500), tokens: int = 60
+) -> list[Body]:
+    """Requests, greedy and seeded, some of which begin alike.
+
+    Args:
+        prompts: the shortest and the longest, in tokens.
+        tokens: of the longest answer.
+    """
+    rng = random.Random(seed)
+    ids = model.drawn_ids
+    assert ids is not None
+    common = rng.choices(ids, k=prompts[1] // 2)
+    made: list[Body] = []
+    for i in range(count):
+        prompt = common[: rng.choice([0, 64, len(common)])] + rng.choices(ids, k=rng.randint(*prompts))
+        made.append(
+            {
+                "model": model.name,
+                "prompt": prompt[: prompts[1]],
+                "max_tokens": rng.randint(tokens // 2, tokens),
+                "temperature": 0.9 * (i % 2),
+                "seed": seed + i,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+            }
+        )
+    return made
+
+
+async def served_model(url: str) -> Model:
     async with Client(url) as client:
         return await find_model(client, None)
 
 
-async def _verify(url: str, model: Model, load: Load) -> Verification:
+async def verified(url: str, model: Model, load: Load) -> Verification:
     async with Client(url) as client:
         return await verify(client, model, load.bodies, load.records)
 

@@ -190,18 +190,18 @@ def test_steps_taken_together_are_measured_like_steps_taken_one_by_one():
 def test_factors_follow_what_steps_take():
     recent = Recent()
     scheduler = decoding(recent)
-    assert recent.ran(scheduler.schedule(), 0.0, [0.1]) is None  # nothing to hold it against
+    assert not recent.ran(scheduler.schedule(), 0.0, [0.1])  # nothing to hold it against
     assert recent.learn(None, SHAPE) is None
     assert recent.learn(DEVICE, SHAPE) == TIMES
-    now, times = 1.0, None
+    now = 1.0
     for _ in range(400):
         plan = scheduler.schedule()
         kv_tokens = sum(s.start + 1 for s in plan.sequences)
         began = now + LEARN_EVERY
         now = began + 2 * TIMES.step_ms([], len(plan.sequences), kv_tokens) / 1e3
-        times = recent.ran(plan, began, [now]) or times
+        recent.ran(plan, began, [now])
         run(scheduler, plan)
-    assert times.step_ms([], 4, 2000) == pytest.approx(2 * TIMES.step_ms([], 4, 2000), rel=0.1)
+    assert recent.times.step_ms([], 4, 2000) == pytest.approx(2 * TIMES.step_ms([], 4, 2000), rel=0.1)
     assert recent.interval_ms == pytest.approx(4 * TIMES.step_ms([], 4, 2000), rel=0.2)  # what a pause counts at most
 
 

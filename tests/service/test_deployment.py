@@ -14,6 +14,7 @@ from penstock.service.deployment import parse
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SMALLEST = "model: demo\ninstances:\n  - count: 2\n"
+BOUNDS = "{priority: 3, ttft-ms: [100, 200], tpot-ms: [20, 20.5]}"
 
 
 def read(text, **overrides):
@@ -34,8 +35,9 @@ def test_the_smallest_file_takes_every_default():
     assert deployment.names == ["demo"]
     assert deployment.server["port"] == 8000
     assert deployment.server["drain_timeout"] == 30
-    assert (deployment.frontends, deployment.dispatch) == (1, "least-loaded")
-    assert deployment.transport is None, "nothing is handed over"
+    assert (deployment.frontends, deployment.policy, deployment.priorities) == (1, "unified", {})
+    assert group.options["scheduling_policy"] == "slack"
+    assert deployment.transport.kind == "shared", "anybody may hand over to anybody"
     assert deployment.orphans == 60
     assert not deployment.warnings
 
@@ -55,7 +57,8 @@ engine: {device: "modelled:h200", max-num-seqs: 7, noise: 0}
 instances:
   - {pool: prefill, count: 2, max-num-seqs: 8, enable-prefix-caching: no}
   - {name: writers, pool: decode, kv-blocks: 64, geometry: qwen3-8b}
-policies: {dispatch: round-robin}
+policy: round_robin
+priorities: [{priority: 0, ttft-ms: [100, 200], tpot-ms: [20, 20]}]
 transport:
   kind: tcp
   lease: 2.5
@@ -78,6 +81,33 @@ restart: {backoff: 0.1, limit: 0}
     assert deployment.transport.faults == faults
     assert "on purpose" in deployment.warnings[0]
     assert (deployment.orphans, deployment.restart.backoff, deployment.restart.limit) == (7, 0.1, 0)
+
+
+def test_priorities_are_worth_targets():
+    (priority, bounds), *others = read(SMALLEST + f"priorities: [{BOUNDS}]").priorities.items()
+    assert priority == 3
+    assert (bounds.ttft.low, bounds.ttft.high, bounds.tpot.low, bounds.tpot.high) == (0.1, 0.2, 0.02, 0.0205)
+    assert not others
+
+
+def test_a_policy_says_what_is_linked_and_how_engines_pace_their_steps():
+    def told(text):
+        deployment = read(text)
+        return deployment.policy, deployment.transport is not None, deployment.groups[0].options["scheduling_policy"]
+
+    assert told(SMALLEST + "policy: hfx") == ("hfx", False, "fcfs")
+    assert told(SMALLEST + "policy: unified") == ("unified", True, "slack")
+    assert told("model: demo\ninstances: [{}]") == ("unified", False, "slack"), "one has nobody to hand over to"
+    assert told("model: demo\ninstances: [{device: 'cuda:0'}, {name: b, device: 'cuda:1'}]") == (
+        "unified",
+        False,
+        "slack",
+    )
+    assert told(SMALLEST + "engine: {scheduling-policy: fcfs}") == ("unified", True, "fcfs")
+    pools = "model: demo\ninstances: [{pool: prefill}, {pool: decode, scheduling-policy: slack}]\n"
+    assert told(pools) == ("least_loaded", True, "fcfs")
+    assert read(pools).groups[1].options["scheduling_policy"] == "slack"
+    assert read(pools + "policy: unified").warnings == ("policy: unified does not look at pools",)
 
 
 def test_a_flag_goes_before_the_file():
@@ -114,7 +144,22 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "seed: 1\nseed: 2", "up.yaml:5: seed: given twice, first in line 4"),
         (SMALLEST + "limits: 5", "up.yaml:4: limits: '5', allowed are settings"),
         (SMALLEST + "limits:\n  drain-timeout: soon", "up.yaml:5: limits.drain-timeout: 'soon', allowed is a whole"),
-        (SMALLEST + "policies: {dispatch: best}", "up.yaml:4: policies.dispatch: 'best', allowed is round-robin, "),
+        (SMALLEST + "policy: best", "up.yaml:4: policy: 'best', allowed is round_robin, "),
+        (
+            SMALLEST + "policy: hfx_scaling",
+            "up.yaml:4: policy: 'hfx_scaling', allowed is only what leaves the number of",
+        ),
+        (SMALLEST + "priorities: {priority: 1}", "up.yaml:4: priorities: a section, allowed is a list"),
+        (SMALLEST + "priorities: [{priority: 1, tpot-ms: [1, 2]}]", "up.yaml:4: priorities[0]: ttft-ms: missing"),
+        (SMALLEST + "priorities: [{ttft-ms: 5}]", "up.yaml:4: priorities[0].ttft-ms: '5', allowed is [LOW, HIGH]"),
+        (
+            SMALLEST + "priorities: [{ttft-ms: [9, 5]}]",
+            "up.yaml:4: priorities[0].ttft-ms: a list, allowed is [LOW, HIGH]",
+        ),
+        (
+            SMALLEST + f"priorities:\n  - {BOUNDS}\n  - {BOUNDS}",
+            "up.yaml:6: priorities[1].priority: 3, allowed is each priority once",
+        ),
         (
             SMALLEST + "    max-num-seq: 1",
             "up.yaml:4: instances[0].max-num-seq: no such setting, did you mean max-num-s",

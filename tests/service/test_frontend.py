@@ -28,6 +28,7 @@ class ScriptedPlacement:
 
     trouble = ""
     wants_keys = False
+    since, waiting = float("-inf"), 0
 
     def __init__(self, prefill, decode=None):
         self.prefill, self.decode = prefill, decode

@@ -5,8 +5,8 @@ from math import inf
 
 import pytest
 
-from penstock.core.wire.engine import CacheDelta, Drain, Link, SetPool
-from penstock.core.wire.master import Begun, Ended, NoPlace, Outcome, Place, Placed, Queued
+from penstock.core.wire.engine import LEASE, CacheDelta, Drain, Link, SetPool
+from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import Endpoint, LinkLost
@@ -114,6 +114,8 @@ def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
     assert placed.prefill.name == "b"
     assert cluster.master.wake == inf
     assert cluster.recorder.told == [("held", "r", 3.0), ("decided", "r", "b")]
+    cluster.place("s")
+    assert not cluster.master._untold
 
 
 def test_a_decision_counts_before_the_next_is_made_and_until_the_first_token():
@@ -146,7 +148,7 @@ def test_offline_work_waits_in_a_line_of_its_own():
     view = cluster.policy.seen[-1]
     assert [d.key[1] for d in view.queue] == ["on"]
     assert [d.key[1] for d in view.offline] == ["off"]
-    assert cluster.master.waiting == 1
+    assert cluster.master.waiting == 2
     cluster.policy.to = "a"
     cluster.did()
     cluster.policy.to = None
@@ -167,6 +169,20 @@ def test_what_waits_in_vain_leaves_nothing(tell):
         (answer,) = messages(cluster.did())
         assert isinstance(answer, NoPlace)
     assert cluster.master.waiting == 0
+
+
+def test_a_frontend_that_was_only_silent_hears_what_has_become_of_its_queue():
+    cluster = Cluster("a")
+    cluster.place("on"), cluster.place("off", offline=True)
+    (joined,) = messages(cluster.say(Join("f", 1)))
+    assert joined.waiting == 2
+    cluster.now = LEASE + 0.1
+    told = messages(cluster.did())
+    assert [(m.request_id, type(m)) for m in told] == [("on", NoPlace), ("off", NoPlace)]
+    assert cluster.master.waiting == 0
+    (joined,) = messages(cluster.say(Join("f", 1)))
+    assert joined.waiting == 0
+    assert messages(cluster.place("on")) == [Queued("on", 0)]
 
 
 def test_hits_are_what_is_cached_and_what_is_on_its_way_there():
@@ -201,6 +217,16 @@ def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
     assert ToEngine("a", SetPool(2, "decode", 1)) in again
     cluster.policy.moves = [Move(name="b", pool="prefill", reason="at dispatch")]
     assert ToEngine("b", SetPool(1, "prefill", 1)) in cluster.place("s")
+
+
+def test_a_new_master_counts_on_from_where_its_predecessor_was():
+    """An engine passes over what an older decision was about."""
+    roles = Scripted()
+    cluster = Cluster("a", roles=roles)
+    assert cluster.engine("a", snapshot(1, 1, "any", pool_generation=6)) == []
+    roles.changes = [Move(name="a", pool="decode", reason="because")]
+    assert cluster.did() == [ToEngine("a", SetPool(1, "decode", 7))]
+    assert cluster.engine("a", snapshot(1, 2, "any", pool_generation=6)) == [ToEngine("a", SetPool(1, "decode", 7))]
 
 
 def test_where_pools_change_all_are_linked_with_all():

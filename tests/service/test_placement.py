@@ -3,13 +3,16 @@
 import asyncio
 import random
 import tempfile
+import time
 
 import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
+from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Link
-from penstock.core.wire.master import Joined, Place, Placed
+from penstock.core.wire.master import Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
+from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import Endpoint, LinkLost
 from penstock.service.link import master_link
 from penstock.service.master import Master, Policies
@@ -160,6 +163,68 @@ def test_a_master_that_stays_away_is_trouble():
     run(scenario)
 
 
+def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back():
+    async def scenario():
+        clock, link = ManualClock(), ScriptedMasterLink()
+        placement = RemotePlacement(link, clock)
+        asked = Asked(placement)
+        link.say(Joined(1, waiting=3))
+        await until(lambda: placement.waiting == 3)
+        began = placement.since
+        for name in ("r", "gone"):
+            placement.ask(place(name, waited=0.5))
+            link.say(Queued(name, 0))
+        await until(lambda: len(asked.answers) == 2)
+        clock.advance(60.0)  # however long: it is the master's to say
+        link.say(Joined(1))
+        await until(lambda: placement.waiting == 2)
+        placement.tick(clock.now())
+        placement.ended(["gone"])
+        link.say(LinkLost("gone"))
+        await until(lambda: placement._absent)
+        assert placement.waiting == 1
+        clock.advance(2.0)
+        placement.tick(clock.now())
+        link.sent.clear()
+        link.say(Joined(2))
+        await until(lambda: link.sent)
+        (again,) = link.sent
+        assert (again.request_id, again.waited) == ("r", 62.5)
+        assert placement.since == began + 62.0
+        link.say(Queued("r", 0))
+        link.say(Placed("r", 0, ready("a").peer))
+        await until(lambda: isinstance(asked.answers["r"], Placed))
+        assert isinstance(asked.answers["gone"], Queued)
+        await placement.close()
+
+    run(scenario)
+
+
+def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
+    async def scenario():
+        clock, link = ManualClock(), ScriptedMasterLink()
+        placement = RemotePlacement(link, clock)
+        asked = Asked(placement)
+        link.say(Joined(1))
+        placement.ask(place("r"))
+        link.say(Queued("r", 0))
+        await until(lambda: "r" in asked.answers)
+        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())  # perhaps it was this process that stood still
+        assert not placement.trouble
+        link.sent.clear()
+        link.say(Joined(1))
+        await until(lambda: link.sent)
+        link.say(Queued("r", 0))
+        await until(lambda: placement._queued)
+        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
+        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
+        assert placement.trouble == "the master cannot be asked: nothing was heard of it for 5 s"
+        assert asked.answers["r"] == NoPlace("r", 0, placement.trouble)
+        await placement.close()
+
+    run(scenario)
+
+
 def test_an_answer_to_an_earlier_question_is_none():
     async def scenario():
         link = ScriptedMasterLink()
@@ -174,5 +239,33 @@ def test_an_answer_to_an_earlier_question_is_none():
         assert asked.answers["r"].prefill.name == "b"
         assert list(asked.answers) == ["r"]
         await placement.close()
+
+    run(scenario)
+
+
+def test_what_arrives_while_the_master_speaks_by_itself_is_read():
+    """To send swallows what ZMQ's file descriptor would have told of it."""
+
+    async def scenario():
+        with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
+            pump, _ = make_pump("any")
+            pump.start()
+            masters, clients, heard = zmq.Context(), zmq.Context(), []
+            pump.master.tick = lambda now, happening=None: heard.append(happening) or []
+            serving = asyncio.create_task(serve_frontends(pump, masters, f"ipc://{folder}/m"))
+            await asyncio.sleep(0)  # it has bound
+            client = clients.socket(zmq.DEALER)
+            client.setsockopt(zmq.ROUTING_ID, b"f")
+            client.connect(f"ipc://{folder}/m")
+            for number in range(5):
+                client.send(encode(Join("f", number)))
+                time.sleep(0.02)  # it has arrived, and the event loop had no chance to look
+                pump.deliver(ToFrontend("f", Joined(1)))
+                await asyncio.wait_for(until(lambda n=number: FromFrontend("f", Join("f", n)) in heard), 5)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await pump.close()
+            client.close(0)
+            clients.term(), masters.term()
 
     run(scenario)

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.clock import SystemClock
 from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
-from penstock.sched.cluster import DISPATCH
+from penstock.sched.cluster import DISPATCH, Decision, Later
 from penstock.service import traffic
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
@@ -39,13 +39,14 @@ class Asker:
 class Service:
     """One engine, of which the frontend knows and the master does not yet."""
 
-    def __init__(self):
+    def __init__(self, dispatch):
         self.clock, endpoints = SystemClock(), [Endpoint("e0", "")]
         self.to_master, self.link = ScriptedLink("e0"), ScriptedLink("e0")
-        self.master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0))
+        self.master = Master(endpoints, Policies(dispatch=dispatch), random.Random(0))
         self.questions = 0
         placement = LocalPlacement(MasterPump(self.master, {"e0": self.to_master}, self.clock), "f")
-        self.traffic = Traffic(endpoints, {"e0": self.link}, placement, Metrics("m", ["e0"]), self.clock)
+        self.metrics = Metrics("m", ["e0"])
+        self.traffic = Traffic(endpoints, {"e0": self.link}, placement, self.metrics, self.clock)
         self.traffic.start()
         tick = self.master.tick
 
@@ -72,9 +73,9 @@ class Service:
         self.to_master.say(ready("e0", max_model_len=10**6))
 
 
-def run(scenario):
+def run(scenario, dispatch=None):
     async def go():
-        service = Service()
+        service = Service(dispatch or DISPATCH["least-loaded"]())
         await until(lambda: service.traffic.instances["e0"].ready)
         try:
             await scenario(service)
@@ -134,6 +135,37 @@ def test_waiting_has_an_end_also_for_those_that_never_asked():
         assert service.questions < 1 + ASKERS * (2 + (MASTER_LEARNS + TICK) / AGAIN)
 
     run(scenario)
+
+
+class Closed:
+    """A policy that makes all wait until it is opened."""
+
+    name, wants_keys, open = "closed", False, False
+
+    def decide(self, view, rng):
+        if not self.open:
+            return Later()
+        demand = view.queue[-1]  # the newest first: it has to know them all
+        return Decision(key=demand.key, prefill="e0", decode=None, policy=self.name, reason="open", costs={})
+
+
+def test_who_waits_at_the_master_waits_nowhere_else():
+    async def scenario(service):
+        askers = service.add(*(f"r{i}" for i in range(40)))  # nobody can take them, so they wait here
+        service.learn()
+        await until(lambda: service.master.waiting == 40)
+        assert not service.traffic._waiting
+        service.traffic.tick()
+        assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in service.metrics.render()[0]
+        await asyncio.sleep(MASTER_LEARNS + 2 * TICK)
+        assert not any(asker.error for asker in askers)
+        service.traffic.release(["r39"])
+        dispatch.open = True
+        service.add("last")
+        assert [request.id for request in service.link.enqueued()] == ["last", *(f"r{i}" for i in reversed(range(39)))]
+
+    dispatch = Closed()
+    run(scenario, dispatch)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])

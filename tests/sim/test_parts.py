@@ -30,15 +30,28 @@ def plan(*parts):
 # --- pace
 
 
+def decode(pace: Pace, sequences: int, kv_tokens: int) -> float:
+    """Seconds of one step."""
+    (end,) = pace.decodes(0.0, 60.0, sequences, kv_tokens - sequences, 1)
+    return end
+
+
 def test_a_step_takes_what_the_step_time_model_says():
     assert pace(noise=0).step(plan((0, 500), (100, 1))) == pytest.approx(TIMES.step_ms([(500, 0)], 1, 101, 2) / 1e3)
     assert pace(noise=0).step(plan((100, 1), (200, 1))) == pytest.approx(TIMES.step_ms([], 2, 302) / 1e3)
-    assert pace(noise=0, slowdown=2).decode(2, 302) == pytest.approx(TIMES.step_ms([], 2, 302) / 500)
+    assert decode(pace(noise=0, slowdown=2), 2, 302) == pytest.approx(TIMES.step_ms([], 2, 302) / 500)
+
+
+def test_decode_steps_follow_each_other_as_far_as_is_asked():
+    one = [decode(pace(noise=0), 2, 300 + 2 * number) for number in range(1, 6)]
+    assert pace(noise=0).decodes(1.0, 60.0, 2, 300, 5) == pytest.approx([1.0 + sum(one[:n]) for n in range(1, 6)])
+    assert len(pace(noise=0).decodes(1.0, 1.0 + sum(one[:3]) - 1e-6, 2, 300, 5)) == 3
+    assert pace(noise=0).decodes(1.0, 1.0, 2, 300, 5) == []
 
 
 def test_noise_has_the_mean_and_deviation_that_were_asked_for():
     p, ms = pace(noise=0.2), TIMES.step_ms([], 4, 4000)
-    factors = np.array([p.decode(4, 4000) for _ in range(20_000)]) / (ms / 1e3)
+    factors = np.array([decode(p, 4, 4000) for _ in range(20_000)]) / (ms / 1e3)
     assert factors.mean() == pytest.approx(1.0, abs=0.01)
     assert factors.std() == pytest.approx(0.2, abs=0.02)
     assert factors.min() > 0
@@ -46,16 +59,16 @@ def test_noise_has_the_mean_and_deviation_that_were_asked_for():
 
 def test_steps_that_were_not_taken_give_their_noise_back():
     straight, returning = pace(), pace()
-    expected = [straight.decode(1, 100) for _ in range(3 * DRAWN_AT_ONCE)]
-    found = [returning.decode(1, 100) for _ in range(DRAWN_AT_ONCE + 5)]
+    expected = [decode(straight, 1, 100) for _ in range(3 * DRAWN_AT_ONCE)]
+    found = [decode(returning, 1, 100) for _ in range(DRAWN_AT_ONCE + 5)]
     returning.give_back(20)
     del found[-20:]
-    found += [returning.decode(1, 100) for _ in range(3 * DRAWN_AT_ONCE - len(found))]
+    found += [decode(returning, 1, 100) for _ in range(3 * DRAWN_AT_ONCE - len(found))]
     assert found == expected
 
 
 def test_a_stride_is_cut_after_the_step_that_is_running():
-    stride = Stride(plan((0, 1)), [1.0, 2.0, 3.0, 4.0])
+    stride = Stride(plan((0, 1)), 0.0, [1.0, 2.0, 3.0, 4.0])
     assert stride.done(2.0) == 2
     assert stride.cut(1.5) == 2
     assert stride.ends == [1.0, 2.0]

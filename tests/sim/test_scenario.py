@@ -8,7 +8,7 @@ from penstock.cli.sim import make_tables
 from penstock.core.errors import ConfigError
 from penstock.sched.local import PACING
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.sim.bundles import BUNDLES, Circumstances
+from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.sim.scenario import parse
 from penstock.sim.workload import SLO
 from tests.sim.scenarios import COLOCATED, ONE_LINE, SPLIT, WORKLOAD, read
@@ -168,7 +168,7 @@ BAD = {
         "t.yaml:1: workload: exactly one of trace, synthetic, tasks is needed"
     ],
     ONE_LINE.replace("h200", "h300"): [
-        "t.yaml:3: engine.device: 'modelled:h300', allowed is " + ", ".join(f"modelled:{name}" for name in DEVICES)
+        f"t.yaml:3: engine.device: 'h300', allowed are {', '.join(DEVICES)}, this-machine, or a .json or .yaml file"
     ],
     ONE_LINE.replace("[{count: 2}]", "[{pool: prefill}]"): [
         "t.yaml:4: instances[0]: pool 'prefill', allowed only beside instances of 'decode' or 'any'"

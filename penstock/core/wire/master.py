@@ -87,11 +87,13 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         incarnation: of the master.
         wants_keys: whether its policy looks at prefix keys; hashing and sending them is not free.
+        waiting: sequences in its queue, of all frontends.
     """
 
     incarnation: int
     protocol: int = PROTOCOL
     wants_keys: bool = False
+    waiting: int = 0
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):

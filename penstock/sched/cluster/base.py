@@ -182,6 +182,7 @@ class ClusterView:
         queue: online sequences without a place, in order of arrival.
         offline: the first of those that are offline.
         rates: what came and went lately.
+        shortest: no instance's `max_model_len` is less; 0 says nothing.
     """
 
     now: float
@@ -189,6 +190,7 @@ class ClusterView:
     queue: Sequence[Demand] = ()
     offline: Sequence[Demand] = ()
     rates: Rates = Rates()
+    shortest: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +329,9 @@ class ScalingPolicy(Protocol):
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]: ...
 
 
-def fitting(view: ClusterView, demand: Demand) -> list[InstanceLoad]:
+def fitting(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Who could hold a sequence at all, besides those it excludes."""
     tokens = demand.tokens
+    if tokens <= view.shortest and not demand.exclude:
+        return view.instances
     return [i for i in view.instances if tokens <= i.max_model_len and i.name not in demand.exclude]

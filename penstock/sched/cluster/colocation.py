@@ -221,7 +221,7 @@ def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ah
     """The oldest offline sequence to the instance that reads it first, if one has room and so many seconds at most
     ahead of it. It decodes there, or on the emptiest of those that take over."""
     for demand in view.offline[:1]:
-        able = [i for i in instances if _may_hold(i, demand)]
+        able: Sequence[InstanceLoad] = [i for i in instances if _may_hold(i, demand)]
         if not able:  # none of these is long enough: then anybody
             able = fitting(view, demand)
         free = [i for i in able if _ahead(view, i) <= ahead and _has_room(i, demand)]

@@ -9,7 +9,7 @@ from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, fitti
 from penstock.sched.cluster.dispatch import hands_over
 
 
-def readers(view: ClusterView, demand: Demand) -> list[InstanceLoad]:
+def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Instances of "prefill" and "any"; when those have nobody to give, all. Empty when nobody could hold it."""
     able = fitting(view, demand)
     return [i for i in able if i.pool != "decode"] or able

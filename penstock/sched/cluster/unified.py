@@ -18,8 +18,9 @@ Until then it waits in one queue, and everything that is learned meanwhile count
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from math import inf
+from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import (
@@ -41,6 +42,7 @@ PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
 SAVING = 3.0  # seconds that a prompt that is in time waits for an instance to save a second of computing
 RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
 LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
+COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
 ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
 OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
 OFFLINE_STEP = 0.6  # of the strictest TPOT that a step with offline decodes may take
@@ -87,14 +89,14 @@ class Unified:
         latest = demand.arrived + demand.ttft * MARGIN
         costs: dict[str, float] = {}
         best, best_rank, best_done = None, (True, inf), 0.0
-        for i in able:
+        for i in _compared(view, demand, able):
             compute = demand.to_compute(i.name)
-            work = paced_seconds(i, compute, demand.prompt_tokens - compute, demand.tpot)
-            done = max(view.now, i.free_at) + work
+            alone = i.prefill_seconds(compute, demand.prompt_tokens - compute)
+            done = max(view.now, i.free_at) + _paced(i, alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
             # what it computes others wait for as well, which counts when there is time to wait oneself
-            rank = (late, done if late else done + SAVING * i.prefill_seconds(compute, demand.prompt_tokens - compute))
+            rank = (late, done if late else done + SAVING * alone)
             if best is None or rank < best_rank:
                 best, best_rank, best_done = i, rank, done
         if best is None or best.free_at - view.now >= AHEAD:
@@ -135,13 +137,31 @@ class Unified:
         return None
 
 
-def paced_seconds(instance: InstanceLoad, tokens: int, cached: int, tpot: float) -> float:
-    """Predicted time to read a prompt on an engine that keeps the TPOT of what decodes there.
+def _compared(view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
+    """All, unless they are very many."""
+    if len(able) <= COMPARED:
+        return able
+    free = [i for i in able if i.free_at <= view.now]
+    if len(free) > COMPARED:
+        chosen = nsmallest(COMPARED, free, key=attrgetter("requests"))
+    else:
+        chosen = nsmallest(COMPARED, able, key=attrgetter("free_at"))
+    if demand.hits:
+        known = {i.name for i in chosen}
+        holders = [i for i in able if i.name in demand.hits and i.name not in known]
+        chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+    return chosen
+
+
+def _paced(instance: InstanceLoad, alone: float, tpot: float) -> float:
+    """Predicted seconds to read a prompt on an engine that keeps the TPOT of what decodes there.
 
     In every span of the strictest target S, steps that decode take d of it and prompts get the rest: p S / (S - d)
     (HFX, 3.3.1, for prompts read in chunks).
+
+    Args:
+        alone: p, as if prompts did not have to wait for that.
     """
-    alone = instance.prefill_seconds(tokens, cached)
     strictest = min(instance.tpot, tpot)
     if not instance.decoding or strictest == inf:
         return alone
@@ -188,7 +208,7 @@ class Turns:
         self._seconds = {d.key: self._seconds.get(d.key) or _read_seconds(view, d) for d in waiting}
         kept: set[int] = set()
         longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
-        end = sum(max(0.0, i.free_at - view.now) for i in view.instances)
+        end = sum(i.free_at - view.now for i in view.instances if i.free_at > view.now)
         for place, demand in enumerate(waiting):
             seconds = self._seconds[demand.key]
             slack = demand.arrived + demand.ttft * MARGIN - view.now

@@ -34,6 +34,7 @@ class Recent:
         ttft_ms, tpot_ms: of its own requests.
         interval_ms: between the ends of two steps with decodes.
         factors: see `StepTime`.
+        times: predicts its steps with them; None when nothing is known to begin with.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Recent:
         self.interval_ms: float | None = None
         self.factors: dict[str, float] = {}
         self.learner: FactorLearner | None = None
-        self._prior: StepTime | None = None
+        self._times: StepTime | None = None
         self._learn_at = -inf
         self._last_step: float | None = None
         self._milestones: dict[str, _Milestones] = {}
@@ -54,10 +55,16 @@ class Recent:
     def learn(self, device: DeviceModel | None, shape: ModelShape | None) -> StepTime | None:
         """From now on measured steps are held against those of such a device. Returns what predicts them at first;
         None when nothing is known to begin with."""
-        if device is None or shape is None:
-            return None
-        self.learner, self._prior = FactorLearner(device, shape), StepTime(device, shape)
-        return self._prior
+        if device is not None and shape is not None:
+            self.learner, self._times = FactorLearner(device, shape), StepTime(device, shape)
+        return self._times
+
+    @property
+    def times(self) -> StepTime | None:
+        times = self._times
+        if times is not None and times.factors is not self.factors:
+            times = self._times = StepTime(times.device, times.shape, self.factors)
+        return times
 
     # --- requests
 
@@ -107,22 +114,23 @@ class Recent:
                 if milestones.started is None:
                     milestones.started = now
 
-    def ran(self, plan: StepPlan, began: float, ends: Sequence[float]) -> StepTime | None:
+    def ran(self, plan: StepPlan, began: float, ends: Sequence[float], after: int = 0) -> bool:
         """A step has run, or several that only decode, one right after the other.
 
         Args:
             plan: of the first.
             ends: of each.
+            after: steps of that plan that were recorded before.
 
         Returns:
-            What predicts steps from now on, if that has changed.
+            Whether `times` has changed.
         """
         prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
         decodes = len(plan.sequences) - len(prefills)
         kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
         rows = sum(s.sample for s in plan.sequences)
-        learner, times = self.learner, None
-        for i, end in enumerate(ends):
+        learner, learned = self.learner, False
+        for i, end in enumerate(ends, after):
             took = end - began
             if self._last_step is not None and decodes:
                 # from the end of one step to the end of the next, or what the step took after a pause
@@ -130,12 +138,11 @@ class Recent:
             if learner is not None and end >= self._learn_at:
                 self._learn_at = end + LEARN_EVERY
                 learner.observe(prefills, decodes, kv_tokens + i * decodes, rows, took * 1e3)
-                times = self._prior
+                learned = True
             self._last_step = began = end
-        if learner is None or times is None:
-            return None
-        self.factors = learner.factors
-        return StepTime(times.device, times.shape, self.factors)
+        if learner is not None and learned:
+            self.factors = learner.factors
+        return learned
 
 
 def _mean(before: float | None, value: float) -> float:

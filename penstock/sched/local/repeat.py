@@ -1,7 +1,7 @@
 """Many equal decode steps at once, for who knows beforehand how long outputs will be: the simulator.
 
 While every running sequence only decodes, nothing waits and nothing ends, a scheduler would plan the same step again
-and again. Then it is asked once, and the steps after the first are recorded together, with the same outcome.
+and again. Then it is asked once, and its steps are recorded together, with the same outcome.
 """
 
 from __future__ import annotations
@@ -37,8 +37,17 @@ def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int])
     return max(0, min(most, room))
 
 
+def set_aside(scheduler: Scheduler, plan: StepPlan) -> None:
+    """What would be by planning one more step like that of `plan`, which was recorded."""
+    for step in plan.sequences:
+        sequence = scheduler.sequence(step.request_id)
+        assert sequence is not None
+        if blocks_for(sequence.computed + 2) > len(sequence.blocks):
+            scheduler.set_aside(sequence, 1)
+
+
 def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
-    """Record so many steps more like that of `plan`, which was just recorded; all draw the token that it drew."""
+    """Record so many steps like that of `plan`, or more of them; each sequence draws what it drew last."""
     for step in plan.sequences:
         sequence = scheduler.sequence(step.request_id)
         assert sequence is not None

@@ -108,10 +108,14 @@ class Scheduler:
 
     def tokens_due(self) -> tuple[int, int, int]:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        waiting = sum(s.pending for s in self._waiting)
-        prefill = sum(s.pending for s in self._running if s.pending > 1)
-        held = sum(s.computed for s in (*self._running, *self._leaving.values()))
-        return waiting, prefill, held
+        waiting = sum([s.pending for s in self._waiting])
+        held, prefill = 0, 0
+        for sequence in self._running:
+            held += sequence.computed
+            pending = sequence.pending
+            if pending > 1:
+                prefill += pending
+        return waiting, prefill, held + sum([s.computed for s in self._leaving.values()])
 
     def add(self, request: Request, *, departs: bool = False, now: float = 0.0) -> None:
         """Take a request in.
@@ -289,19 +293,20 @@ class Scheduler:
             self.publish(sequence)
             if token is None:
                 continue
+            generated, request = sequence.generated, sequence.request
             sequence.tokens.append(token)
             if sequence.first is None:
                 self._answered.append(sequence)
             output = TokenOutput(
-                sequence.id,
+                request.id,
                 [token],
                 None if logprobs is None else [logprobs],
                 cached_tokens=sequence.cached_tokens or 0,
-                start=sequence.generated - 1,
+                start=generated,
             )
-            if token in sequence.request.stop_ids:
+            if token in request.stop_ids:
                 output.finish, output.stop_token = FinishReason.STOP, token
-            elif self._at_length(sequence):
+            elif generated + 1 >= request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len:
                 output.finish = FinishReason.LENGTH
             if output.finish is not None:
                 self.cancel(sequence.id)
@@ -353,24 +358,33 @@ class Scheduler:
         if not draft.budget or not sequence.blocks or sequence in draft.grants:
             return False
         missing = blocks_for(sequence.computed + count) - len(sequence.blocks)
-        while self.pool.available < missing:
+        while missing > 0 and self.pool.available < missing:
             draft.short = True
             victim = max(self._running, key=_rank)
             self._preempt(victim)
             draft.forget(victim)
             if victim is sequence:
                 return False
-        self._grant(draft, sequence, count, missing)
+        self._grant(draft, sequence, count)
         return True
 
-    def _grant(self, draft: Draft, sequence: Sequence, count: int, missing: int) -> None:
+    def _grant(self, draft: Draft, sequence: Sequence, count: int) -> None:
         draft.grants[sequence] = count
         draft.budget -= count
-        missing = max(0, missing) + self._ahead(sequence, count)
-        if missing:
-            blocks = self.pool.allocate(missing)
-            sequence.blocks += blocks
+        if blocks := self.set_aside(sequence, count):
             draft.fresh[sequence] = blocks
+
+    def set_aside(self, sequence: Sequence, count: int) -> list[int]:
+        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
+        anything. Returns those that are new."""
+        end = sequence.computed + count
+        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS:
+            return []  # it decodes, and even its next token has its place
+        missing = blocks_for(end) - len(sequence.blocks)
+        missing = max(0, missing) + self._ahead(sequence, count)
+        blocks = self.pool.allocate(missing) if missing else []
+        sequence.blocks += blocks
+        return blocks
 
     def _ahead(self, sequence: Sequence, count: int) -> int:
         """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
@@ -415,7 +429,7 @@ class Scheduler:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
-        self._grant(draft, sequence, count, blocks_for(cached + count) - len(hit))
+        self._grant(draft, sequence, count)
         allowance.granted(sequence, cached, count)
         return True
 
@@ -474,19 +488,14 @@ class Scheduler:
 
     def publish(self, sequence: Sequence) -> None:
         """What it has computed can be found by others."""
-        if not self._prefix_cache:
-            return
         full = sequence.computed // BLOCK_TOKENS
-        if full == sequence.published:
+        if full == sequence.published or not self._prefix_cache:
             return
         extend_keys(sequence.keys, self.root, sequence.tokens, full)
         for i in range(sequence.published, full):
             parent = sequence.keys[i - 1] if i else self.root
             sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
         sequence.published = full
-
-    def _at_length(self, sequence: Sequence) -> bool:
-        return sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._pacing.wait(sequence, lambda s: len(self._prefix_hit(s)) * BLOCK_TOKENS)

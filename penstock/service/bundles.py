@@ -1,9 +1,10 @@
-"""Policies by name. A name is a whole bundle: everything about a cluster that is decided and not configured."""
+"""Policies by name, the same ones for `penstock up` and the simulator. A name is a whole bundle: everything about a
+cluster that is decided and not configured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.sched.cluster import COLOCATION, DISPATCH, SCALING, Colocated, ColocatedRoles, Everywhere, ScalingPolicy
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
@@ -39,10 +40,14 @@ class Bundle:
     Attributes:
         make: fresh policies: they remember.
         pacing: of the engines, a name in `sched.local.PACING`.
+        moves: whether instances may have to hand over to all others, whatever their pools.
+        scales: whether it starts and stops instances, for which there has to be somebody who does.
     """
 
     make: Callable[[Circumstances], Policies]
     pacing: str = "fcfs"
+    moves: bool = False
+    scales: bool = False
 
 
 def _dispatch(name: str) -> Bundle:
@@ -52,7 +57,12 @@ def _dispatch(name: str) -> Bundle:
 
 def _colocated(name: str) -> Bundle:
     """Least-loaded, and something that shares the instances between online and offline work."""
-    return Bundle(make=lambda at: Policies(dispatch=Colocated(DISPATCH["least-loaded"](), COLOCATION[name]())))
+
+    def make(at: Circumstances) -> Policies:
+        dispatch = Colocated(DISPATCH["least-loaded"](), COLOCATION[name]())
+        return Policies(dispatch=dispatch, priorities=at.mapping())
+
+    return Bundle(make=make)
 
 
 def _xllm(at: Circumstances) -> Policies:
@@ -61,35 +71,32 @@ def _xllm(at: Circumstances) -> Policies:
     return Policies(dispatch=Colocated(dispatch, pools), roles=ColocatedRoles(roles, pools), priorities=at.mapping())
 
 
-def _scaled(dispatch: str, scaling: str, at: Circumstances) -> Policies:
-    return Policies(dispatch=DISPATCH[dispatch](), scaling=at.scaling(scaling), priorities=at.mapping())
+def _unified(at: Circumstances) -> Policies:
+    return Policies(dispatch=DISPATCH["unified"](), roles=Everywhere(), priorities=at.mapping())
 
+
+def _scaled(bundle: Bundle, scaling: str) -> Bundle:
+    """The same, with as many instances as are needed."""
+    return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(scaling)), scales=True)
+
+
+UNIFIED = Bundle(make=_unified, pacing="slack", moves=True)
 
 BUNDLES = {
     "round_robin": _dispatch("round-robin"),
     "least_loaded": _dispatch("least-loaded"),
-    "threshold_scaling": Bundle(make=lambda at: _scaled("least-loaded", "threshold", at)),
+    "threshold_scaling": _scaled(_dispatch("least-loaded"), "threshold"),
     "separate": _colocated("separate"),
     "online_first": _colocated("online-first"),
-    "xllm": Bundle(make=_xllm),
+    "xllm": Bundle(make=_xllm, moves=True),
     "hfx": _dispatch("hfx"),
-    "hfx_scaling": Bundle(make=lambda at: _scaled("hfx", "hfx", at)),
+    "hfx_scaling": _scaled(_dispatch("hfx"), "hfx"),
     "rtp_llm": _dispatch("rtp_llm"),
     "rtp_llm_score": _dispatch("rtp_llm_score"),
     "scorpio": _dispatch("scorpio"),
     "aladdin": _dispatch("aladdin"),
     "annealing": _dispatch("annealing"),
-    "unified": Bundle(
-        make=lambda at: Policies(dispatch=DISPATCH["unified"](), roles=Everywhere(), priorities=at.mapping()),
-        pacing="slack",
-    ),
-    "unified_scaling": Bundle(
-        make=lambda at: Policies(
-            dispatch=DISPATCH["unified"](),
-            roles=Everywhere(),
-            scaling=at.scaling("unified"),
-            priorities=at.mapping(),
-        ),
-        pacing="slack",
-    ),
+    "unified": UNIFIED,
+    "unified_scaling": _scaled(UNIFIED, "unified"),
 }
+STEADY = tuple(name for name, bundle in BUNDLES.items() if not bundle.scales)  # where nobody starts and stops instances

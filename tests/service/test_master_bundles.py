@@ -1,0 +1,166 @@
+"""Every policy that a deployment may have, in a master whose instances come and go: whatever happens, counts are right,
+nobody is sent to an instance that is not there, and in the end everything has a place."""
+
+import random
+
+import pytest
+
+from penstock.core.wire.engine import SetPool
+from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed
+from penstock.sched.cluster.priority_slo import Bounds, Range
+from penstock.sched.steptime import DEVICES, GEOMETRIES
+from penstock.service.bundles import BUNDLES, STEADY, Circumstances
+from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
+from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.master import Master
+from tests.helpers.scripted import ready, snapshot
+
+POOLS = {"colocated": ["any"] * 3, "pools": ["prefill", "decode", "decode"]}
+ENGINE = {
+    **{"max_model_len": 4000, "num_blocks": 200, "token_budget": 512, "max_sequences": 8},
+    **{"device_model": DEVICES["h200"], "shape": GEOMETRIES["qwen3-8b"]},
+}
+LEVELS = [
+    {},
+    {"ttft_ms": 800.0, "tpot_ms": 40.0},
+    {"ttft_ms": 0.1, "tpot_ms": 0.1},
+    {"offline": True},
+    {"priority": 5},
+]
+STEP = 0.05  # seconds
+
+
+class Days:
+    """Instances read 200 prompt tokens and draw 2 in every step."""
+
+    def __init__(self, policy, pools, seed):
+        self.rng = random.Random(seed)
+        self.pools = {f"{pool}-{i}": pool for i, pool in enumerate(pools)}
+        bounds = {p: Bounds(ttft=Range(0.1, 0.5), tpot=Range(0.01, 0.05)) for p in (0, 5)}
+        policies = BUNDLES[policy].make(Circumstances(priorities=bounds))
+        endpoints = [Endpoint(name, "", pool) for name, pool in self.pools.items()]
+        self.master = Master(endpoints, policies, random.Random(seed), 1)
+        self.now, self.life, self.asked = 0.0, 1, 0
+        self.lives: dict[str, int] = {}
+        self.told: dict[str, tuple[str, int]] = {}  # instance -> pool and generation
+        self.sequence = dict.fromkeys(self.pools, 0)
+        self.places: dict[str, Place] = {}  # without an answer
+        self.running: dict[str, list] = {}  # id -> lives, tokens to read, tokens to draw, times
+        for name in self.pools:
+            self.start(name)
+
+    def did(self, happening=None):
+        actions = self.master.tick(self.now, happening)
+        self.master.check()
+        for action in actions:
+            if isinstance(action, ToFrontend):
+                self.hear(action.message)
+            elif isinstance(action, ToEngine) and isinstance(action.command, SetPool):
+                self.told[action.name] = (action.command.pool, action.command.generation)
+
+    def hear(self, message):
+        if isinstance(message, NoPlace):
+            assert not self.lives, f"{message.message}, and there are {list(self.lives)}"
+            del self.places[message.request_id]
+        elif isinstance(message, Placed):
+            place = self.places.pop(message.request_id)
+            chosen = [peer for peer in (message.prefill, message.decode) if peer is not None]
+            for peer in chosen:
+                assert self.lives[peer.name] == peer.incarnation
+            self.running[place.request_id] = [
+                chosen,
+                place.prompt_tokens,
+                place.max_tokens,
+                self.now - place.waited,
+                None,
+            ]
+
+    def start(self, name):
+        self.life += 1
+        self.lives[name], self.told[name] = self.life, (self.pools[name], 0)
+        self.did(FromEngine(name, ready(name, self.life, self.pools[name], **ENGINE)))
+
+    def die(self, name):
+        if self.lives.pop(name, None) is None:
+            return
+        self.did(FromEngine(name, LinkLost("gone")))
+        for request_id in [r for r, (peers, *_) in self.running.items() if any(p.name == name for p in peers)]:
+            del self.running[request_id]
+            self.did(FromFrontend("f", Ended([request_id])))
+
+    def ask(self):
+        self.asked += 1
+        level = self.rng.choice(LEVELS)
+        place = Place(f"r{self.asked}", self.rng.choice([10, 300, 2000]), self.rng.choice([1, 8, 60]), [], **level)
+        self.places[place.request_id] = place
+        self.did(FromFrontend("f", place))
+
+    def cancel(self):
+        held = [*self.places, *self.running]
+        if held:
+            request_id = self.rng.choice(held)
+            self.places.pop(request_id, None), self.running.pop(request_id, None)
+            self.did(FromFrontend("f", Ended([request_id])))
+
+    def step(self):
+        self.now += STEP
+        self.did(FromFrontend("f", Join("f", 1)))
+        left = dict.fromkeys(self.lives, 200)
+        for request_id, state in list(self.running.items()):
+            peers, to_read, to_draw, arrived, first = state
+            reader = peers[0].name
+            if to_read:
+                read = min(to_read, left[reader])
+                left[reader] -= read
+                state[1] = to_read - read
+                if not state[1]:
+                    state[4] = self.now
+                    self.did(FromFrontend("f", Begun([request_id])))
+                continue
+            state[2] = to_draw - 2
+            if state[2] <= 0:
+                del self.running[request_id]
+                outcome = Outcome(request_id, (first - arrived) * 1e3, 10.0, 1.0, 5)
+                self.did(FromFrontend("f", Ended([request_id], [outcome])))
+        for name, life in self.lives.items():
+            self.sequence[name] += 1
+            here = [s for s in self.running.values() if s[0][-1 if not s[1] else 0].name == name]
+            held = sum(-(-s[1] // 64) + 1 for s in here)
+            pool, generation = self.told[name]
+            counts = {
+                "running": len(here),
+                "prefill_tokens": sum(s[1] for s in here),
+                "free_blocks": 200 - min(200, held),
+            }
+            said = snapshot(life, self.sequence[name], pool, pool_generation=generation, num_blocks=200, **counts)
+            self.did(FromEngine(name, said))
+        self.did()
+
+
+@pytest.mark.parametrize("shape", POOLS)
+@pytest.mark.parametrize("policy", STEADY)
+def test_whatever_happens_everything_gets_its_place(policy, shape):
+    for seed in range(3):
+        days = Days(policy, POOLS[shape], seed)
+        for _ in range(60):
+            for _ in range(days.rng.randrange(3)):
+                days.ask()
+            what = days.rng.random()
+            if what < 0.05:
+                days.die(days.rng.choice(list(days.pools)))
+            elif what < 0.3:
+                for name in days.pools.keys() - days.lives.keys():
+                    days.start(name)
+            elif what < 0.4:
+                days.cancel()
+            days.step()
+        for name in days.pools.keys() - days.lives.keys():
+            days.start(name)
+        for _ in range(2000):
+            if not days.places and not days.running:
+                break
+            days.step()
+        assert not days.places, f"{len(days.places)} still wait"
+        assert days.master.waiting == 0
+        assert not days.master._in_flight
+        assert days.asked > 30
