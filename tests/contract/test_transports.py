@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import socket
@@ -574,6 +575,7 @@ def test_nothing_is_left_after_close(way, tmp_path):
     kind, faults = way
     with keeper(tmp_path / "keeper.sock") if kind == "shared" else open(os.devnull) as path:
         pools = [open_pool(kind, path, name, 1) for name in ("a", "b")]
+        gc.collect()  # what tests before this one left to the collector is not to be missed at the end
         files, threads, folder = open_files(), transfer_threads(), set(os.listdir(tmp_path))
         made = [
             End(open_transport(kind, address(kind, tmp_path, name), name, 1, LAYOUT, pool, faults), pool, name, 1)

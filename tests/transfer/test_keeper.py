@@ -15,6 +15,7 @@ import pytest
 from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.layout import KVLayout
+from penstock.core.wire import PROTOCOL
 from penstock.core.wire.keeper import Attach, Exchange, KeeperRefused, Status, StatusReport, decode_reply
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.keeper import KeeperServer
@@ -538,7 +539,7 @@ def test_another_protocol_is_refused_with_both_values(keeper):
     with raw(keeper) as client:
         refused = attach_raw(client, protocol=1)
         assert isinstance(refused, KeeperRefused)
-        assert "protocol: 2 here, 1 there" in refused.message
+        assert f"protocol: {PROTOCOL} here, 1 there" in refused.message
 
 
 def test_a_message_may_come_in_pieces(keeper):
