@@ -19,13 +19,12 @@ where nothing is to be read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf, nextafter
 
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
-from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random
 from penstock.sched.cluster.foresight import Foresight, Prompts, has_room, room
-from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 REFUSED = 4  # sequences that are tried on every instance in vain, until the next question
@@ -106,21 +105,7 @@ class Aladdin:
                 if load.pool == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
                     return None  # whoever reads, nobody takes over
                 continue
-            decode = home.name if home is not load else None
-            both: dict[Stage, Mapping[str, float]] = {"prefill": costs}
-            if steps:
-                both["decode"] = steps
-            return Decision(
-                key=demand.key,
-                prefill=load.name,
-                decode=decode,
-                policy=self.name,
-                reason=why(load, decode),
-                costs=both,
-                predicted_ttft=max(view.now, load.free_at)
-                + load.prefill_seconds(demand.prompt_tokens)
-                - demand.arrived,
-            )
+            return read_and_home(self.name, view, demand, load, home, costs, steps)
         return None
 
     def _home(

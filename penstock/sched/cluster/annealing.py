@@ -24,10 +24,9 @@ from heapq import nsmallest
 from itertools import islice
 from math import exp, inf
 
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
-from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
 from penstock.sched.cluster.foresight import Foresight, Prompts, has_room
-from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 HOT, COLD = 0.5, 0.01  # temperatures at both ends of a search, in missed targets
@@ -122,21 +121,8 @@ class Annealing:
         if home is None:
             return None
         self._turns.took(demand)
-        decode = home.name if home is not load else None
-        costs: dict[Stage, Mapping[str, float]] = {
-            "prefill": {name: float(len(keys)) for name, keys in self._plan.items()} | {load.name: 0.0}
-        }
-        if steps:
-            costs["decode"] = steps
-        return Decision(
-            key=demand.key,
-            prefill=load.name,
-            decode=decode,
-            policy=self.name,
-            reason=why(load, decode),
-            costs=costs,
-            predicted_ttft=max(view.now, load.free_at) + load.prefill_seconds(demand.prompt_tokens) - demand.arrived,
-        )
+        costs = {name: float(len(keys)) for name, keys in self._plan.items()} | {load.name: 0.0}
+        return read_and_home(self.name, view, demand, load, home, costs, steps)
 
     def _is_in_time(self, view: ClusterView, demand: Demand) -> bool:
         return view.now + self._prompts.seconds(demand.prompt_tokens) <= demand.deadline

@@ -21,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf, nextafter
 
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
-from penstock.sched.cluster.dispatch import why
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room
-from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 
@@ -131,20 +130,8 @@ class Scorpio:
             home = None
         if home is None:
             return None
-        wait = max(0.0, load.free_at - view.now)
-        costs: dict[Stage, Mapping[str, float]] = {"prefill": {load.name: wait}}
-        if steps:
-            costs["decode"] = steps
-        decode = home.name if home is not load else None
-        return Decision(
-            key=demand.key,
-            prefill=load.name,
-            decode=decode,
-            policy=self.name,
-            reason=why(load, decode),
-            costs=costs,
-            predicted_ttft=view.now + wait + load.prefill_seconds(demand.prompt_tokens) - demand.arrived,
-        )
+        costs = {load.name: max(0.0, load.free_at - view.now)}
+        return read_and_home(self.name, view, demand, load, home, costs, steps)
 
     def _admits(self, view: ClusterView, load: InstanceLoad, demand: Demand, in_time: bool) -> bool:
         return has_room(load, demand, view.rates.output_tokens) and self._foresight.keeps_pace(load, demand, in_time)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, fitting
-from penstock.sched.cluster.dispatch import hands_over
+from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Stage, fitting
+from penstock.sched.cluster.dispatch import hands_over, why
 
 
 def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
@@ -18,6 +18,36 @@ def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
 def takers(view: ClusterView, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
     """To whom the reader can hand over; one of "any" may as well keep what it has read."""
     return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.pool, i.pool)]
+
+
+def read_and_home(
+    policy: str,
+    view: ClusterView,
+    demand: Demand,
+    reader: InstanceLoad,
+    home: InstanceLoad,
+    costs: Mapping[str, float],
+    home_costs: Mapping[str, float],
+) -> Decision:
+    """It is read by one instance behind the prompts that are there, and decodes at another or at the same.
+
+    Args:
+        costs, home_costs: of the candidates for each stage; none where a stage had no choice.
+    """
+    decode = home.name if home is not reader else None
+    both: dict[Stage, Mapping[str, float]] = {"prefill": costs}
+    if home_costs:
+        both["decode"] = home_costs
+    begins = max(view.now, reader.free_at)
+    return Decision(
+        key=demand.key,
+        prefill=reader.name,
+        decode=decode,
+        policy=policy,
+        reason=why(reader, decode),
+        costs=both,
+        predicted_ttft=begins + reader.prefill_seconds(demand.prompt_tokens) - demand.arrived,
+    )
 
 
 class Candidates:
