@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
@@ -11,9 +13,9 @@ from penstock.core.sampling import SamplingParams
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for every sequence of every step, and a frozen one takes four times as long to make
 class SequenceStep:
-    """The part of one sequence that this step computes: positions [start, start + len(tokens)).
+    """The part of one sequence that this step computes: positions [start, start + len(tokens)). It does not change.
 
     Attributes:
         request_id: whose.
@@ -39,7 +41,23 @@ class SequenceStep:
     ahead: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+class StepWork(NamedTuple):
+    """What decides how long a step takes.
+
+    Attributes:
+        prefills: (new tokens, tokens before them) of each sequence that computes more than one.
+        decodes: sequences that compute one.
+        kv_tokens: that these read together, the new ones among them.
+        rows: draws.
+    """
+
+    prefills: list[tuple[int, int]]
+    decodes: int
+    kv_tokens: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache.
 
@@ -57,7 +75,19 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum([len(s.tokens) for s in self.sequences])
+
+    @cached_property
+    def work(self) -> StepWork:
+        prefills, kv_tokens, rows = [], 0, 0
+        for s in self.sequences:
+            count = len(s.tokens)
+            if count == 1:
+                kv_tokens += s.start + 1
+            else:
+                prefills.append((count, s.start))
+            rows += s.sample
+        return StepWork(prefills, len(self.sequences) - len(prefills), kv_tokens, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,10 +263,7 @@ class PacedRunner:
 
     def _duration(self, plan: StepPlan) -> float:
         """Seconds that the step is to take."""
-        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
-        decodes = [s.start + 1 for s in plan.sequences if len(s.tokens) == 1]
-        rows = sum(s.sample for s in plan.sequences)
-        ms = self._times.step_ms(prefills, len(decodes), sum(decodes), rows)
+        ms = self._times.step_ms(*plan.work)
         # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise

@@ -33,13 +33,10 @@ class Pace:
 
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
-        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
-        kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
-        decodes = len(plan.sequences) - len(prefills)
-        if not prefills:
-            return self._noisy(self._step_ms(decodes) + self._kv_ms * kv_tokens)
-        ms = self._times.step_ms(prefills, decodes, kv_tokens, sum(s.sample for s in plan.sequences))
-        return self._noisy(ms)
+        work = plan.work
+        if not work.prefills:
+            return self._noisy(self._step_ms(work.decodes) + self._kv_ms * work.kv_tokens)
+        return self._noisy(self._times.step_ms(*work))
 
     def decodes(self, now: float, until: float, sequences: int, kv_tokens: int, most: int) -> list[float]:
         """When decode steps end that run one after the other, up to the first that ends at `until` or later.

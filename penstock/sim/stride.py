@@ -78,6 +78,6 @@ def begin_stride(
         stride.more = repeatable(scheduler, plan, lengths)
         if stride.more:
             stride.quiet = True
-            stride.kv_tokens = sum(s.start + 1 for s in plan.sequences)
+            stride.kv_tokens = plan.work.kv_tokens
             stride.go_on(pace, until)
     return stride

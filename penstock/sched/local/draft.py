@@ -32,26 +32,27 @@ class Draft:
             released: see `StepPlan`.
         """
         return StepPlan(
-            tuple(_sequence_step(s, count) for s, count in self.grants.items()),
-            tuple(block for blocks in self.fresh.values() for block in blocks),
+            tuple([_sequence_step(s, count) for s, count in self.grants.items()]),
+            tuple([block for blocks in self.fresh.values() for block in blocks]),
             tuple(released),
         )
 
 
 def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
-    tokens, request = sequence.tokens, sequence.request
-    end = sequence.computed + count
+    tokens, request, start = sequence.tokens, sequence.request, sequence.computed
+    blocks = tuple(sequence.blocks)
+    end = start + count
     sample = end == len(tokens)
     used = blocks_for(end)
     return SequenceStep(
-        request_id=request.id,
-        start=sequence.computed,
-        tokens=tokens[sequence.computed : end],
-        blocks=tuple(sequence.blocks[:used]),
-        ahead=tuple(sequence.blocks[used:]),
-        sample=sample,
-        params=request.params,
-        seed=request.seed,
-        history=list(tokens) if sample and request.params.penalised else None,
-        prompt_tokens=len(request.prompt),
+        request.id,
+        start,
+        tokens[start:end],
+        blocks if used == len(blocks) else blocks[:used],
+        sample,
+        request.params,
+        request.seed,
+        tokens[:] if sample and request.params.penalised else None,
+        len(request.prompt),
+        blocks[used:],
     )

@@ -125,10 +125,7 @@ class Recent:
         Returns:
             Whether `times` has changed.
         """
-        prefills = [(len(s.tokens), s.start) for s in plan.sequences if len(s.tokens) > 1]
-        decodes = len(plan.sequences) - len(prefills)
-        kv_tokens = sum(s.start + 1 for s in plan.sequences if len(s.tokens) == 1)
-        rows = sum(s.sample for s in plan.sequences)
+        prefills, decodes, kv_tokens, rows = plan.work
         learner, learned = self.learner, False
         for i, end in enumerate(ends, after):
             took = end - began

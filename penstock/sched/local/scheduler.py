@@ -13,6 +13,7 @@ blocks are set aside for it (`reserve`), filled by whoever carries them, and the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
@@ -267,8 +268,7 @@ class Scheduler:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
         allowance = self._pacing.begin(now, decoding, reading, self._waiting)
         draft = Draft(self.limits.token_budget)
-        for sequence in allowance.decoding:
-            self._grant_running(draft, sequence, 1)
+        self._decode(draft, allowance.decoding)
         self._fill(draft, allowance, reading)
         if not draft.grants:
             assert self._leaving or self._reserved or not self._sequences, "work waits and nothing can run"
@@ -290,23 +290,21 @@ class Scheduler:
                 outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
             sequence.computed = step.start + len(step.tokens)
-            self.publish(sequence)
+            if sequence.computed // BLOCK_TOKENS != sequence.published:
+                self.publish(sequence)
             if token is None:
                 continue
-            generated, request = sequence.generated, sequence.request
-            sequence.tokens.append(token)
+            request, tokens = sequence.request, sequence.tokens
+            generated = len(tokens) - len(request.prompt)
+            tokens.append(token)
             if sequence.first is None:
                 self._answered.append(sequence)
-            output = TokenOutput(
-                request.id,
-                [token],
-                None if logprobs is None else [logprobs],
-                cached_tokens=sequence.cached_tokens or 0,
-                start=generated,
-            )
+            output = TokenOutput(request.id, [token], None if logprobs is None else [logprobs])
+            output.cached_tokens = sequence.cached_tokens or 0
+            output.start = generated
             if token in request.stop_ids:
                 output.finish, output.stop_token = FinishReason.STOP, token
-            elif generated + 1 >= request.max_tokens or len(sequence.tokens) >= self.limits.max_model_len:
+            elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
                 output.finish = FinishReason.LENGTH
             if output.finish is not None:
                 self.cancel(sequence.id)
@@ -324,8 +322,7 @@ class Scheduler:
         admitting = True
         if allowance.gaps:
             admitting = self._read_on(draft, allowance, reading, admitting, _ONLINE)
-            for sequence in allowance.held_back():
-                self._grant_running(draft, sequence, 1)
+            self._decode(draft, allowance.held_back())
         self._read_on(draft, allowance, reading, admitting)
 
     def _read_on(
@@ -352,6 +349,17 @@ class Scheduler:
                 # nobody is admitted in a step that had to preempt: the victim would come straight back
                 admitting = not draft.short and self._admit(draft, allowance, waiting.head)
         return admitting
+
+    def _decode(self, draft: Draft, sequences: Iterable[Sequence]) -> None:
+        """Each gets its next token, as far as there is room."""
+        grants = draft.grants
+        for sequence in sequences:
+            # most have room for this token and the next one: the rest is passed over
+            if draft.budget and sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and sequence not in grants:
+                grants[sequence] = 1
+                draft.budget -= 1
+            else:
+                self._grant_running(draft, sequence, 1)
 
     def _grant_running(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
@@ -410,7 +418,8 @@ class Scheduler:
             return False
         # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
         # together would starve each other
-        lower = [s for s in self._running if s.standing > sequence.standing]
+        standing = sequence.standing
+        lower = [s for s in self._running if s.rank[:2] > standing]
         victims = self._victims(blocks_for(len(sequence.tokens)) - len(hit), hit, lower)
         if victims is None:
             return False
@@ -467,7 +476,12 @@ class Scheduler:
     @staticmethod
     def _promised(sequences: list[Sequence]) -> int:
         """Blocks that these still need for the tokens they have."""
-        return sum(s.blocks_missing for s in sequences)
+        promised = 0
+        for s in sequences:
+            missing = blocks_for(len(s.tokens)) - len(s.blocks)
+            if missing > 0:
+                promised += missing
+        return promised
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)

@@ -99,11 +99,6 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def blocks_missing(self) -> int:
-        """Blocks it still needs to compute every token it has."""
-        return max(0, blocks_for(len(self.tokens)) - len(self.blocks))
-
-    @property
     def due(self) -> float:
         """The deadline of its next token; inf without one."""
         if self.first is None:
