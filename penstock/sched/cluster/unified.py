@@ -6,7 +6,7 @@ Until then it waits in one queue, and everything that is learned meanwhile count
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
 - Prompts go in order of deadline, those first that can still keep it. When not all of those can, the longest is
   given up, which leaves the most that are kept (Moore and Hodgson, with the cluster as one machine). What was given up
-  fills the gaps, and after `PATIENCE` its turn comes in any case.
+  fills the gaps, and after `PATIENCE` it has a share of the work in any case.
 - A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
   prefix; where nowhere does, to where it is read first.
 - It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
@@ -39,6 +39,7 @@ from penstock.sched.cluster.base import (
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
 MARGIN = 0.9  # of a target that predictions may use up
 PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
+SHARE = 1 / 16  # of the work that these turns may take as long as there are prompts that can be in time
 SAVING = 3.0  # seconds that a prompt that is in time waits for an instance to save a second of computing
 RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
 LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
@@ -182,6 +183,8 @@ class Turns:
         self._made_at = -inf
         self._newest: Key | None = None
         self._seconds: dict[Key, float] = {}  # that each takes to be read
+        self._overdue: Key | None = None  # whose turn it is although it is late
+        self._owed = 0.0  # seconds of work that is in time, before the next such turn
 
     def are_stale(self, view: ClusterView) -> bool:
         """Whether the queue is another than it was, or has waited."""
@@ -198,7 +201,12 @@ class Turns:
     def take(self, place: int) -> None:
         """That one has its place."""
         gone = self._order.pop(place)
-        self._seconds.pop(gone.key, None)
+        seconds = self._seconds.pop(gone.key, 0.0)
+        if gone.key == self._overdue:
+            self._overdue = None
+            self._owed = seconds / SHARE
+        else:
+            self._owed -= seconds
         if gone.key == self._newest:
             self._newest = None  # whoever is the newest now, it is looked at once more
 
@@ -223,11 +231,13 @@ class Turns:
                 kept.discard(gone)
         late = [d for place, d in enumerate(waiting) if place not in kept]
         late.sort(key=lambda d: (d.priority, d.arrived))
-        overdue = min(late, key=lambda d: d.arrived, default=None)
         in_time = [d for place, d in enumerate(waiting) if place in kept]
-        if overdue is not None and view.now - overdue.arrived > _patience(overdue):
-            late.remove(overdue)
-            return [overdue, *in_time, *late]
+        self._overdue = None
+        oldest = min(late, key=lambda d: d.arrived, default=None)
+        if oldest is not None and self._owed <= 0 and view.now - oldest.arrived > _patience(oldest):
+            self._overdue = oldest.key
+            late.remove(oldest)
+            return [oldest, *in_time, *late]
         return [*in_time, *late]
 
 
