@@ -40,7 +40,7 @@ AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its r
 MARGIN = 0.9  # of a target that predictions may use up
 PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
 SHARE = 1 / 16  # of the work that these turns may take as long as there are prompts that can be in time
-SAVING = 3.0  # seconds that a prompt that is in time waits for an instance to save a second of computing
+SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, when many others wait too
 RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
 LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
@@ -58,6 +58,7 @@ class Unified:
 
     def __init__(self) -> None:
         self._turns = Turns()
+        self._readers: dict[str, _Reader] = {}
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         if view.queue:
@@ -89,15 +90,17 @@ class Unified:
         able = fitting(view, demand)
         latest = demand.arrived + demand.ttft * MARGIN
         costs: dict[str, float] = {}
+        saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
         best, best_rank, best_done = None, (True, inf), 0.0
         for i in _compared(view, demand, able):
             compute = demand.to_compute(i.name)
-            alone = i.prefill_seconds(compute, demand.prompt_tokens - compute)
-            done = max(view.now, i.free_at) + _paced(i, alone, demand.tpot)
+            reader = self._reader(i)
+            alone = reader.alone(compute, demand.prompt_tokens - compute)
+            done = max(view.now, i.free_at) + reader.paced(alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
             # what it computes others wait for as well, which counts when there is time to wait oneself
-            rank = (late, done if late else done + SAVING * alone)
+            rank = (late, done if late else done + saving * alone)
             if best is None or rank < best_rank:
                 best, best_rank, best_done = i, rank, done
         if best is None or best.free_at - view.now >= AHEAD:
@@ -115,6 +118,12 @@ class Unified:
             costs=stages,
             predicted_ttft=best_done - demand.arrived,
         )
+
+    def _reader(self, instance: InstanceLoad) -> _Reader:
+        known = self._readers.get(instance.name)
+        if known is None or known.instance is not instance:
+            known = self._readers[instance.name] = _Reader(instance)
+        return known
 
     # --- offline
 
@@ -154,20 +163,34 @@ def _compared(view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -
     return chosen
 
 
-def _paced(instance: InstanceLoad, alone: float, tpot: float) -> float:
-    """Predicted seconds to read a prompt on an engine that keeps the TPOT of what decodes there.
+class _Reader:
+    """How fast an instance reads prompts. Remembered for as long as its load is the same object."""
 
-    In every span of the strictest target S, steps that decode take d of it and prompts get the rest: p S / (S - d)
-    (HFX, 3.3.1, for prompts read in chunks).
+    def __init__(self, instance: InstanceLoad) -> None:
+        self.instance = instance
+        self._step = instance.decode_seconds if instance.decoding else 0.0
+        self._alone: dict[tuple[int, int], float] = {}
 
-    Args:
-        alone: p, as if prompts did not have to wait for that.
-    """
-    strictest = min(instance.tpot, tpot)
-    if not instance.decoding or strictest == inf:
-        return alone
-    step = instance.decode_seconds
-    return alone * strictest / max(strictest - step, 0.1 * strictest)
+    def alone(self, tokens: int, cached: int) -> float:
+        """Predicted seconds to read a prompt as if it did not have to wait for what decodes there."""
+        known = self._alone.get((tokens, cached))
+        if known is None:
+            known = self._alone[tokens, cached] = self.instance.prefill_seconds(tokens, cached)
+        return known
+
+    def paced(self, alone: float, tpot: float) -> float:
+        """The same on an engine that keeps the TPOT of what decodes there.
+
+        In every span of the strictest target S, steps that decode take d of it and prompts get the rest: p S / (S - d)
+        (HFX, 3.3.1, for prompts read in chunks).
+
+        Args:
+            alone: p.
+        """
+        strictest = min(self.instance.tpot, tpot)
+        if not self._step or strictest == inf:
+            return alone
+        return alone * strictest / max(strictest - self._step, 0.1 * strictest)
 
 
 class Turns:
