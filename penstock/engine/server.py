@@ -162,10 +162,12 @@ class EngineServer:
         plan = self._engine.plan()
         if not plan.sequences:
             return False
-        self._changed = True
         if self._handoffs is not None:
             self._handoffs.started(self._clock.now(), plan)
-        self._report(self._engine.run(plan), plan.num_tokens)
+        outputs = self._engine.run(plan)
+        # that everybody has one more token is no news
+        self._changed |= bool(plan.work.prefills) or any(output.finish is not None for output in outputs)
+        self._report(outputs, plan.num_tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
         return True
@@ -289,7 +291,8 @@ class EngineServer:
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
     def _tell_masters(self, now: float) -> None:
-        """The load when it has changed or a while has passed, and what came and went in the cache."""
+        """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
+        in the cache."""
         self._snapshot_at, self._changed = now, False
         changes = self._engine.cache_log.take() if self._engine.cache_log is not None else None
         masters = [client for client, state in self._clients.items() if state.kind == "master"]

@@ -34,6 +34,7 @@ OUTLIER = 6.0  # mean gaps; a step that is further off is an accident
 LEAST_OUTLIER = 0.5  # and so far off, as a share of its predicted time, it has to be at least
 BELIEVED = 8  # accidents in a row are none
 WINDOW = 256  # steps
+SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
 NAMES = (
     "overhead",
     "collectives",
@@ -91,6 +92,11 @@ class FactorLearner:
             return Gap(0, 0.0, 0.0)
         gaps = np.array(self._gaps)
         return Gap(len(gaps), float(gaps.mean()), float(np.quantile(np.abs(gaps), 0.9)))
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is little left to learn: it may be shown steps less often until that changes."""
+        return len(self._gaps) >= SETTLED_STEPS and self._mean_gap is not None and self._mean_gap < SETTLED_GAP
 
     def changed(self) -> None:
         """Something was loaded, compiled or captured anew: the next WARM_UP steps say nothing."""

@@ -214,7 +214,7 @@ class Instance:
         self.handoffs.started(now, plan)
         self.intake.recent.started(plan, now)
         repeats = self._strides and all(self.intake.owner(s.request_id).told is not None for s in plan.sequences)
-        until = self._next_pulse(changed=True) if repeats else now
+        until = self._next_pulse() if repeats else now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
 
     def _goes_on(self, stride: Stride) -> bool:
@@ -226,7 +226,7 @@ class Instance:
         self._record(now, stride)
         self._pulse(now)
         set_aside(self.scheduler, stride.plan)
-        stride.go_on(self._pace, self._next_pulse(changed=True))
+        stride.go_on(self._pace, self._next_pulse())
         return self._wait_until(stride.end)
 
     def _finish(self, now: float, stride: Stride) -> None:
@@ -238,14 +238,16 @@ class Instance:
 
     def _record(self, now: float, stride: Stride) -> None:
         """Tell everybody of the steps that are over."""
-        self._changed = True
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
         self.busy += now - began
         if stride.quiet:
             repeat(self.scheduler, stride.plan, len(ends))
         else:
-            self._report(now, self.scheduler.update(stride.plan, self._draw(stride.plan)))
+            outputs = self.scheduler.update(stride.plan, self._draw(stride.plan))
+            # that everybody has one more token is no news
+            self._changed |= bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
+            self._report(now, outputs)
         self.intake.recent.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
@@ -278,11 +280,10 @@ class Instance:
 
     # --- by the clock
 
-    def _next_pulse(self, changed: bool | None = None) -> float:
+    def _next_pulse(self) -> float:
         """When the clock next asks for something."""
-        changed = self._changed if changed is None else changed
         snapshot = self._looked_at + self._heartbeat
-        if not changed:
+        if not self._changed:
             snapshot = max(snapshot, self._told_at + IDLE_HEARTBEAT)
         return min(snapshot, self._ticked_at + self._tick_every) if self.handoffs.busy else snapshot
 
@@ -294,7 +295,8 @@ class Instance:
             self._tell_master(now)
 
     def _tell_master(self, now: float) -> None:
-        """The load when it has changed or a while has passed, and what came and went in the cache."""
+        """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
+        in the cache."""
         self._looked_at, self._changed = now, False
         seen = snapshot(self.intake)
         if seen != self._snapshot or now >= self._told_at + IDLE_HEARTBEAT:

@@ -15,6 +15,7 @@ from penstock.sched.steptime import StepTime
 
 WEIGHT = 0.1  # of the newest value in a mean
 LEARN_EVERY = 0.05  # seconds between two steps that predictions are held against: that is enough, and not for nothing
+CHECK_EVERY = 0.5  # the same once they are right
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class Recent:
                 # from the end of one step to the end of the next, or what the step took after a pause
                 self.interval_ms = _mean(self.interval_ms, min(end - self._last_step, 2 * took) * 1e3)
             if learner is not None and end >= self._learn_at:
-                self._learn_at = end + LEARN_EVERY
+                self._learn_at = end + (CHECK_EVERY if learner.settled else LEARN_EVERY)
                 learner.observe(prefills, decodes, kv_tokens + i * decodes, rows, took * 1e3)
                 learned = True
             self._last_step = began = end
