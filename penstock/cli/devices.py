@@ -1,4 +1,7 @@
-"""Devices by name: those with a data sheet, this machine as it was measured, and files of such values."""
+"""Devices by name: those with a data sheet, this machine as it was measured, and files of such values.
+
+A file may also say what steps of one model took on its device (`steps`), beyond what the device's values alone say.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.core.device import DeviceModel
+from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
-from penstock.sched.steptime import DEVICES
+from penstock.sched.steptime import DEVICES, GEOMETRIES, read_shape
+from penstock.service.checkpoint import DEMO
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +31,23 @@ MEASURED_SECONDS = 0.4  # for each value
 COPIED = 1 << 28  # bytes; far beyond any processor's caches
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """What steps of one model took on a device.
+
+    Attributes:
+        shape: of the model.
+        factors: for `StepTime`, over the device's values.
+        noise: standard deviation of a step's time, relative to it.
+        count: steps that were measured.
+    """
+
+    shape: ModelShape
+    factors: Mapping[str, float]
+    noise: float
+    count: int
+
+
 def load_device(name: str) -> DeviceModel:
     """
     Args:
@@ -35,16 +56,51 @@ def load_device(name: str) -> DeviceModel:
     Raises:
         ConfigError: one line; also when this machine was never measured.
     """
-    if name in DEVICES:
-        return DEVICES[name]
+    return DEVICES[name] if name in DEVICES else _read(_file_of(name))[0]
+
+
+def load_factors(name: str, shape: ModelShape) -> Mapping[str, float]:
+    """What measured steps of this model are of the device's rooflines; nothing where they were not measured. Arguments
+    and errors as for `load_device`."""
+    steps = None if name in DEVICES else _read(_file_of(name))[1]
+    return steps.factors if steps is not None and steps.shape == shape else {}
+
+
+def load_geometry(name: str) -> ModelShape:
+    """
+    Args:
+        name: in `sched.steptime.GEOMETRIES`, "demo", or a Hugging Face folder.
+
+    Raises:
+        ConfigError: neither, or a config.json that describes no dense decoder.
+    """
+    if name in GEOMETRIES:
+        return GEOMETRIES[name]
+    folder = DEMO if name == "demo" else Path(name)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        allowed = f"allowed are {', '.join(GEOMETRIES)}, demo, or a folder with a config.json"
+        raise ConfigError(f"geometry: {name!r}, {allowed}", "geometry") from None
+    except ValueError as error:
+        raise ConfigError(f"geometry: {folder / 'config.json'} is no JSON ({error})", "geometry") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"geometry: {folder / 'config.json'} holds no JSON object", "geometry")
+    try:
+        return read_shape(config)
+    except ConfigError as error:
+        raise ConfigError(f"geometry: {folder}: {error}", "geometry") from None
+
+
+def _file_of(name: str) -> Path:
     if name == THIS_MACHINE:
         if not saved_file().exists():
             raise ConfigError(f"device: {name!r} was never measured; `penstock doctor --save` does", "device")
-        return _read(saved_file())
+        return saved_file()
     if not name.endswith(FILES):
         known = ", ".join(DEVICES)
         raise ConfigError(f"device: {name!r}, allowed are {known}, {THIS_MACHINE}, or a .json or .yaml file", "device")
-    return _read(Path(name))
+    return Path(name)
 
 
 def saved_file() -> Path:
@@ -53,12 +109,13 @@ def saved_file() -> Path:
     return Path(cache) / "penstock" / f"{THIS_MACHINE}.json"
 
 
-def save_device(device: DeviceModel, file: Path) -> None:
+def save_device(device: DeviceModel, file: Path, steps: MeasuredSteps | None = None) -> None:
     """Raises ConfigError when the file cannot be written."""
+    values = asdict(device) | ({} if steps is None else {"steps": asdict(steps)})
     new = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(asdict(device), indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         new.replace(file)
     except OSError as error:
         raise ConfigError(f"save: {file} cannot be written ({error.strerror})", "save") from None
@@ -75,7 +132,7 @@ def known_device(device: torch.device) -> DeviceModel | None:
     if not saved_file().exists():
         return None
     try:
-        return _read(saved_file())
+        return _read(saved_file())[0]
     except ConfigError as error:
         log.warning("%s; step times are predicted from nothing", error)
         return None
@@ -127,7 +184,7 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _read(file: Path) -> DeviceModel:
+def _read(file: Path) -> tuple[DeviceModel, MeasuredSteps | None]:
     import msgspec
     import yaml
 
@@ -142,16 +199,21 @@ def _read(file: Path) -> DeviceModel:
         raise wrong(error) from None
     if not isinstance(values, dict):
         raise wrong("must hold a device's values by name")
+    steps = values.pop("steps", None)
     names = [field.name for field in fields(DeviceModel)]
     if unknown := [str(name) for name in values if name not in names]:
         raise wrong(f"unknown is {', '.join(unknown)}; allowed are {', '.join(names)}")
     try:
         # not strict: YAML takes 989e12 for a word
         device = msgspec.convert(values, DeviceModel, strict=False)
+        measured = None if steps is None else msgspec.convert(steps, MeasuredSteps, strict=False)
     except msgspec.ValidationError as error:
         raise wrong(error) from None
     for name, value in asdict(device).items():
         least = name in ("overhead_ms", "link_latency_us")
         if not (isfinite(value) and (value >= 0 if least else value > 0)):
             raise wrong(f"{name} is {value}, allowed is a number {'of at least' if least else 'above'} 0")
-    return device
+    for name, value in (measured.factors if measured is not None else {}).items():
+        if not (isfinite(value) and value >= 0):
+            raise wrong(f"steps.factors.{name} is {value}, allowed is a number of at least 0")
+    return device, measured

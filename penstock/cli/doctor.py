@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.devices import THIS_MACHINE, measure, save_device, saved_file
+from penstock.cli.devices import THIS_MACHINE, MeasuredSteps, measure, save_device, saved_file
 
 VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 EXTRAS = {"aiohttp": "bench", "huggingface-hub": "hub"}
@@ -27,33 +27,39 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="write what was measured to a file (default: where scenarios look for the device this-machine)",
     )
+    parser.add_argument(
+        "--model",
+        help="also measure steps of this model, and save what they take: a Hugging Face folder, a hub name, or demo",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved."""
+    """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved, or
+    on a model that cannot be served."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="penstock doctor", title_justify="left", show_header=False, box=None, padding=(0, 2))
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
-    rows = list(examine(None if args.save is None else Path(args.save) if args.save else saved_file()))
+    rows = list(examine(None if args.save is None else Path(args.save) if args.save else saved_file(), args.model))
     for what, state, found in rows:
         table.add_row(what, marks[state], found)
     Console().print(table)
     return 1 if any(state == "missing" for _, state, _ in rows) else 0
 
 
-def examine(save: Path | None = None) -> Iterator[Row]:
+def examine(save: Path | None = None, model: str | None = None) -> Iterator[Row]:
     """Everything that is looked at, in the order of the table.
 
     Args:
         save: where what is measured is written, if anywhere.
+        model: whose steps are measured too, if any's.
     """
     yield "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield from _processor()
     yield from _torch()
-    yield from _speed(save)
+    yield from _speed(save, model)
     yield from _packages()
     yield from _demo()
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -98,18 +104,26 @@ def _torch() -> Iterator[Row]:
         yield f"{backend} ops on {device}", "ok", ", ".join(names)
 
 
-def _speed(save: Path | None) -> Iterator[Row]:
+def _speed(save: Path | None, model: str | None) -> Iterator[Row]:
     """What a step's time is predicted from."""
     try:
         import torch
     except ImportError:
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, float32 = measure(device)
-    yield f"speed of {device}", "ok", f"{model.peak_flops:.3g} bfloat16 and {float32:.3g} float32 operations a second"
-    yield f"memory of {device}", "ok", f"{model.bandwidth / 1e9:.3g} GB/s, {model.memory / 1e9:.0f} GB"
+    can, float32 = measure(device)
+    yield f"speed of {device}", "ok", f"{can.peak_flops:.3g} bfloat16 and {float32:.3g} float32 operations a second"
+    yield f"memory of {device}", "ok", f"{can.bandwidth / 1e9:.3g} GB/s, {can.memory / 1e9:.0f} GB"
+    steps: MeasuredSteps | None = None
+    if model is not None:
+        from penstock.cli.steps import fit, measure_steps
+        from penstock.service.checkpoint import find_checkpoint
+
+        can, steps = fit(can, *measure_steps(find_checkpoint(model)))
+        found = f"{can.overhead_ms:.3g} ms and what is in them, within {steps.noise:.0%} ({steps.count} measured)"
+        yield f"steps of {model}", "ok", found
     if save is not None:
-        save_device(model, save)
+        save_device(can, save, steps)
         yield THIS_MACHINE, "ok", f"written to {save}"
     elif saved_file().exists():
         yield THIS_MACHINE, "ok", f"as in {saved_file()}"

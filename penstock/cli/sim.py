@@ -79,10 +79,9 @@ def modelled(text: str) -> str:
 
 def make_tables() -> Tables:
     from penstock.cli.deployment import TABLES, between
-    from penstock.cli.devices import load_device
+    from penstock.cli.devices import load_device, load_factors, load_geometry
     from penstock.cli.options import switch
     from penstock.sched.local import PACING
-    from penstock.sched.steptime import GEOMETRIES
     from penstock.service.bundles import BUNDLES
     from penstock.sim.scenario import Tables
 
@@ -95,6 +94,8 @@ def make_tables() -> Tables:
     )
     return Tables(
         load_device=load_device,
+        load_factors=load_factors,
+        load_geometry=load_geometry,
         top=(
             Option("description", str, "", "what it is about"),
             Option("policy", one_of(*BUNDLES), "least_loaded", "what decides"),
@@ -153,7 +154,7 @@ def make_tables() -> Tables:
             Option("device", modelled, "modelled:h200", "what the instances run on"),
             Option("tensor-parallel-size", integer(1, 64), 1, "devices that every layer is spread over"),
             Option("efficiency", number(0, 1), 1.0, "share of its data sheet that a device reaches"),
-            Option("geometry", one_of(*GEOMETRIES), "llama-3.1-8b", "the model whose times are modelled"),
+            Option("geometry", text, "llama-3.1-8b", "the model whose times are modelled: a name, a folder, or demo"),
             Option("scheduling-policy", one_of(*PACING), None, "of the engines, instead of what the policy has"),
             Option("max-model-len", integer(2), 16384, "prompt and output tokens of one sequence"),
             Option("noise", between(0, 1), 0.05, "standard deviation of a step's time, relative to it"),

@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
 from penstock.sched.local.sizing import sized
-from penstock.sched.steptime import GEOMETRIES, DeviceModel, StepTime
+from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 from penstock.sim.wires import Transport
@@ -37,6 +37,8 @@ class Tables:
         engine: of every instance.
         instances: of a group besides those: name, count, pool.
         load_device: what a device can do, by its name or file; raises ConfigError.
+        load_factors: (the same name, a model) -> `StepTime.factors` where that model's steps were measured there.
+        load_geometry: a model, by its name or folder; raises ConfigError.
     """
 
     top: Sequence[Setting]
@@ -52,6 +54,8 @@ class Tables:
     transport: Sequence[Setting]
     failures: Sequence[Setting]
     load_device: Callable[[str], DeviceModel]
+    load_factors: Callable[[str, ModelShape], Mapping[str, float]]
+    load_geometry: Callable[[str], ModelShape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,8 @@ class Group:
     """Instances that are alike.
 
     Attributes:
-        times: of its steps, without slowdown and noise.
+        times: of its steps, without slowdown and noise; with factors where steps were measured, of which nobody is
+            told either: policies and schedulers learn them.
         num_blocks: of KV, for each instance.
         token_budget: tokens in one step.
         slowdown: factor on all times, of which nobody is told.
@@ -347,7 +352,7 @@ class _Parser:
         options = self._values({**shared, **own}, tables.engine)
         head["name"] = head["name"] or ("engine" if head["pool"] == "any" else head["pool"])
         try:
-            return Group(**head, **_sized(options, tables.load_device))
+            return Group(**head, **_sized(options, tables))
         except ConfigError as error:
             file.complain(
                 own.get(error.field or "", shared.get(error.field or "", spot)),
@@ -403,9 +408,10 @@ def _device(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> D
     return reached.parallel(options["tensor_parallel_size"])
 
 
-def _sized(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> dict[str, Any]:
+def _sized(options: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
     """Fields of a `Group` from engine options. Raises ConfigError naming the option."""
-    device, shape = _device(options, load), GEOMETRIES[options["geometry"]]
+    device, shape = _device(options, tables.load_device), tables.load_geometry(options["geometry"])
+    factors = tables.load_factors(options["device"].removeprefix(PREFIX), shape)
     sizes = sized(
         device.slowed(options["step_time_error"]),
         shape,
@@ -418,7 +424,7 @@ def _sized(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> di
     return {
         "device": options["device"],
         "geometry": options["geometry"],
-        "times": StepTime(device, shape),
+        "times": StepTime(device, shape, factors),
         "num_blocks": sizes.num_blocks,
         "token_budget": sizes.token_budget,
         "max_num_seqs": options["max_num_seqs"],

@@ -1,0 +1,126 @@
+"""The slice that both worlds get, the arithmetic that compares them, and one comparison from end to end."""
+
+import json
+
+import pytest
+
+from penstock.workload.requests import WorkRequest, offered_rate
+from penstock.workload.traces import read_trace
+from tools import fidelity
+from tools.fidelity import Served, compare, figures, main, served_in_simulation, served_really, take_slice, write_slice
+
+
+def every(seconds, count, prompt=1000, output=200):
+    return [WorkRequest(number=i, at=i * seconds, prompt_tokens=prompt, output_tokens=output + i) for i in range(count)]
+
+
+def test_a_slice_is_as_fast_as_asked_for_and_keeps_its_bursts():
+    trace = [*every(0.5, 100), *(WorkRequest(number=0, at=50.0, prompt_tokens=9, output_tokens=9) for _ in range(5))]
+    rate = offered_rate(trace)
+    found = take_slice(trace, start=10.0, seconds=20.5, rate=2 * rate, length_scale=0.1)
+    assert [r.number for r in found] == list(range(len(found)))
+    assert found[0].at == 0.0
+    assert found[1].at == pytest.approx(0.25)  # twice as fast
+    assert found[-6].at < found[-1].at == found[-5].at == pytest.approx(20.0)  # the burst, 40 s of the trace later
+    assert {r.prompt_tokens for r in found[:-5]} == {100}
+    assert [r.output_tokens for r in found[:2]] == [22, 22]  # of 220 and 221
+
+
+def test_a_slice_fits_the_model_and_always_has_a_second_token():
+    found = take_slice(every(1.0, 50, prompt=9000, output=1), start=0.0, seconds=10.0, rate=1.0, length_scale=1.0)
+    assert all(r.prompt_tokens + r.output_tokens <= fidelity.MAX_MODEL_LEN for r in found)
+    assert min(r.output_tokens for r in found) >= 1
+    assert found[0].prompt_tokens > 4000
+    short = take_slice(every(1.0, 50, prompt=3, output=1), start=0.0, seconds=10.0, rate=1.0, length_scale=0.1)
+    assert {r.prompt_tokens for r in short} == {2}
+    assert min(r.output_tokens for r in short) == 2
+
+
+def test_a_slice_with_nothing_in_it_is_an_error():
+    with pytest.raises(SystemExit, match="no request of the trace"):
+        take_slice(every(1.0, 50), start=60.0, seconds=10.0, rate=1.0, length_scale=1.0)
+
+
+def test_what_is_written_is_what_both_read(tmp_path):
+    requests = take_slice(every(0.7, 40), start=3.0, seconds=9.0, rate=3.0, length_scale=0.5)
+    write_slice(requests, tmp_path / "slice.csv")
+    for read, meant in zip(read_trace(tmp_path / "slice.csv"), requests, strict=True):
+        assert read.at == pytest.approx(meant.at, abs=2e-6)
+        assert (read.prompt_tokens, read.output_tokens) == (meant.prompt_tokens, meant.output_tokens)
+
+
+def test_the_stand_in_is_like_the_trace():
+    requests = fidelity.stand_in()
+    assert offered_rate(requests) == pytest.approx(5.5, rel=0.05)
+    assert sum(r.prompt_tokens for r in requests) / len(requests) == pytest.approx(1155, rel=0.05)
+    assert sum(r.output_tokens for r in requests) / len(requests) == pytest.approx(211, rel=0.05)
+
+
+REAL = {
+    "requests": [
+        {"start_ms": 0.0, "ttft_ms": 100.0, "tpot_ms": 10.0, "e2e_ms": 500.0, "output_tokens": 41, "error": None},
+        {"start_ms": 1000.0, "ttft_ms": 300.0, "tpot_ms": None, "e2e_ms": 300.0, "output_tokens": 1, "error": None},
+    ]
+}
+SIMULATED = {
+    "per_request": [
+        {"arrival": 0.0, "first": 0.1, "ended": 0.5, "output_tokens": 41, "error": ""},
+        {"arrival": 1.0, "first": 1.3, "ended": 1.3, "output_tokens": 1, "error": ""},
+    ]
+}
+
+
+def test_both_worlds_say_the_same_in_the_same_figures():
+    expected = {"ttft_p50_ms": 200.0, "ttft_p90_ms": 280.0, "tpot_p50_ms": 10.0, "tokens_per_s": 42 / 1.3}
+    assert figures(served_really(REAL)) == pytest.approx(expected)
+    assert figures(served_in_simulation(SIMULATED)) == pytest.approx(expected)
+
+
+def test_a_request_that_failed_ends_it():
+    failed = {"requests": [*REAL["requests"], REAL["requests"][0] | {"error": "http 500", "detail": "a fault"}]}
+    with pytest.raises(SystemExit, match="1 of 3 requests failed: a fault"):
+        served_really(failed)
+    lost = {"per_request": [SIMULATED["per_request"][0] | {"error": "no place", "first": None, "ended": 0.2}]}
+    with pytest.raises(SystemExit, match="1 of 1 simulated requests failed: no place"):
+        served_in_simulation(lost)
+
+
+def test_throughput_is_from_the_first_arrival_to_the_last_end():
+    served = [Served(5.0, 0.1, 0.01, 9.0, 100), Served(3.0, 0.1, 0.01, 7.0, 50)]
+    assert figures(served)["tokens_per_s"] == 150 / 6
+
+
+def test_medians_are_compared_and_the_spread_is_told():
+    def run(ttft):
+        return {"ttft_p50_ms": ttft, "ttft_p90_ms": 2 * ttft, "tpot_p50_ms": 10.0, "tokens_per_s": 100.0}
+
+    rows = compare([run(100.0), run(90.0), run(400.0)], [run(88.0), run(89.0), run(87.0)], 0.1)
+    assert rows["ttft_p50_ms"] == {
+        "measured": 100.0,
+        "measured_range": [90.0, 400.0],
+        "simulated": 88.0,
+        "simulated_range": [87.0, 89.0],
+        "gap": pytest.approx(-0.12),
+        "within": False,
+    }
+    assert rows["tpot_p50_ms"]["gap"] == 0
+    assert rows["tpot_p50_ms"]["within"]
+
+
+def test_two_paced_engines_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(fidelity, "PROBES", {"requests": 4, "prompt": 64, "output": 2})
+    few = ["--instances", "2", "--rate", "4", "--seconds", "3", "--length-scale", "0.1", "--repetitions", "1"]
+    out = tmp_path / "out.json"
+    code = main(["paced", *few, "--traces", str(tmp_path), "--json", str(out), "--keep", str(tmp_path / "kept")])
+    document = json.loads(out.read_text())
+    assert document["slice"]["trace"] == "synthetic stand-in"
+    assert document["scenario"]["latency-ms"] >= 0
+    assert code == (0 if all(row["within"] for row in document["figures"].values()) else 1)
+    for name, row in document["figures"].items():  # how close is for a quiet machine; here, that both are of one kind
+        assert 0.3 < row["measured"] / row["simulated"] < 3, name
+
+
+def test_the_page_is_what_was_saved():
+    part = fidelity.MARKED.search(fidelity.PAGE.read_text())
+    assert part is not None
+    assert part[0] == fidelity.page_part(), "run python tools/fidelity.py page"

@@ -1,0 +1,497 @@
+"""How far the simulator can be believed: the same slice of a trace through servers and through the simulator.
+
+    python tools/fidelity.py real --save     # the demo model on this machine's CPU, behind `penstock serve`
+    python tools/fidelity.py paced --save    # sixteen engines of a modelled device, behind `penstock up`
+    python tools/fidelity.py page            # what was saved, into docs/scheduling.md
+
+Arrivals, lengths, limits and policies are the same on both sides, and nothing is fitted to what is compared. What the
+simulator has to know of this machine is measured before, on other traffic:
+
+    steps      real: `penstock doctor --save --model demo`, the engine by itself; paced: none, its steps are modelled
+    messages   one short request at a time, to servers that do nothing else: what its first token takes beyond its step,
+               shared out over the messages that it waits for. HTTP, at both ends, is part of that.
+
+Every repetition sends the slice with other tokens to the same servers, so that nothing is found in a cache, and
+simulates it with another seed of the noise. Exit code 1 says that some figure is further off than it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from penstock.bench.document import host_facts
+from penstock.cli.sim import TRACES
+from penstock.workload.lengths import Independent, log_normal
+from penstock.workload.requests import WorkRequest, between, limit_context, offered_rate, scale_rate
+from penstock.workload.synthetic import synthesise
+from penstock.workload.traces import read_trace
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "scheduling.md"
+MARKED = re.compile(r"(?<=<!-- fidelity -->\n).*(?=<!-- end of fidelity -->)", re.DOTALL)
+TRACE = "azure2023_conv.csv.gz"
+MAX_MODEL_LEN = 4096
+SLO = {"ttft-ms": 2000, "tpot-ms": 150}  # that every request tells; they steer, and nothing here is judged by them
+READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
+LATE = "this host cannot keep the pace"  # says a paced engine
+MESSAGES = 4  # until a first token: a place is asked for, and given, the request is sent, and its token
+OTHERS = 0.3  # cores that may be busy while nothing is sent; idle engines look around, too
+PROBES = {"requests": 40, "prompt": 64, "output": 2}
+TOLERANCE = {"real": 0.15, "paced": 0.10}
+FIGURES = {
+    "ttft_p50_ms": "TTFT p50 (ms)",
+    "ttft_p90_ms": "TTFT p90 (ms)",
+    "tpot_p50_ms": "TPOT p50 (ms)",
+    "tokens_per_s": "output tokens/s",
+}
+Figures = dict[str, float]
+console = Console(stderr=True)
+
+
+# --- the slice
+
+
+def take_slice(
+    trace: Sequence[WorkRequest], *, start: float, seconds: float, rate: float, length_scale: float
+) -> list[WorkRequest]:
+    """What arrives from `start` on, as fast or as slowly as makes it `rate` requests/s on the average of the whole
+    trace, for `seconds`; so bursts stay bursts. Lengths are scaled and then cut to MAX_MODEL_LEN."""
+    factor = rate / offered_rate(trace)
+    chosen = scale_rate(between(trace, start, start + seconds * factor), factor)
+    if not chosen:
+        raise SystemExit(f"no request of the trace lies in the {seconds * factor:g} s from {start:g} s on")
+    scaled = [
+        replace(
+            request,
+            number=number,
+            at=request.at - chosen[0].at,
+            prompt_tokens=max(2, round(request.prompt_tokens * length_scale)),
+            output_tokens=max(2, round(request.output_tokens * length_scale)),
+        )
+        for number, request in enumerate(chosen)
+    ]
+    return limit_context(scaled, MAX_MODEL_LEN)[0]
+
+
+def stand_in() -> list[WorkRequest]:
+    """An hour of requests like the trace's, in rate and in means: Poisson arrivals, log-normal lengths."""
+    lengths = Independent(log_normal(1155, 1000), log_normal(211, 170))
+    return synthesise(20_000, lengths, np.random.default_rng(0), rate=5.5, cv=1.0, prefixes=0, prefix_tokens=1, zipf=0)
+
+
+def write_slice(requests: Sequence[WorkRequest], file: Path) -> None:
+    """As a trace that load generator and simulator both read."""
+    begin = datetime(2000, 1, 1)
+    rows = [
+        f"{begin + timedelta(seconds=r.at):%Y-%m-%d %H:%M:%S.%f},{r.prompt_tokens},{r.output_tokens}" for r in requests
+    ]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+
+
+# --- what came of it
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request, in seconds from the start of its run; `ttft` from when it was due."""
+
+    due: float
+    ttft: float
+    tpot: float | None
+    end: float
+    tokens: int
+
+
+def served_really(document: Mapping[str, Any]) -> list[Served]:
+    """Of a document of `penstock bench serve --save-detailed`."""
+    rows = document["requests"]
+    if failed := [row for row in rows if row["error"] is not None]:
+        raise SystemExit(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['detail']}")
+    return [
+        Served(
+            row["start_ms"] / 1e3,
+            row["ttft_ms"] / 1e3,
+            None if row["tpot_ms"] is None else row["tpot_ms"] / 1e3,
+            (row["start_ms"] + row["e2e_ms"]) / 1e3,
+            row["output_tokens"],
+        )
+        for row in rows
+    ]
+
+
+def served_in_simulation(document: Mapping[str, Any]) -> list[Served]:
+    """Of a document of `penstock sim run --save-requests`."""
+    rows = document["per_request"]
+    if failed := [row for row in rows if row["error"] or row["ended"] is None]:
+        raise SystemExit(f"{len(failed)} of {len(rows)} simulated requests failed: {failed[0]['error']}")
+    return [
+        Served(
+            row["arrival"],
+            row["first"] - row["arrival"],
+            (row["ended"] - row["first"]) / (row["output_tokens"] - 1) if row["output_tokens"] > 1 else None,
+            row["ended"],
+            row["output_tokens"],
+        )
+        for row in rows
+    ]
+
+
+def figures(served: Sequence[Served]) -> Figures:
+    """The same arithmetic for both worlds; tokens per second are from the first arrival to the last end."""
+    ttft = [request.ttft * 1e3 for request in served]
+    tpot = [request.tpot * 1e3 for request in served if request.tpot is not None]
+    span = max(request.end for request in served) - min(request.due for request in served)
+    return {
+        "ttft_p50_ms": float(np.percentile(ttft, 50)),
+        "ttft_p90_ms": float(np.percentile(ttft, 90)),
+        "tpot_p50_ms": float(np.percentile(tpot, 50)),
+        "tokens_per_s": sum(request.tokens for request in served) / span,
+    }
+
+
+def compare(measured: Sequence[Figures], simulated: Sequence[Figures], tolerance: float) -> dict[str, dict[str, Any]]:
+    """By figure: medians of the repetitions, from where to where they went, and how far the simulated median is off, as
+    a share of the measured one."""
+    rows = {}
+    for name in FIGURES:
+        real, simulation = [run[name] for run in measured], [run[name] for run in simulated]
+        gap = statistics.median(simulation) / statistics.median(real) - 1
+        rows[name] = {
+            "measured": statistics.median(real),
+            "measured_range": [min(real), max(real)],
+            "simulated": statistics.median(simulation),
+            "simulated_range": [min(simulation), max(simulation)],
+            "gap": gap,
+            "within": abs(gap) <= tolerance,
+        }
+    return rows
+
+
+# --- servers, load generator and simulator, each as its users start it
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder, and what every process there is told: one thread each, and devices that are measured here."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / "cache")}
+
+    def penstock(self, *words: str) -> None:
+        """Run a command to its end. SystemExit with what it said when it fails."""
+        command = [sys.executable, "-m", "penstock.cli.main", *words]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+
+    @contextlib.contextmanager
+    def serving(self, *words: str) -> Iterator[str]:
+        """The URL of servers that are ready, all of them; they are stopped at the end."""
+        log = self.folder / "server.log"
+        command = [sys.executable, "-m", "penstock.cli.main", *words, "--port", "0"]
+        with log.open("w") as sink:
+            server = subprocess.Popen(command, stderr=sink, env=self.environment)
+        try:
+            yield self._url(server, log)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+    def _url(self, server: subprocess.Popen[bytes], log: Path) -> str:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and server.poll() is None:
+            time.sleep(0.05)
+            if found := READY.search(log.read_text()):
+                with urllib.request.urlopen(found[1] + "/health", timeout=30) as answer:
+                    states = [instance["state"] for instance in json.load(answer).get("instances", [])]
+                if all(state == "ready" for state in states):
+                    return found[1]
+        raise SystemExit(f"the servers are not ready:\n{log.read_text()}")
+
+    def bench(self, url: str, *words: str) -> list[Served]:
+        file = self.folder / "bench.json"
+        told = json.dumps({"slo": {name.replace("-", "_"): value for name, value in SLO.items()}})
+        self.penstock(
+            *("bench", "serve", "--base-url", url, "--json", str(file), "--save-detailed"),
+            *("--extra-body", told, *words),
+        )
+        return served_really(json.loads(file.read_text()))
+
+    def simulate(self, scenario: Mapping[str, Any], requests: Sequence[WorkRequest], seed: int) -> list[Served]:
+        file, result = self.folder / "scenario.yaml", self.folder / "simulation.json"
+        write_slice(requests, self.folder / "slice.csv")
+        content = {**scenario, "workload": {"trace": "slice.csv", "max-tokens": MAX_MODEL_LEN}, "slo": SLO}
+        file.write_text(yaml.safe_dump(content, sort_keys=False))
+        self.penstock(
+            *("sim", "run", str(file), "--traces", str(self.folder), "--seed", str(seed)),
+            *("--json", str(result), "--save-requests"),
+        )
+        return served_in_simulation(json.loads(result.read_text()))
+
+    def message_ms(self, url: str, scenario: Mapping[str, Any]) -> float:
+        """What a message takes: of one request at a time, what its first token takes beyond its step."""
+        count, prompt, output = PROBES.values()
+        alone = self.bench(
+            *(url, "--num-prompts", str(count), "--max-concurrency", "1", "--seed", "1000"),
+            *("--random-input-len", str(prompt), "--random-output-len", str(output)),
+        )
+        probes = [WorkRequest(number=i, at=float(i), prompt_tokens=prompt, output_tokens=output) for i in range(count)]
+        without = self.simulate({**scenario, "latency-ms": 0}, probes, 0)
+        beyond = figures(alone)["ttft_p50_ms"] - figures(without)["ttft_p50_ms"]
+        return max(0.0, beyond / MESSAGES)
+
+
+# --- the two comparisons: what is served, and the scenario that says the same
+
+
+@dataclass(frozen=True)
+class Setup:
+    """
+    Attributes:
+        command: of penstock, which serves.
+        scenario: the same for the simulator, without what is sent and what messages take.
+        facts: for whoever reads the result.
+    """
+
+    command: Sequence[str]
+    scenario: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def real(work: Workplace, options: argparse.Namespace) -> Setup:
+    """One engine of the demo model. Measures this machine."""
+    console.print("measuring this machine and steps of the demo model")
+    work.penstock("doctor", "--save", "--model", "demo")  # where the engine looks, to predict its own steps by it
+    measured = json.loads(next(work.folder.rglob("this-machine.json")).read_text())
+    limits = {"max-model-len": MAX_MODEL_LEN, "max-num-seqs": 128, "max-num-batched-tokens": 512}
+    flags = [word for name, value in limits.items() for word in (f"--{name}", str(value))]
+    engine = {
+        "device": "modelled:this-machine",
+        "geometry": "demo",
+        "noise": min(1.0, round(measured["steps"]["noise"], 3)),
+        "kv-blocks": 8192,
+        "scheduling-policy": "slack",
+        **limits,
+    }
+    return Setup(
+        ["serve", "demo", "--device", "cpu", "--kv-cache-memory", "1G", "--scheduling-policy", "slack", *flags],
+        {"policy": "least_loaded", "engine": engine, "instances": [{"count": 1}]},
+        {"device": measured},
+    )
+
+
+def paced(work: Workplace, options: argparse.Namespace) -> Setup:
+    """Engines whose steps last as long as on an L4: long enough for many of them to share a few cores."""
+    engine = {"device": "modelled:l4", "geometry": "qwen3-8b", "noise": 0.05}
+    engine |= {"max-model-len": MAX_MODEL_LEN, "max-num-seqs": 128}
+    same = {"policy": options.policy, "engine": engine, "instances": [{"count": options.instances}]}
+    file = work.folder / "up.yaml"
+    file.write_text(yaml.safe_dump({"model": "demo", **same}, sort_keys=False))
+    return Setup(["up", str(file)], same, {"policy": options.policy, "instances": options.instances})
+
+
+# --- all of it
+
+
+def run(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The document that --json writes."""
+    requests = read_slice(options)
+    work = Workplace(folder)
+    setup = (real if mode == "real" else paced)(work, options)
+    measured: list[Figures] = []
+    others: list[float] = []
+    with work.serving(*setup.command) as url:
+        latency = work.message_ms(url, setup.scenario)
+        console.print(f"a message takes {latency:.2f} ms; now {len(requests)} requests, {options.repetitions} times")
+        for seed in range(options.repetitions):
+            others.append(busy_cores())
+            write_slice(requests, folder / "slice.csv")  # probes were there
+            trace = ("--dataset-name", "trace", "--dataset-path", str(folder / "slice.csv"))
+            sent = work.bench(url, *trace, "--num-prompts", str(len(requests)), "--seed", str(seed))
+            measured.append(figures(sent))
+            console.print(f"measured  {shown(measured[-1])}", soft_wrap=True)
+        others.append(busy_cores())
+    scenario = {**setup.scenario, "latency-ms": round(latency, 3)}
+    simulated = [figures(work.simulate(scenario, requests, seed)) for seed in range(options.repetitions)]
+    for found in simulated:
+        console.print(f"simulated {shown(found)}", soft_wrap=True)
+    return {
+        "mode": mode,
+        "command": shlex.join(["python", "tools/fidelity.py", *sys.argv[1:]]),
+        "host": host_facts(),
+        "slice": {
+            "trace": "synthetic stand-in" if options.trace is None else options.trace.name,
+            "requests": len(requests),
+            "seconds": requests[-1].at,
+            "prompt_tokens": float(np.mean([r.prompt_tokens for r in requests])),
+            "output_tokens": float(np.mean([r.output_tokens for r in requests])),
+        },
+        "scenario": scenario,
+        **setup.facts,
+        "busy_cores_without_load": others,
+        "late": (folder / "server.log").read_text().count(LATE),
+        "tolerance": TOLERANCE[mode],
+        "figures": compare(measured, simulated, TOLERANCE[mode]),
+        "measured": measured,
+        "simulated": simulated,
+    }
+
+
+def busy_cores(seconds: float = 2.0) -> float:
+    """How many cores are at work while nothing is sent: what is above some hundredths is somebody else."""
+
+    def busy() -> int:
+        user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+        return user + nice + system + sum(rest)
+
+    before = busy()
+    time.sleep(seconds)
+    return (busy() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def read_slice(options: argparse.Namespace) -> list[WorkRequest]:
+    options.trace = options.traces / TRACE
+    if not options.trace.exists():
+        console.print(f"[yellow]{options.trace} is not there: a synthetic stand-in takes its place[/]")
+        options.trace = None
+    trace = stand_in() if options.trace is None else read_trace(options.trace)
+    wanted = {name: getattr(options, name) for name in ("start", "seconds", "rate", "length_scale")}
+    return take_slice(trace, **wanted)
+
+
+def shown(found: Figures) -> str:
+    return ", ".join(f"{label} {short(found[name])}" for name, label in FIGURES.items())
+
+
+# --- showing it
+
+
+def title(document: Mapping[str, Any]) -> str:
+    part = document["slice"]
+    lengths = f"{part['prompt_tokens']:.0f} tokens in and {part['output_tokens']:.0f} out on average"
+    return f"{document['mode']}: {part['requests']} requests in {part['seconds']:.0f} s of {part['trace']}, {lengths}"
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Measured, simulated, gap."""
+    both = []
+    for world in ("measured", "simulated"):
+        low, high = (short(value) for value in row[f"{world}_range"])
+        both.append(f"{short(row[world])} ({low} to {high})")
+    return [*both, f"{row['gap']:+.1%}"]
+
+
+def short(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def show(document: Mapping[str, Any]) -> Table:
+    table = Table(title=title(document), title_justify="left")
+    table.add_column("")
+    for column in ("measured", "simulated", "gap"):
+        table.add_column(column, justify="right")
+    for name, label in FIGURES.items():
+        row = document["figures"][name]
+        measured, simulated, gap = cells(row)
+        table.add_row(label, measured, simulated, f"[{'green' if row['within'] else 'red'}]{gap}[/]")
+    table.caption_justify, table.caption = "left", "\n".join(doubts(document))
+    return table
+
+
+def doubts(document: Mapping[str, Any]) -> Iterator[str]:
+    """Why this measurement may mean nothing."""
+    if (others := max(document["busy_cores_without_load"])) > OTHERS:
+        yield f"[yellow]somebody else had up to {others:.1f} of the {document['host']['cores_usable']} cores[/]"
+    if late := document["late"]:
+        yield f"[yellow]engines said {late} times that this host cannot keep their pace[/]"
+
+
+def page_part() -> str:
+    """What docs/scheduling.md says of what was saved."""
+    parts = []
+    for mode in TOLERANCE:
+        file = saved_file(mode)
+        if not file.exists():
+            parts.append(f"`python tools/fidelity.py {mode}`: not measured yet.\n")
+            continue
+        document = json.loads(file.read_text())
+        rows = [f"| {label} | {' | '.join(cells(document['figures'][name]))} |" for name, label in FIGURES.items()]
+        host = document["host"]
+        where = f"{host['cores_usable']} cores of {host['cpu']}, a message {document['scenario']['latency-ms']:.2g} ms."
+        head = ["| | measured | simulated | gap |", "|---|---:|---:|---:|"]
+        command = f"    {document['command']}"
+        parts.append("\n".join([command, "", f"{title(document)}; {where}", "", *head, *rows, ""]))
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def saved_file(mode: str) -> Path:
+    return DOCS / "scheduling" / f"fidelity-{mode}.json"
+
+
+def write_page() -> int:
+    PAGE.write_text(MARKED.sub(lambda _: page_part(), PAGE.read_text()))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest="mode", required=True, metavar="real | paced")
+    modes.add_parser("page").set_defaults(command=lambda options: write_page())
+    for mode, rate, scale in (("real", 4.0, 0.5), ("paced", 8.0, 1.0)):
+        one = modes.add_parser(mode, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        one.add_argument("--traces", type=Path, default=TRACES, help="the folder of traces")
+        one.add_argument("--start", type=float, default=600.0, help="seconds into the trace")
+        one.add_argument("--seconds", type=float, default=60.0, help="for which requests arrive")
+        one.add_argument("--rate", type=float, default=rate, help="requests/s")
+        one.add_argument("--length-scale", type=float, default=scale, help="factor on the trace's lengths")
+        one.add_argument("--repetitions", type=int, default=3)
+        one.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+        one.add_argument("--save", dest="json", action="store_const", const=saved_file(mode), help="... for the page")
+        one.add_argument("--keep", type=Path, metavar="FOLDER", help="leave what was read and written there")
+        if mode == "paced":
+            one.add_argument("--policy", default="unified")
+            one.add_argument("--instances", type=int, default=16)
+        one.set_defaults(command=measure)
+    options = parser.parse_args(arguments)
+    return options.command(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """1 when something is further off than it should be."""
+    with contextlib.ExitStack() as stack:
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        document = run(options.mode, options, folder)
+    Console().print(show(document))
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(row["within"] for row in document["figures"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
