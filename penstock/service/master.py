@@ -46,7 +46,6 @@ from penstock.sched.cluster import (
     Decision,
     Demand,
     DispatchPolicy,
-    Fleet,
     Later,
     Move,
     PrioritySLO,
@@ -74,6 +73,7 @@ from penstock.service.mesh import Mesh
 from penstock.service.queue import Queue, Waiting
 from penstock.service.rates import RateWindow
 from penstock.service.roster import SUSPECT_AFTER, Roster
+from penstock.service.scaling import FleetLimits, Scaler
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
@@ -114,15 +114,6 @@ class Policies:
     roles: RolePolicy | None = None
     scaling: ScalingPolicy | None = None
     priorities: PrioritySLO | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetLimits:
-    """How many instances may serve, and how long one takes to start, in seconds."""
-
-    least: int
-    most: int
-    start_seconds: float
 
 
 class Master:
@@ -167,9 +158,9 @@ class Master:
         self._in_flight: dict[Key, _InFlight] = {}
         self._rates = RateWindow()
         self._pools: dict[str, Pool] = {}  # that it decided on
-        self._fleet = fleet
-        self._starting: dict[str, float] = {}  # instance -> when it will serve
-        self._next_scaling = -inf if policies.scaling is not None and fleet is not None else inf
+        self._scaler: Scaler | None = None
+        if policies.scaling is not None and fleet is not None:
+            self._scaler = Scaler(policies.scaling, fleet)
 
     @property
     def waiting(self) -> int:
@@ -189,8 +180,12 @@ class Master:
                 actions = self._on_frontend(now, name, message)
             case None:
                 actions = self._by_the_clock(now)
-        if self._queue or self._backlog:
-            actions += self._decide(now)
+        try:
+            self._decide(now, actions)
+        except Exception:
+            if not actions:
+                raise
+            self.wake = now  # what was decided before is not lost with it; the next tick fails with nothing to lose
         return actions
 
     def _by_the_clock(self, now: float) -> list[Action]:
@@ -199,8 +194,8 @@ class Master:
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
-        if now >= self._next_scaling:
-            actions += self._scale(now)
+        if self._scaler is not None and self._scaler.is_due(now):
+            actions += self._scale(now, self._scaler)
         return actions + self._retire(now)
 
     # --- instances
@@ -241,7 +236,8 @@ class Master:
         if name not in self._endpoints:
             return []
         actions = self._leave(name, "another life of it has begun")
-        self._starting.pop(name, None)
+        if self._scaler is not None:
+            self._scaler.serves(name)
         life = self._lives[name] = Life(ready, heard=now, pool=ready.pool, touched=self._touched)
         self._roster.lives_changed()
         actions.append(Notice(f"{name} is ready: pool {life.pool}, {ready.num_blocks} blocks on {ready.device}"))
@@ -348,9 +344,10 @@ class Master:
     def _match(self, place: Place) -> dict[str, int]:
         return self.index.match(place.keys) if place.keys else {}
 
-    def _decide(self, now: float) -> list[Action]:
-        """Ask for decisions until there is none to be had."""
-        actions: list[Action] = []
+    def _decide(self, now: float, actions: list[Action]) -> None:
+        """Ask for decisions until there is none to be had, and add what they come to."""
+        if not (self._queue or self._backlog):
+            return
         while self._queue or self._backlog:
             view = self._view(now)
             verdict = self._policies.dispatch.decide(view, self._rng) if view.instances else Later()
@@ -358,11 +355,10 @@ class Master:
             if isinstance(verdict, Later):
                 self.wake = verdict.at
                 actions += self._hold(now, verdict)
-                return actions
+                return
             actions.append(self._take(now, view, verdict))
         self.wake = inf
         self._untold.clear()
-        return actions
 
     def _take(self, now: float, view: ClusterView, decision: Decision) -> Action:
         key = decision.key
@@ -472,28 +468,15 @@ class Master:
                 self._recorder.moved(now, move)
         return actions
 
-    def _scale(self, now: float) -> list[Action]:
-        scaling, limits = self._policies.scaling, self._fleet
-        assert scaling is not None
-        assert limits is not None
-        self._next_scaling = now + scaling.interval
-        draining = {name for name, life in self._lives.items() if life.leaving}
-        fleet = Fleet(
-            absent=[name for name in self._endpoints if name not in self._lives and name not in self._starting],
-            starting=dict(self._starting),
-            draining=draining,
-            least=limits.least,
-            most=limits.most,
-        )
+    def _scale(self, now: float, scaler: Scaler) -> list[Action]:
         actions: list[Action] = []
-        for change in scaling.decide(self._view(now), fleet):
+        for change in scaler.decide(now, self._view(now), self._endpoints, self._lives):
             if self._recorder is not None and not isinstance(change, Move):
                 self._recorder.moved(now, change)
             match change:
                 case Move():
                     actions += self._move(now, [change])
                 case Start(name=name, pool=pool, reason=reason):
-                    self._starting[name] = now + limits.start_seconds
                     self._pools[name] = pool
                     actions += [StartInstance(name, pool), Notice(f"{name} is started for pool {pool}: {reason}")]
                 case Stop(name=name, reason=reason):

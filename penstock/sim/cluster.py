@@ -28,7 +28,8 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.master import FleetLimits, Master, Policies, Recorder
+from penstock.service.master import Master, Policies, Recorder
+from penstock.service.scaling import FleetLimits
 from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import Frontend, Record

@@ -10,7 +10,8 @@ from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Plac
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.master import FleetLimits, Master, Policies
+from penstock.service.master import Master, Policies
+from penstock.service.scaling import FleetLimits
 from tests.helpers.scripted import ready, snapshot
 
 
@@ -21,10 +22,13 @@ class Held:
 
     def __init__(self):
         self.to, self.at, self.moves, self.seen = None, inf, [], []
+        self.breaks_at = None  # so many that wait
 
     def decide(self, view, rng):
         self.seen.append(view)
         demands = [*view.queue, *view.offline]
+        if len(demands) == self.breaks_at:
+            raise RuntimeError("a bug")
         if self.to is None or not demands:
             moves, self.moves = self.moves, []
             return Later(self.at, moves)
@@ -116,6 +120,19 @@ def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
     assert cluster.recorder.told == [("held", "r", 3.0), ("decided", "r", "b")]
     cluster.place("s")
     assert not cluster.master._untold
+
+
+def test_what_was_decided_before_a_policy_fails_is_not_lost():
+    cluster = Cluster("a")
+    for name in ("r", "s"):
+        cluster.place(name)
+    cluster.policy.to, cluster.policy.breaks_at = "a", 1
+    (placed,) = messages(cluster.did())
+    assert placed.request_id == "r"
+    assert cluster.master.wake == cluster.now
+    with pytest.raises(RuntimeError, match="a bug"):
+        cluster.did()
+    assert cluster.master.waiting == 1
 
 
 def test_a_decision_counts_before_the_next_is_made_and_until_the_first_token():
