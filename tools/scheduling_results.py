@@ -1,8 +1,8 @@
 """What `penstock sim compare` measured for docs/scheduling.md, read from its result files.
 
-A file is SCENARIO.json, and may say more between dots: "search", "rates" or "fixed", for people; a number, when a
-comparison was made in several runs, which then count as one; anything else is what was changed about the scenario
-("heartbeat-200", "half-speed"), and such a result stands beside the unchanged one and never for it.
+A file is SCENARIO.json, and may say more between dots: "search", "rates" or "fixed", for people; a policy or a number,
+when a comparison was made in several runs, which then count as one; anything else is what was changed about the
+scenario ("heartbeat-200", "half-speed"), and such a result stands beside the unchanged one and never for it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _read(path: Path, scenarios: Mapping[str, Row]) -> _Part:
     kind = next((word for word in words if word in KINDS), None)
     if kind is not None and rated != (kind != "search"):
         raise ConfigError(f"{path}: says {kind!r}, and what is in it is {'at given rates' if rated else 'a search'}")
-    changed = " ".join(word for word in words if word not in KINDS and not word.isdigit())
+    parts = {*KINDS, *document["policies"]}
+    changed = " ".join(word for word in words if word not in parts and not word.isdigit())
     given = document.get("scenario")
     if not changed and Path(str(given)).parts[-2:] != ("scenarios", f"{scenario}.yaml"):
         raise ConfigError(

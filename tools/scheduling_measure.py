@@ -1,0 +1,220 @@
+"""Measure what docs/scheduling.md reports: every comparison that it needs, each policy by itself.
+
+    python tools/scheduling_measure.py                     # all that has no result yet: many hours of one core
+    python tools/scheduling_measure.py roles hfx-4task     # of these scenarios only
+    python tools/scheduling_measure.py --list              # what there is, and what is missing
+
+A result is written when it is whole, so it can be stopped at any time and goes on where it was. `scheduling_report.py`
+makes the page of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+SPLITS = tuple(f"least_loaded@split-{p}-{8 - p}" for p in (1, 2, 3, 5, 6, 7))
+CACHE = ("round_robin", "least_loaded", "rtp_llm", "unified")
+PROMPT_MACHINES = (
+    *(f"round_robin@prefill-{n}" for n in (5, 6, 8, 12, 16)),
+    *(f"rtp_llm@prefill-{n}" for n in (2, 3, 5, 6, 8)),
+)
+
+Scenario = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """
+    Attributes:
+        rates: requests/s; none for a search.
+        changed: a word for what is changed about the scenario; "" when nothing is.
+        change: changes its content.
+    """
+
+    scenario: str
+    policies: tuple[str, ...]
+    rates: tuple[float, ...] = ()
+    changed: str = ""
+    change: Callable[[Scenario], None] = lambda content: None
+
+
+def slower_reports(content: Scenario) -> None:
+    content["heartbeat"] = {"every-ms": 200, "delay-ms": 20}
+
+
+def wrong_times(content: Scenario) -> None:
+    content["engine"]["step-time-error"] = 1.3
+
+
+def half_speed(content: Scenario) -> None:
+    """One instance takes twice as long as everybody believes."""
+    first = content["instances"][0]
+    first["count"] -= 1
+    content["instances"].append({**first, "count": 1, "slowdown": 2.0})
+
+
+def intervals(seconds: float) -> Callable[[Scenario], None]:
+    def change(content: Scenario) -> None:
+        content["scaling"]["interval"] = seconds
+
+    return change
+
+
+CHANGES = (("heartbeat-200", slower_reports), ("step-times-30-percent-off", wrong_times), ("half-speed", half_speed))
+COMPARISONS = (
+    Comparison("roles-azure-code", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
+    Comparison("colocation-azure-code", ("separate", "online_first", "xllm", "unified")),
+    Comparison("cache-mooncake-conversation", CACHE),
+    Comparison("cache-mooncake-conversation", CACHE, (6.8, 13.6)),
+    Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
+    Comparison(
+        "hfx-4task",
+        ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified", "unified_scaling", "round_robin@eight"),
+        (30, 60, 90),
+    ),
+    Comparison("hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90)),
+    Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (60, 84)),
+    Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
+    Comparison("colocation-tidal", ("separate", "online_first", "xllm", "unified")),
+    Comparison("cache-mooncake-synthetic", CACHE),
+    Comparison("cache-mooncake-synthetic", CACHE, (7.8, 15.6)),
+    Comparison("roles-azure-conv", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
+    Comparison("hfx-2task", ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified"), (30, 60)),
+    Comparison("hfx-disaggregated", ("round_robin", "hfx", "unified")),
+    Comparison("hfx-priority", ("round_robin", "hfx", "unified")),
+    Comparison("hfx-2task", ("round_robin", "hfx", "scorpio", "unified")),
+    Comparison("roles-azure-code", ("xllm", "unified"), (81,)),
+    *(
+        Comparison(scenario, policies, rates, changed, change)
+        for scenario, policies, rates in (
+            ("roles-azure-code", ("xllm", "unified"), (81,)),
+            ("cache-mooncake-conversation", ("rtp_llm", "unified"), (13.6,)),
+            ("hfx-4task", ("hfx", "unified"), (90,)),
+        )
+        for changed, change in CHANGES
+    ),
+    *(
+        Comparison("hfx-4task", ("hfx_scaling",), (90,), f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
+        for seconds in (0.5, 2, 5)
+    ),
+    *(
+        Comparison(
+            "hfx-4task",
+            tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
+            (10, 20, 30),
+        ),
+        Comparison("cache-mooncake-conversation", PROMPT_MACHINES, (13.6,)),
+        Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One policy of a comparison, with its result's file."""
+
+    of: Comparison
+    policy: str
+    target: Path
+
+    @property
+    def title(self) -> str:
+        return self.target.name.removesuffix(".json")
+
+
+def measurements(folder: Path, names: Sequence[str] = ()) -> Iterator[Measurement]:
+    """Of the scenarios whose names begin with one of these, in the order in which they matter."""
+    for of in COMPARISONS:
+        if names and not of.scenario.startswith(tuple(names)):
+            continue
+        words = [of.scenario, *([of.changed] if of.changed else []), "rates" if of.rates else "search"]
+        for policy in of.policies:
+            yield Measurement(of, policy, folder / f"{'.'.join((*words, policy))}.json")
+
+
+def run(one: Measurement, seeds: int, traces: str | None) -> str:
+    """Measure it. Returns what went wrong; "" when nothing did."""
+    scenario = Path("scenarios") / f"{one.of.scenario}.yaml"
+    with tempfile.TemporaryDirectory() as folder:
+        if one.of.changed:
+            content = yaml.safe_load((ROOT / scenario).read_text(encoding="utf-8"))
+            one.of.change(content)
+            scenario = Path(folder) / scenario.name
+            scenario.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        written = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "penstock.cli.main", "sim", "compare", str(scenario)]
+        command += ["--policies", one.policy, "--seeds", str(seeds), "--jobs", "1", "--json", str(written)]
+        if one.of.rates:
+            command += ["--rates", ",".join(f"{rate:g}" for rate in one.of.rates)]
+        if traces is not None:
+            command += ["--traces", traces]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
+        one.target.parent.mkdir(parents=True, exist_ok=True)
+        beside = one.target.with_suffix(".part")
+        beside.write_bytes(written.read_bytes())
+        beside.replace(one.target)
+    return ""
+
+
+def measure(wanted: Sequence[Measurement], seeds: int, jobs: int, traces: str | None) -> int:
+    """All of them, so many at once. Returns how many failed."""
+    console, failed = Console(stderr=True), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+        bar = progress.add_task("measured", total=len(wanted))
+
+        def work(one: Measurement) -> str:
+            task = progress.add_task(one.title, total=None)
+            try:
+                return run(one, seeds, traces)
+            finally:
+                progress.remove_task(task)
+                progress.advance(bar)
+
+        for one, problem in zip(wanted, pool.map(work, wanted), strict=True):
+            if problem:
+                failed += 1
+                progress.console.print(f"[red]{one.title}: {problem}[/red]")
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 when something could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenarios", nargs="*", help="names, or how they begin (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="of each (default: 3)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)")
+    parser.add_argument("--traces", help="the folder of traces, as for `penstock sim`")
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--list", action="store_true", help="measure nothing, and tell what has a result")
+    args = parser.parse_args(arguments)
+    every = list(measurements(ROOT / "docs" / "scheduling" / "results", args.scenarios))
+    if args.list:
+        table = Table("", "result")
+        for one in every:
+            table.add_row(one.title, "yes" if one.target.exists() else "-")
+        Console().print(table)
+        return 0
+    wanted = [one for one in every if args.again or not one.target.exists()]
+    return 1 if measure(wanted, args.seeds, args.jobs, args.traces) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
