@@ -324,8 +324,7 @@ class Master:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
         priorities = self._policies.priorities
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
-            pending = Counter(queued.demand.priority for queued in self._queue.values())
-            ttft, tpot = priorities.target(place.priority, pending)
+            ttft, tpot = priorities.target(place.priority)
         hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in self._match(place).items()}
         return Demand(
             key=key,

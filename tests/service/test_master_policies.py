@@ -290,8 +290,8 @@ class Priorities:
     def observe(self, priority, ttft, tpot, queued):
         self.observed.append((priority, ttft, tpot, queued))
 
-    def target(self, priority, pending):
-        return 1.0 + priority, 0.5 if pending else 0.1
+    def target(self, priority):
+        return 1.0 + priority, 0.1
 
 
 def test_a_priority_is_worth_targets_where_there_are_none():
@@ -299,9 +299,9 @@ def test_a_priority_is_worth_targets_where_there_are_none():
     cluster.master._policies = Policies(dispatch=cluster.policy, priorities=Priorities())
     cluster.place("r", priority=2), cluster.place("s", priority=0), cluster.place("t", ttft_ms=700.0)
     targets = [(d.ttft, d.tpot) for d in cluster.policy.seen[-1].queue]
-    assert targets == [(3.0, 0.1), (1.0, 0.5), (0.7, inf)]
+    assert targets == [(3.0, 0.1), (1.0, 0.1), (0.7, inf)]
     cluster.policy.to = "a"
     placed = messages(cluster.did())
-    assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 500.0), (700.0, None)]
+    assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 100.0), (700.0, None)]
     cluster.say(Ended(["s"], [Outcome("s", 250.0, None, 50.0, 1)]))
     assert cluster.master._policies.priorities.observed == [(0, 0.25, None, 0.05)]

@@ -262,12 +262,9 @@ class PrioritySLO(Protocol):
     def observe(self, priority: int, ttft: float, tpot: float | None, queued: float) -> None:
         """A sequence ended well. All in seconds; `queued`: from its arrival to its being sent to an instance."""
 
-    def target(self, priority: int, pending: Mapping[int, int]) -> tuple[float, float]:
-        """TTFT and TPOT in seconds.
-
-        Args:
-            pending: sequences that wait for a place, by priority.
-        """
+    def target(self, priority: int) -> tuple[float, float]:
+        """TTFT and TPOT in seconds."""
+        ...
 
 
 class RolePolicy(Protocol):

@@ -2,8 +2,13 @@
 
 The last completed latencies are sorted. Sequences of higher priority take the first of them, as many as there were of
 these lately, and a class its share after those; so the higher a priority, the lower the quantile that it is promised.
-Promises follow the load by themselves: what an idle cluster achieves for its lowest class becomes that class's target,
-and once others compete, the lowest class is put off to what its bounds allow.
+Promises follow the load by themselves, between the bounds of each class: an idle cluster's lowest class is promised the
+low one, and once others compete, it is put off to the high one.
+
+There, the low bound is lifted while no higher priority waits, so that an idle cluster serves its lowest class as fast
+as it can. Here it always holds. Whatever can be served at once is served at once anyway; and a target that follows what
+was achieved below what anybody asked for is one that most miss by definition, and who misses it is put behind all
+others: with HFX's dispatch, targets then chase each other down until next to nothing is admitted.
 """
 
 from __future__ import annotations
@@ -64,21 +69,17 @@ class PriorityMapping:
         if tpot is not None:
             self._tpots.add(priority, tpot, 0.0)  # waiting for a place does not slow tokens down
 
-    def target(self, priority: int, pending: Mapping[int, int]) -> tuple[float, float]:
+    def target(self, priority: int) -> tuple[float, float]:
         bounds = self._bounds[min(self._bounds, key=lambda p: (abs(p - priority), p))]
-        contended = any(count > 0 and other < priority for other, count in pending.items())
         return (
-            _within(bounds.ttft, self._ttfts.provisional(priority), contended),
-            _within(bounds.tpot, self._tpots.provisional(priority), contended),
+            _within(bounds.ttft, self._ttfts.provisional(priority)),
+            _within(bounds.tpot, self._tpots.provisional(priority)),
         )
 
 
-def _within(bounds: Range, seconds: float | None, contended: bool) -> float:
-    """A target in its bounds. The low one holds only while higher priorities wait: it keeps a class from competing with
-    them, and without them it may as well be served sooner. Before anything was measured, the easiest."""
-    if seconds is None:
-        return bounds.high
-    return min(bounds.high, max(bounds.low if contended else 0.0, seconds))
+def _within(bounds: Range, seconds: float | None) -> float:
+    """A target in its bounds; before anything was measured, the easiest."""
+    return bounds.high if seconds is None else min(bounds.high, max(bounds.low, seconds))
 
 
 @dataclass(frozen=True, slots=True, order=True)
