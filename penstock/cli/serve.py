@@ -160,9 +160,14 @@ async def serve(
 
 async def watch_engine(engine: subprocess.Popen[bytes], site: Site) -> None:
     """When the engine ends or cannot be understood, end every request with an error, and then the server."""
+    from penstock.core.errors import EngineFailure
+    from penstock.service.flight import AGAIN
+
     while engine.poll() is None and not site.frontend.lost:
         await asyncio.sleep(0.1)
     site.frontend.traffic.instance_lost(ENGINE, f"the engine ended with exit code {engine.returncode}")
+    reason = site.frontend.unhealthy_reason
+    site.frontend.end_all(EngineFailure(f"{ENGINE} failed during this request ({reason}), {AGAIN}"))
     if engine.returncode != 2:  # then it has said why itself
         log.error("%s", site.frontend.unhealthy_reason)
     site.stop()

@@ -331,6 +331,9 @@ async def _rated(
     pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds]
     results = dict(zip(pairs, await asyncio.gather(*(simulate(*pair) for pair in pairs)), strict=True))
     rates = [_rate_row(rate, [results[rate, seed] for seed in wanted.seeds], wanted.seeds) for rate in wanted.rates]
+    if len({task.start for task in wanted.given.scenario.workload.tasks}) > 1:  # what changes when others join
+        for row in rates:
+            row["tasks_over_time"] = results[row["rate"], wanted.seeds[0]]["tasks_over_time"]
     nothing = dict.fromkeys(("max_rate_90", *FIELDS, "share_of_bound"))
     first = wanted.seeds[0]
     return {**nothing, "rates": rates}, {

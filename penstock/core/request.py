@@ -12,8 +12,8 @@ from penstock.core.sampling import SamplingParams
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the model's length
-    ABORT = "abort"  # cancelled
-    ERROR = "error"  # our fault: the model computed something that is no number, or a hand-off was lost
+    ABORT = "abort"  # cancelled; or let go without an end, because a hand-off was lost: it can go on elsewhere
+    ERROR = "error"  # our fault: the model computed something that is no number, and would again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class Request:
             without a promise.
         waited: seconds of the first that were over when it was sent to the engine.
         offline: it has no targets, and runs in the gaps that others leave.
+        generated: tokens of its output that were drawn already, where it ran before; fewer than `max_tokens`. It goes
+            on after them as if it had never been interrupted.
     """
 
     id: str
@@ -45,6 +47,12 @@ class Request:
     tpot_ms: float | None = None
     waited: float = 0.0
     offline: bool = False
+    generated: Sequence[int] = ()
+
+    @property
+    def context(self) -> Sequence[int]:
+        """All that is read before the next token is drawn: the prompt, and what was generated elsewhere."""
+        return [*self.prompt, *self.generated] if self.generated else self.prompt
 
 
 @dataclass(slots=True)
@@ -81,8 +89,9 @@ class TokenOutput:
         logprobs: one per token, when asked for.
         finish: why it ended, or None while it goes on.
         stop_token: the token that ended it, when `finish` is `STOP`.
-        cached_tokens: prompt tokens that came from the prefix cache, of the first admission.
-        timing: only with `finish`.
+        cached_tokens: tokens that came from the prefix cache, of the first admission: of the prompt, and of what was
+            generated elsewhere.
+        timing: only with `finish`; None for what was interrupted, which no engine saw as a whole.
         start: how many tokens the output had before these.
         generation: which attempt to run the request this comes from.
     """

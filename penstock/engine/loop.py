@@ -64,7 +64,7 @@ class Engine:
         """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
         now = self._clock.now()
         self.scheduler.add(request, departs=departs, now=now)
-        self.recent.arrived(request.id, now)
+        self.recent.arrived(request.id, now, len(request.generated))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Let requests go. Ids that are not here are passed over: they may have just finished."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -166,6 +166,13 @@ class Metrics:
             registry=self.registry,
         )
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
+        recoveries = Counter(
+            PREFIX + "recoveries",
+            "Sequences that went on elsewhere after their instance was lost; fetch: some of it was found in a cache",
+            ["model_name", "how"],
+            registry=self.registry,
+        )
+        self._recoveries = {how: recoveries.labels(model_name, how) for how in ("recompute", "fetch")}
 
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Take over an engine's load and totals. A total that went back is an engine that started again."""
@@ -192,6 +199,10 @@ class Metrics:
     def observe_handoff(self) -> None:
         """A sequence goes on in another instance than the one that read its prompt."""
         self._handoffs.inc()
+
+    def observe_recovery(self, how: Literal["recompute", "fetch"]) -> None:
+        """A sequence that was interrupted goes on, where part of what it had was found, or nothing."""
+        self._recoveries[how].inc()
 
     def observe_first_token(self, seconds: float) -> None:
         """An output's first token came, this long after the request arrived. Counts one generated token."""

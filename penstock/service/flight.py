@@ -1,48 +1,79 @@
-"""One sequence while engines run it: where, what came of it in order, and whether it can still end well."""
+"""One sequence while engines run it: where, what came of it in order, and from where it has to go on elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from penstock.core.errors import EngineFailure
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import LEASE, Peer
+from penstock.core.wire.master import Outcome, Place, Placed
+from penstock.kv.keys import extend_keys
 
 AGAIN = "the request can be sent again"  # clients are told, for nothing of it was wrong
+ATTEMPTS = 4  # places that a sequence is sent to: one that ends every engine it meets does not meet them all
+PATIENCE = 5.0  # seconds that one which was interrupted waits for a place; an engine that died may be back by then
+SIGN_OF_LIFE = 1.0  # seconds that one who may have a sequence has time to say so, when the other one is gone
 
 
 class Flight:
     """Tokens come from the instance that reads the prompt, and after a hand-off from the one that decodes; both may
     speak at once, and the second may be heard before the first. What leaves here is in order and nothing is twice.
 
-    After a loss it is not known who owns the sequence. Then a sign of life is waited for, `LEASE` seconds at most.
+    When nobody has the sequence any longer, or nobody knows who, it is `stranded`: it is to be sent elsewhere, where it
+    goes on after the tokens that have left here. Noise is a function of seed and position, so those that come are those
+    that would have come.
+
+    Args:
+        arrival: when its client sent it. Times are seconds of one clock.
+        chat: the conversation that it belongs to; "" when that is not known.
 
     Attributes:
+        request: as its client sent it, with the targets that it was given with its place.
         attempt: `generation` of the wire: what belongs to another one is dropped.
-        received: tokens that have left here.
+        launches: places that it was sent to.
+        keys: prefix keys of what is to be read, where somebody wants them.
+        tokens: that have left here.
+        launched, first: when it was sent to an engine, and when its first token left here.
+        heard: outputs of this attempt that were believed.
         handed_over: the decoding instance owns it, for tokens came from there.
+        interrupted: what ended an attempt although something might have come of it; "" as long as nothing has.
+        stranded: that is so of this attempt.
+        suspect: name of an instance that had better not get it again at once; "" for none.
+        deadline: until when something is waited for; then `tick` has to look. None when nothing is.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, arrival: float = 0.0, chat: str = "") -> None:
         self.request = request
-        self.attempt = 0
-        self.received = 0
+        self.arrival = arrival
+        self.chat = chat
+        self.attempt = self.launches = self.heard = 0
+        self.keys: list[bytes] = []
+        self.tokens: list[int] = []
+        self.launched = arrival
+        self.first: float | None = None
         self.handed_over = False
+        self.interrupted = ""
+        self.stranded = False
+        self.suspect = ""
         self.prefill: Peer | None = None
         self.decode: Peer | None = None
+        self._since = arrival  # when it began to wait for a place
         self._lost: list[Peer] = []
         self._early: dict[int, TokenOutput] = {}  # by their place; what is before them has not come
-        self._deadline: float | None = None
+        self.deadline: float | None = None
 
-    def launch(self, prefill: Peer, decode: Peer | None) -> None:
-        """It was sent to these."""
-        self.prefill, self.decode = prefill, decode
+    @property
+    def id(self) -> str:
+        return self.request.id
 
-    def again(self) -> None:
-        """It was not taken, so it needs another place; nothing came of it."""
-        assert not self.received
-        self.attempt += 1
-        self.prefill = self.decode = None
+    @property
+    def received(self) -> int:
+        """How many tokens have left here."""
+        return len(self.tokens)
 
     @property
     def peers(self) -> list[Peer]:
@@ -54,66 +85,146 @@ class Flight:
         """Where it runs, for the log: "p0>d0"."""
         return ">".join(p.name for p in (self.prefill, self.decode) if p is not None)
 
+    # --- places
+
+    def question(self, now: float, exclude: Sequence[str] = ()) -> Place:
+        """Where shall it run?"""
+        request = self.request
+        return Place(
+            request.id,
+            len(request.prompt) + self.received,
+            request.max_tokens - self.received,
+            self.keys,
+            request.priority,
+            self.attempt,
+            self.waited(now),
+            list(exclude),
+            request.ttft_ms,
+            request.tpot_ms,
+            request.offline,
+            self.chat,
+        )
+
+    def waited(self, now: float) -> float:
+        """Seconds; with its TTFT target they make the deadline of its next token: of one that has tokens, when that is
+        due by its pace, but no later than for one that comes when this was interrupted."""
+        ttft, tpot = self.request.ttft_ms, self.request.tpot_ms
+        if self.first is None or ttft is None:
+            return now - self.arrival
+        due = inf if tpot is None else self.first + tpot / 1e3 * self.received
+        return now - min(due - ttft / 1e3, self._since)
+
+    @property
+    def urgency(self) -> tuple[bool, float, int]:
+        """Of those that are stranded at once, the least goes first: offline ones last, then by when a token is due."""
+        request = self.request
+        due = inf if request.ttft_ms is None else request.ttft_ms / 1e3 - self.waited(0.0)
+        return request.offline, due, request.priority
+
+    def add_keys(self, root: bytes) -> None:
+        """Also those of what was generated."""
+        context = [*self.request.prompt, *self.tokens]
+        self.keys = self.keys.copy()  # those who were asked before keep theirs
+        extend_keys(self.keys, root, context, len(context) // BLOCK_TOKENS)
+
+    def launch(self, placed: Placed, now: float) -> Request:
+        """It is sent there: what is sent."""
+        self.prefill, self.decode = placed.prefill, placed.decode
+        self.launches += 1
+        if self.first is None:
+            self.launched = now
+        self.request = replace(self.request, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms)
+        return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens))
+
+    def again(self) -> None:
+        """It needs another place. Nothing more is believed from where it was."""
+        self.attempt += 1
+        self.heard, self.handed_over, self.stranded = 0, False, False
+        self.prefill = self.decode = None
+        self._lost, self._early, self.deadline = [], {}, None
+
+    def outcome(self, now: float) -> Outcome | None:
+        """How it ended, now that all its tokens have come; None when there were none."""
+        if self.first is None:
+            return None
+        count = self.received
+        return Outcome(
+            self.id,
+            (self.first - self.arrival) * 1e3,
+            (now - self.first) / (count - 1) * 1e3 if count > 1 else None,
+            (self.launched - self.arrival) * 1e3,
+            count,
+        )
+
+    # --- what comes of it
+
     def accept(self, name: str, incarnation: int, output: TokenOutput, now: float) -> list[TokenOutput]:
-        """What can be passed on now that this came from a life of an instance.
+        """What can be passed on now that this came from a life of an instance. It may leave the sequence stranded.
 
         Raises:
-            EngineFailure: an engine gave the sequence up.
+            EngineFailure: it cannot end well anywhere.
         """
         source = next((p for p in self.peers if (p.name, p.incarnation) == (name, incarnation)), None)
-        if output.generation != self.attempt or source is None:
+        if output.generation != self.attempt or source is None or self.stranded:
             return []
         decoded = source is self.decode
         if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
             if self.handed_over and not decoded:
                 return []  # it lost sight of what it gave away
-            raise EngineFailure(self._why_given_up(source, output.finish))
+            if output.finish is FinishReason.ERROR:
+                raise EngineFailure(f"{name} gave this request up: the model computed something that is no number")
+            self._strand(f"{name} dropped this request", now)
+            self.suspect = name if self.decode is None else self.decode.name  # that hand-over was lost
+            return []
+        self.heard += 1
         self.handed_over |= decoded
         ready = self._in_order(output)
-        self._deadline = self._next_deadline(now)
+        if ready and self.first is None:
+            self.first = now
+        self._look(now)
         return ready
 
-    def _why_given_up(self, source: Peer, finish: FinishReason) -> str:
-        """True whichever it was: an engine says only that it could not go on."""
-        if finish is FinishReason.ABORT:
-            return f"{source.name} dropped this request, {AGAIN}"
-        no_number = f"{source.name} gave this request up: the model computed something that is no number"
-        if self.decode is None:
-            return no_number
-        return f"{no_number}, or its hand-over to {self.decode.name} was lost"
-
     def lose(self, peer: Peer, reason: str, now: float) -> None:
-        """A life of an instance is over.
-
-        Raises:
-            EngineFailure: and with it this sequence.
-        """
-        if peer not in self.peers:
+        """A life of an instance is over."""
+        if peer not in self.peers or self.stranded:
             return
         self._lost.append(peer)
-        if not self.peers or (self.handed_over and (peer == self.decode or self._early)):
-            raise EngineFailure(f"{peer.name} failed during this request ({reason}), {AGAIN}")
-        self._deadline = self._next_deadline(now)
+        if not self.peers or (self.handed_over and peer == self.decode):
+            self._strand(f"{peer.name} failed during this request ({reason})", now)
+        else:
+            self._look(now)
 
-    def overdue(self, now: float) -> bool:
-        """Whether a sign of life was waited for in vain."""
-        return self._deadline is not None and now > self._deadline
-
-    def why_overdue(self) -> str:
-        """For its client, once it is."""
+    def tick(self, now: float) -> None:
+        """Time goes on: what has been waited for in vain is not waited for any longer."""
+        if self.deadline is None or now <= self.deadline or self.stranded:
+            return
         if self._lost:
-            lost = " and ".join(peer.name for peer in self._lost)
-            return f"{lost} failed during this request, and nothing came of it since, {AGAIN}"
-        missing = self.prefill.name if self.prefill is not None else "the engine"
-        return f"tokens of this request that {missing} had computed did not come, {AGAIN}"
+            self._strand(f"{self._lost[0].name} failed during this request, and nothing came of it since", now)
+        else:
+            assert self.prefill is not None
+            self._strand(f"tokens of this request that {self.prefill.name} had computed did not come", now)
 
-    def _next_deadline(self, now: float) -> float | None:
-        if self._early:  # a gap is not made longer by what comes after it
-            first = self.prefill
-            if first is not None and first in self._lost:
-                raise EngineFailure(f"{first.name} failed during this request, its first tokens are lost, {AGAIN}")
-            return self._deadline if self._deadline is not None else now + LEASE
-        return now + LEASE if self._lost and not self.handed_over else None
+    def _strand(self, why: str, now: float) -> None:
+        self.stranded, self.interrupted, self._since = True, why, now
+        self.suspect = ""
+
+    def _look(self, now: float) -> None:
+        """Who may have it, by all that is known, and until when they are given time to show it."""
+        first = self.prefill
+        assert first is not None
+        if self._early:
+            if first in self._lost:
+                self._strand(f"{first.name} failed during this request, its first tokens are lost", now)
+            elif self.deadline is None:  # a gap is not made longer by what comes after it
+                self.deadline = now + LEASE
+        elif self.handed_over or not self._lost:
+            self.deadline = None
+        elif self.heard == 1:  # its first token is drawn, so it may just have been handed over
+            self.deadline = now + SIGN_OF_LIFE
+        elif first in self._lost:
+            self._strand(f"{first.name} failed during this request", now)
+        else:
+            self.deadline = None  # it is still being read there, or decoded
 
     def _in_order(self, output: TokenOutput) -> list[TokenOutput]:
         known = self._early.get(output.start)
@@ -124,7 +235,7 @@ class Flight:
             piece = self._rest(self._early.pop(min(self._early)))
             if piece is None:
                 continue
-            self.received += len(piece.tokens)
+            self.tokens += piece.tokens
             ready.append(piece)
             if piece.finish is not None:
                 self._early.clear()

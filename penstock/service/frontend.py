@@ -229,8 +229,7 @@ class Frontend:
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
         held = [
-            Held(generation, index, Flight(sequence), arrival, chat=level.chat)
-            for index, sequence in enumerate(sequences)
+            Held(generation, index, Flight(sequence, arrival, level.chat)) for index, sequence in enumerate(sequences)
         ]
         self.traffic.add(held)
         if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS:
@@ -245,7 +244,7 @@ class Frontend:
         if hashing.cancelled():  # the frontend is closed, and they are over
             return
         for held in sequences:
-            held.keys = hashing.result()
+            held.flight.keys = hashing.result()
         self.traffic.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:

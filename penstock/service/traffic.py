@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import EngineFailure, InvalidRequest, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
@@ -25,9 +25,9 @@ from penstock.core.wire.engine import (
     Shutdown,
     StepReport,
 )
-from penstock.core.wire.master import NoPlace, Outcome, Place, Placed, Queued
+from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
 from penstock.obs.metrics import Metrics
-from penstock.service.flight import Flight
+from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Endpoint, Instance, LinkLost
 from penstock.service.placement import Answer, Placement
@@ -36,7 +36,6 @@ from penstock.service.waiting import WaitingRoom
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
 MASTER_LEARNS = 1.0  # seconds until it has heard of an instance that is ready
-ATTEMPTS = 4  # places that a sequence is sent to until one takes it
 
 
 class Link(Protocol):
@@ -53,39 +52,19 @@ class Held:
 
     Attributes:
         generation, index: whose it is, and which of its outputs.
-        arrival: of the request, by the clock.
-        keys: prefix keys of the prompt's full blocks, where somebody wants them.
-        asked_first: when a place was first asked for.
+        asked_first: when a place was first asked for, since it has none.
         failed_at: instances that did not take it.
-        chat: the conversation that it belongs to; "" when that is not known.
-        launched, first: when it was sent to an engine, and when its first token came.
-        predicted_ttft: what was predicted for that, in seconds from its arrival.
+        avoid: instances that it should not be given just now: they are gone, of which the master may not know yet.
+        predicted_ttft: when its first token was predicted, in seconds from its arrival.
     """
 
     generation: Generation
     index: int
     flight: Flight
-    arrival: float
-    keys: list[bytes] = field(default_factory=list)
     asked_first: float = 0.0
     failed_at: list[str] = field(default_factory=list)
-    chat: str = ""
-    launched: float = 0.0
-    first: float | None = None
+    avoid: list[str] = field(default_factory=list)
     predicted_ttft: float | None = None
-
-    def outcome(self, now: float) -> Outcome | None:
-        """How it ended, now that all its tokens have come; None when there were none."""
-        tokens = self.flight.received
-        if self.first is None:
-            return None
-        return Outcome(
-            self.flight.request.id,
-            (self.first - self.arrival) * 1e3,
-            (now - self.first) / (tokens - 1) * 1e3 if tokens > 1 else None,
-            (self.launched - self.arrival) * 1e3,
-            tokens,
-        )
 
 
 class Traffic:
@@ -160,34 +139,35 @@ class Traffic:
             held = self.held.get(sequence_id)
             if held is not None:
                 self._forget(held)
-                for peer in held.flight.peers:
-                    self._cancel(peer, [sequence_id])
+                self._cancel(held.flight, held.flight.peers)
 
     def _forget(self, held: Held, outcome: Outcome | None = None) -> None:
-        sequence_id = held.flight.request.id
+        sequence_id = held.flight.id
         del self.held[sequence_id]
         self._waiting.leave(sequence_id)
         self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
 
-    def _cancel(self, peer: Peer, sequence_ids: list[str]) -> None:
-        if self.instances[peer.name].is_life(peer.incarnation):
-            self._links[peer.name].send(Cancel(peer.incarnation, sequence_ids))
+    def _cancel(self, flight: Flight, peers: Iterable[Peer]) -> None:
+        """Have this attempt dropped there."""
+        for peer in peers:
+            if self.instances[peer.name].is_life(peer.incarnation):
+                self._links[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
 
     # --- places
 
     def find_places(self, sequences: Sequence[Held]) -> None:
         """Have sequences run that were added, unless they are over by now."""
         for held in sequences:
-            if held.flight.request.id in self.held:
+            if held.flight.id in self.held:
                 held.asked_first = self._clock.now()
                 if self._waiting:
-                    self._waiting.enter(held.flight.request.id)
+                    self._waiting.enter(held.flight.id)
                 else:
                     self._ask(held)
 
     def _ask(self, held: Held) -> None:
         try:
-            self._placement.ask(self._question(held))
+            self._placement.ask(held.flight.question(self._clock.now(), [*held.failed_at, *held.avoid]))
         except Exception as error:
             self._cannot_place(held, error)
 
@@ -214,7 +194,9 @@ class Traffic:
     def _take_place(self, held: Held, answer: Placed) -> None:
         missing = [p.name for p in (answer.prefill, answer.decode) if p is not None and not self._reaches(p)]
         if missing:  # the master has not noticed yet
-            self._ask_elsewhere(held, missing)
+            held.avoid += missing
+            held.flight.again()
+            self._ask(held)
             return
         self._launch(held, answer)
         self._waiting.leave(answer.request_id)
@@ -222,57 +204,70 @@ class Traffic:
 
     def _nowhere(self, held: Held, answer: NoPlace) -> None:
         now = self._clock.now()
+        held.avoid.clear()
         serving = any(instance.serves(now) for instance in self.instances.values())
-        if held.failed_at or not serving or now > self._believes_from(held):
-            held.generation.fail(Unavailable(answer.message, answer.retry_after))
+        hopeless = not held.flight.interrupted and (held.failed_at or not serving)
+        if hopeless or now > self._believes_from(held):
+            self._give_up(held, Unavailable(answer.message, answer.retry_after))
         else:
             self._waiting.enter(answer.request_id)
 
     def _believes_from(self, held: Held) -> float:
-        """When it is believed that nobody can take it: the master may only just begin to know the instances."""
-        return max(held.asked_first, self._placement.since) + MASTER_LEARNS
+        """When it is believed that nobody can take it: the master may only just begin to know the instances, and an
+        instance that died may be just starting again."""
+        patience = PATIENCE if held.flight.interrupted else MASTER_LEARNS
+        return max(held.asked_first, self._placement.since) + patience
 
-    def _ask_elsewhere(self, held: Held, without: list[str]) -> None:
-        held.failed_at += without
-        held.flight.again()
-        if held.flight.attempt < ATTEMPTS:
-            self._ask(held)
-        else:
-            held.generation.fail(Unavailable("no instance took this request"))
-
-    def _question(self, held: Held) -> Place:
-        request = held.flight.request
-        return Place(
-            request.id,
-            len(request.prompt),
-            request.max_tokens,
-            held.keys,
-            request.priority,
-            held.flight.attempt,
-            self._clock.now() - held.arrival,
-            held.failed_at,
-            request.ttft_ms,
-            request.tpot_ms,
-            request.offline,
-            held.chat,
-        )
+    def _give_up(self, held: Held, error: PenstockError) -> None:
+        """Nobody takes it."""
+        if why := held.flight.interrupted:
+            error = EngineFailure(f"{why}, and nobody could go on with it, {AGAIN}")
+        held.generation.fail(error)
 
     def _reaches(self, peer: Peer) -> bool:
         instance = self.instances.get(peer.name)
-        return instance is not None and instance.is_life(peer.incarnation)
+        return instance is not None and instance.is_life(peer.incarnation) and instance.serves(self._clock.now())
 
     def _launch(self, held: Held, placed: Placed) -> None:
-        flight, held.launched = held.flight, self._clock.now()
-        held.predicted_ttft = placed.predicted_ttft
-        flight.launch(placed.prefill, placed.decode)
-        request = replace(
-            flight.request, waited=held.launched - held.arrival, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms
-        )
+        flight = held.flight
+        held.avoid.clear()
+        if flight.first is None:
+            held.predicted_ttft = placed.predicted_ttft
+        request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         held.generation.routed(flight.route)
         self._links[placed.prefill.name].send(
             Enqueue(placed.prefill.incarnation, request, flight.attempt, placed.decode)
         )
+
+    # --- going on elsewhere
+
+    def _go_on(self, held: Held) -> None:
+        """It is stranded: have it run elsewhere, from the tokens that its client has."""
+        flight, now = held.flight, self._clock.now()
+        self._cancel(flight, flight.peers)
+        if flight.launches >= ATTEMPTS:
+            why = f"{flight.interrupted}, one of {flight.launches} places where it was tried in vain"
+            log.warning("request %s: %s", flight.id, why)
+            held.generation.fail(EngineFailure(why))
+            return
+        log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
+        places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
+        held.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._reaches(peer)]
+        flight.again()
+        held.asked_first = now
+        root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
+        if self.wants_keys and root is not None:
+            flight.add_keys(root)
+        self._ask(held)
+
+    def _resumed(self, held: Held, output: TokenOutput) -> None:
+        """It runs again: its first output there has come."""
+        flight = held.flight
+        self._metrics.observe_recovery("fetch" if output.cached_tokens else "recompute")
+        text = "request %s goes on at %s from token %d: %d tokens of %d were found there"
+        known = len(flight.request.prompt) + output.start
+        log.info(text, flight.id, flight.route, output.start, output.cached_tokens, known)
 
     # --- the engines' events
 
@@ -299,23 +294,20 @@ class Traffic:
         now = self._clock.now()
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
-        for held in [self.held[sequence_id] for sequence_id in self._waiting]:
-            if now > self._believes_from(held):
-                held.generation.fail(Unavailable("no instance could take this request in time"))
-        self._end_overdue(now)
+        for sequence_id in self._waiting:
+            held = self.held.get(sequence_id)  # one that fails takes others with it
+            if held is not None and now > self._believes_from(held):
+                self._give_up(held, Unavailable("no instance could take this request in time"))
+        for held in list(self.held.values()):
+            held.flight.tick(now)
+        if stranded := self._rescue():
+            log.warning("nothing came any more of what an engine had left unfinished: %s", _interrupted(stranded))
         for instance in self.instances.values():
             if instance.ready is not None and instance.stuck(now):
                 trouble = instance.trouble(now)
-                if ended := self._lose(instance.ready.peer, trouble):
-                    log.warning("%s is stuck (%s): %s", instance.name, trouble, _ended(ended))
+                if stranded := self._lose(instance.ready.peer, trouble):
+                    log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
             self._metrics.observe_up(instance.name, instance.serves(now))
-
-    def _end_overdue(self, now: float) -> None:
-        overdue = {id(h.generation): h for h in self.held.values() if h.flight.overdue(now)}
-        for held in overdue.values():
-            held.generation.fail(EngineFailure(held.flight.why_overdue()))
-        if overdue:
-            log.warning("nothing came any more of what an engine had left unfinished: %s", _ended(len(overdue)))
 
     def _handle(self, instance: Instance, event: Event | LinkLost) -> None:
         instance.heard = self._clock.now()
@@ -352,41 +344,47 @@ class Traffic:
             log.warning(text, name, length, shown, limit)
 
     def instance_lost(self, name: str, reason: str) -> None:
-        """An engine is gone: its requests end with an error unless another engine has them by now."""
+        """An engine is gone: its requests go on elsewhere, unless another engine has them by now."""
         instance = self.instances[name]
         instance.lost = instance.lost or reason
         ready, instance.ready = instance.ready, None
         if ready is not None:
             self._metrics.observe_loss(name)
-            ended = self._lose(ready.peer, reason)
-            log.warning("%s was lost (%s): %s", name, reason, _ended(ended))
+            stranded = self._lose(ready.peer, reason)
+            log.warning("%s was lost (%s): %s", name, reason, _interrupted(stranded))
         self.changed.set()
 
     def _lose(self, life: Peer, reason: str) -> int:
-        """How many requests end with it."""
+        """How many requests it interrupts."""
         now = self._clock.now()
-        ended = set()
-        for held in list(self.held.values()):
-            peer = next(
-                (p for p in held.flight.peers if p.name == life.name and p.incarnation == life.incarnation), None
-            )
-            if peer is not None:
-                try:
+        for held in self.held.values():
+            for peer in held.flight.peers:
+                if (peer.name, peer.incarnation) == (life.name, life.incarnation):
                     held.flight.lose(peer, reason, now)
-                except EngineFailure as error:
-                    held.generation.fail(error)
-                    ended.add(id(held.generation))
-        return len(ended)
+        return self._rescue()
+
+    def _rescue(self) -> int:
+        """Have all that is stranded go on elsewhere, the most urgent first; of how many requests that was."""
+        stranded = [held for held in self.held.values() if held.flight.stranded]
+        stranded.sort(key=lambda held: held.flight.urgency)
+        for held in stranded:
+            if held.flight.id in self.held:  # one that fails takes others with it
+                self._go_on(held)
+        return len({id(held.generation) for held in stranded})
 
     def _refused(self, instance: Instance, refused: Refused) -> None:
         held = self.held.get(refused.request_id)
         prefill = held.flight.prefill if held is not None else None
-        if held is None or prefill is None or prefill.name != instance.name or held.flight.received:
+        if held is None or prefill is None or prefill.name != instance.name or held.flight.heard:
             return
         if refused.why == "invalid":
             held.generation.fail(InvalidRequest(refused.message))
-        else:  # it never ran there
-            self._ask_elsewhere(held, [instance.name])
+        elif held.flight.launches < ATTEMPTS:  # it never ran there
+            held.failed_at.append(instance.name)
+            held.flight.again()
+            self._ask(held)
+        else:
+            self._give_up(held, Unavailable("no instance took this request"))
 
     def _deliver(self, name: str, report: StepReport) -> None:
         unknown = [o.request_id for o in report.outputs if o.request_id not in self.held and o.finish is None]
@@ -394,27 +392,33 @@ class Traffic:
             self._links[name].send(Cancel(report.incarnation, unknown))
         for output in report.outputs:
             held = self.held.get(output.request_id)
-            if held is not None:
-                self._receive(held, name, report.incarnation, output)
+            if held is None:
+                continue
+            if output.generation < held.flight.attempt and output.finish is None:  # so was one that is over
+                self._links[name].send(Cancel(report.incarnation, [output.request_id], output.generation))
+            self._receive(held, name, report.incarnation, output)
 
     def _receive(self, held: Held, name: str, incarnation: int, output: TokenOutput) -> None:
         flight, now = held.flight, self._clock.now()
-        before = flight.handed_over
+        handed_over, heard, first = flight.handed_over, flight.heard, flight.first
         try:
             pieces = flight.accept(name, incarnation, output, now)
-            if flight.handed_over and not before:
+            if flight.handed_over and not handed_over:
                 self._metrics.observe_handoff()
+            if flight.heard and not heard:
+                self._placement.begun([output.request_id])
+                if flight.interrupted:
+                    self._resumed(held, output)
+            if flight.first is not None and first is None and held.predicted_ttft is not None:
+                self._metrics.observe_prediction(held.predicted_ttft, now - flight.arrival)
             for piece in pieces:
-                if piece.tokens and held.first is None:
-                    held.first = now
-                    if held.predicted_ttft is not None:
-                        self._metrics.observe_prediction(held.predicted_ttft, now - held.arrival)
-                    self._placement.begun([output.request_id])
                 if piece.finish is not None:
                     self._finished(held, now)
                 held.generation.receive(held.index, piece, now)
                 if output.request_id not in self.held:
-                    break  # a stop string ended it, whatever comes after
+                    return  # a stop string ended it, whatever comes after
+            if flight.stranded:
+                self._go_on(held)
         except EngineFailure as error:
             log.warning("request %s: %s", output.request_id, error)
             held.generation.fail(error)
@@ -423,14 +427,13 @@ class Traffic:
             held.generation.fail(EngineFailure("the answer could not be put together"))
 
     def _finished(self, held: Held, now: float) -> None:
-        self._forget(held, held.outcome(now))
+        self._forget(held, held.flight.outcome(now))
         self.pace += 0.1 * (now - self._ended_at - self.pace)
         self._ended_at = now
         flight = held.flight
         unaware = flight.prefill if flight.handed_over else flight.decode
-        if unaware in flight.peers and unaware is not None:
-            self._cancel(unaware, [flight.request.id])
+        self._cancel(flight, [peer for peer in flight.peers if peer is unaware])
 
 
-def _ended(requests: int) -> str:
-    return f"{requests} request{'' if requests == 1 else 's'} ended with an error"
+def _interrupted(requests: int) -> str:
+    return f"{requests} request{' is' if requests == 1 else 's are'} to go on elsewhere"

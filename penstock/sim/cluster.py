@@ -326,14 +326,15 @@ class Cluster:
         gone = place.instance
         if gone is None:
             return []
-        gone.stop(now)
+        words = gone.stop(now)
         self._close_account(place, now)
         place.instance = None
         peer = gone.ready.peer
         if self._depot is not None:
             self._depot.detach(place.name, keep=())
-        noticed = now + WATCH
+        noticed = now + max(WATCH, self._scenario.latency)  # what was sent before has come by then
         dues = [
+            *(Due(noticed, Priority.MESSAGE, partial(self._hear, place.name, said)) for said in words.values()),
             Due(noticed, Priority.MESSAGE, partial(self._at_master, FromEngine(place.name, LinkLost(reason)))),
             Due(noticed, Priority.MESSAGE, lambda at: self.frontend.lose(at, peer, reason)),
         ]
@@ -342,6 +343,9 @@ class Cluster:
                 lost = partial(self._at_instance, other.name, engine.PeerLost(peer, reason))
                 dues.append(Due(noticed, Priority.MESSAGE, lost))
         return dues
+
+    def _hear(self, name: str, outputs: engine.Outputs, now: float) -> list[Due]:
+        return self.frontend.on_engine(now, name, outputs)
 
     @staticmethod
     def _close_account(place: Place, now: float) -> None:
@@ -412,7 +416,8 @@ class _Costs:
         self._records[int(request_id)].costs = {
             stage: (costs[chosen[stage]], min(costs.values())) for stage, costs in decision.costs.items() if costs
         }
-        self._records[int(request_id)].predicted_ttft = decision.predicted_ttft
+        if self._records[int(request_id)].first is None:
+            self._records[int(request_id)].predicted_ttft = decision.predicted_ttft
         if self._other is not None:
             self._other.decided(now, view, demand, request_id, frontend, decision)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Protocol
 
 from penstock.core.errors import EngineFailure
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import LEASE, Cancel, Command, Enqueue, Peer, Ready, Refused
+from penstock.core.wire.engine import Cancel, Command, Enqueue, Peer, Ready, Refused
 from penstock.core.wire.master import (
     Begun,
     Ended,
@@ -20,19 +19,16 @@ from penstock.core.wire.master import (
     Joined,
     MasterMessage,
     NoPlace,
-    Outcome,
-    Place,
     Placed,
     Queued,
 )
-from penstock.kv.keys import extend_keys
-from penstock.service.flight import Flight
+from penstock.service.flight import ATTEMPTS, Flight
+from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
 from penstock.sim.instance import Outputs
 from penstock.sim.prompts import STOP, prompt_of
 from penstock.workload.requests import WorkRequest
 
-ATTEMPTS = 4  # places that a request is sent to until one takes it
 PATIENCE = 1.0  # seconds that a master may have nobody who takes a request
 ASK_AGAIN = 0.05  # seconds
 PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
@@ -53,6 +49,7 @@ class Record:
         launched: when it was sent to an instance; None until then.
         reason: see `sched.cluster.Decision`.
         attempts: places that it was sent to.
+        recoveries: times that it was interrupted and had to go on elsewhere.
         costs: by stage, the policy's cost of the choice, and the least of any candidate.
         predicted_ttft: by the policy, in seconds; None when it does not predict.
     """
@@ -76,6 +73,7 @@ class Record:
     decode: str = ""
     reason: str = ""
     attempts: int = 0
+    recoveries: int = 0
     costs: dict[str, tuple[float, float]] = field(default_factory=dict)
     predicted_ttft: float | None = None
 
@@ -102,10 +100,9 @@ class Post(Protocol):
 class _Held:
     record: Record
     flight: Flight
-    keys: list[bytes]
     asked: float
-    chat: str = ""
     failed_at: list[str] = field(default_factory=list)
+    avoid: list[str] = field(default_factory=list)
 
 
 class Frontend:
@@ -171,10 +168,9 @@ class Frontend:
             work.tpot,
         )
         self.records.append(record)
-        keys: list[bytes] = []
+        self._held[request.id] = held = _Held(record, Flight(request, now, work.chat), now)
         if self.joined.wants_keys:
-            extend_keys(keys, self._root, prompt, len(prompt) // BLOCK_TOKENS)
-        self._held[request.id] = held = _Held(record, Flight(request), keys, now, work.chat)
+            held.flight.add_keys(self._root)
         return [self._ask(now, held)]
 
     def on_master(self, now: float, message: MasterMessage) -> list[Due]:
@@ -210,42 +206,27 @@ class Frontend:
             del self._lives[peer.name]
         dues: list[Due] = []
         for held in list(self._held.values()):
-            if peer not in held.flight.peers:
-                continue
-            try:
+            if peer in held.flight.peers:
                 held.flight.lose(peer, reason, now)
-            except EngineFailure as error:
-                dues += self._end(now, held, str(error))
-            else:
-                look = partial(self._look_again, held.flight.request.id)
-                dues.append(Due(now + LEASE + ASK_AGAIN, Priority.CLOCK, look))
+                dues += self._watch(held.flight)
+        for held in sorted((h for h in self._held.values() if h.flight.stranded), key=lambda h: h.flight.urgency):
+            dues += self._go_on(now, held)
         return dues
 
     # --- places
 
     def _ask(self, now: float, held: _Held) -> Due:
-        request = held.flight.request
-        place = Place(
-            request.id,
-            len(request.prompt),
-            request.max_tokens,
-            held.keys,
-            request.priority,
-            held.flight.attempt,
-            now - held.record.arrival,
-            held.failed_at,
-            request.ttft_ms,
-            request.tpot_ms,
-            request.offline,
-            held.chat,
-        )
-        return self._post.frontend_to_master(now, place)
+        return self._post.frontend_to_master(now, held.flight.question(now, [*held.failed_at, *held.avoid]))
 
     def _wait_for_place(self, now: float, held: _Held, answer: NoPlace) -> list[Due]:
-        """The master may only just begin to know the instances; after a while it is believed."""
-        if held.failed_at or not self._lives or now > held.asked + PATIENCE:
-            return self._end(now, held, answer.message)
-        again = partial(self._ask_again, held.flight.request.id, held.flight.attempt)
+        """The master may only just begin to know the instances, and an instance that died may come back; after a while
+        it is believed."""
+        held.avoid.clear()
+        why = held.flight.interrupted
+        hopeless = not why and (held.failed_at or not self._lives)
+        if hopeless or now > held.asked + (RECOVERY if why else PATIENCE):
+            return self._end(now, held, why or answer.message)
+        again = partial(self._ask_again, held.flight.id, held.flight.attempt)
         return [Due(now + ASK_AGAIN, Priority.ARRIVAL, again)]
 
     def _ask_again(self, request_id: str, attempt: int, now: float) -> list[Due]:
@@ -256,90 +237,106 @@ class Frontend:
         peers = [peer for peer in (placed.prefill, placed.decode) if peer is not None]
         missing = [peer.name for peer in peers if self._lives.get(peer.name) != peer.incarnation]
         if missing:
-            return self._elsewhere(now, held, missing)
-        held.flight.launch(placed.prefill, placed.decode)
+            held.avoid += missing
+            held.flight.again()
+            return [self._ask(now, held)]
+        held.avoid.clear()
+        request = held.flight.launch(placed, now)
         record = held.record
         record.attempts += 1
-        record.launched = now
+        record.launched = held.flight.launched
         record.prefill, record.reason = placed.prefill.name, placed.reason
         record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        request = replace(
-            held.flight.request, waited=now - record.arrival, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms
-        )
         enqueue = Enqueue(placed.prefill.incarnation, request, held.flight.attempt, placed.decode)
         return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
-
-    def _elsewhere(self, now: float, held: _Held, names: Iterable[str]) -> list[Due]:
-        """These did not take it."""
-        held.failed_at += names
-        held.flight.again()
-        if held.flight.attempt >= ATTEMPTS:
-            return self._end(now, held, "no instance took this request")
-        held.asked = now
-        return [self._ask(now, held)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         held = self._held.get(refused.request_id)
         prefill = held.flight.prefill if held is not None else None
-        if held is None or prefill is None or prefill.name != name or held.flight.received:
+        if held is None or prefill is None or prefill.name != name or held.flight.heard:
             return []
         if refused.why == "invalid":
             return self._end(now, held, refused.message)
-        return self._elsewhere(now, held, [name])
+        if held.flight.launches >= ATTEMPTS:
+            return self._end(now, held, held.flight.interrupted or "no instance took this request")
+        held.failed_at.append(name)
+        held.flight.again()
+        held.asked = now
+        return [self._ask(now, held)]
+
+    def _go_on(self, now: float, held: _Held) -> list[Due]:
+        """It is stranded: have it run elsewhere, from the tokens that its client has."""
+        dues = self._cancel(now, held.flight, held.flight.peers)
+        if held.flight.launches >= ATTEMPTS:
+            return self._end(now, held, held.flight.interrupted)
+        held.record.recoveries += 1
+        held.asked = now
+        flight = held.flight
+        places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
+        held.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._lives_on(peer)]
+        flight.again()
+        if self.joined.wants_keys:
+            held.flight.add_keys(self._root)
+        return [*dues, self._ask(now, held)]
 
     # --- tokens
 
     def _receive(self, now: float, held: _Held, name: str, incarnation: int, output: TokenOutput) -> list[Due]:
-        record = held.record
+        record, flight = held.record, held.flight
+        heard, looked_at = flight.heard, flight.deadline
         try:
-            pieces = held.flight.accept(name, incarnation, output, now)
+            pieces = flight.accept(name, incarnation, output, now)
         except EngineFailure as error:
             return self._end(now, held, str(error))
         dues = []
+        if flight.heard and not heard:
+            dues.append(self._post.frontend_to_master(now, Begun([flight.id])))
+        record.received = flight.received
         for piece in pieces:
             if record.first is None:
                 record.first, record.cached_tokens = now, piece.cached_tokens
-                dues.append(self._post.frontend_to_master(now, Begun([held.flight.request.id])))
-            record.received += len(piece.tokens)
             if piece.finish is not None:
                 return dues + self._end(now, held)
-        return dues
+        if flight.stranded:
+            return dues + self._go_on(now, held)
+        return dues + ([] if flight.deadline == looked_at else self._watch(flight))
+
+    def _watch(self, flight: Flight) -> list[Due]:
+        """Look at it again when it has been waited for in vain."""
+        if flight.deadline is None:
+            return []
+        return [Due(flight.deadline + ASK_AGAIN, Priority.CLOCK, partial(self._look_again, flight.id))]
 
     def _look_again(self, request_id: str, now: float) -> list[Due]:
         held = self._held.get(request_id)
-        if held is None or not held.flight.overdue(now):
+        if held is None:
             return []
-        return self._end(now, held, held.flight.why_overdue())
+        held.flight.tick(now)
+        return self._go_on(now, held) if held.flight.stranded else []
 
     def _end(self, now: float, held: _Held, error: str = "") -> list[Due]:
         """It is over; whoever may not know it is told."""
         flight, record = held.flight, held.record
-        del self._held[flight.request.id]
+        del self._held[flight.id]
         assert record.ended is None
         record.ended, record.error = now, error
         self._ended(record)
-        outcomes = [_outcome(record, now)] if record.first is not None and not error else []
-        dues = [self._post.frontend_to_master(now, Ended([flight.request.id], outcomes))]
-        unaware = flight.peers if error else [flight.prefill if flight.handed_over else flight.decode]
-        dues += [
-            self._post.frontend_to_engine(now, peer.name, Cancel(peer.incarnation, [flight.request.id]))
-            for peer in unaware
-            if peer is not None and self._lives.get(peer.name) == peer.incarnation
+        outcome = None if error else flight.outcome(now)
+        unaware = flight.prefill if flight.handed_over else flight.decode
+        return [
+            self._post.frontend_to_master(now, Ended([flight.id], [] if outcome is None else [outcome])),
+            *self._cancel(now, flight, [peer for peer in flight.peers if error or peer is unaware]),
         ]
-        return dues
 
+    def _cancel(self, now: float, flight: Flight, peers: Iterable[Peer]) -> list[Due]:
+        return [
+            self._post.frontend_to_engine(now, peer.name, Cancel(peer.incarnation, [flight.id], flight.attempt))
+            for peer in peers
+            if self._lives_on(peer)
+        ]
 
-def _outcome(record: Record, now: float) -> Outcome:
-    assert record.first is not None
-    assert record.launched is not None
-    tokens = record.received
-    return Outcome(
-        str(record.number),
-        (record.first - record.arrival) * 1e3,
-        (now - record.first) / (tokens - 1) * 1e3 if tokens > 1 else None,
-        (record.launched - record.arrival) * 1e3,
-        tokens,
-    )
+    def _lives_on(self, peer: Peer) -> bool:
+        return self._lives.get(peer.name) == peer.incarnation
 
 
 def _milliseconds(target: float, work: WorkRequest) -> float | None:

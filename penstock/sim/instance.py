@@ -2,7 +2,8 @@
 
 What it says and when is what an engine's server says: outputs to frontends, snapshots and cache deltas to the master.
 Between steps it reads what has come; during a step it hears nothing. Of a request's outputs only the first from here
-and the last are sent, the last with all tokens in between: nobody here reads along.
+and the last are sent, the last with all tokens in between: nobody here reads along. Of one that was to be handed over
+and was not, the second is sent too: it shows where the request goes on.
 """
 
 from __future__ import annotations
@@ -151,12 +152,26 @@ class Instance:
         self._send_cache(now)
         return self._go_on(now)
 
-    def stop(self, now: float) -> None:
-        """It dies: nothing more comes of it."""
+    def stop(self, now: float) -> dict[str, Outputs]:
+        """It dies: nothing more comes of it. Returns what frontends have by then, for their clients had every token as
+        soon as it was drawn."""
         self.alive = False
+        ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
-            self.steps += self._stride.done(now)
+            done = self._stride.done(now)
+            self.steps += done
             self.busy += now - self._stride.began
+            if self._stride.quiet:
+                ahead = {s.request_id: done for s in self._stride.plan.sequences}
+        untold = []
+        for request_id, owner in self.intake.owners():
+            sequence = self.scheduler.sequence(request_id)
+            if sequence is not None and owner.told is not None:
+                more = sequence.tokens[-1:] * ahead.get(request_id, 0)
+                tokens = sequence.tokens[len(sequence.request.prompt) + owner.told :] + more
+                if tokens:
+                    untold.append(TokenOutput(request_id, tokens, start=owner.told))
+        return {name: Outputs(self._incarnation, tuple(own)) for name, own in self.intake.address(untold).items()}
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
         """Something has come; it is read between steps."""
@@ -213,7 +228,7 @@ class Instance:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
         self.intake.recent.started(plan, now)
-        repeats = self._strides and all(self.intake.owner(s.request_id).told is not None for s in plan.sequences)
+        repeats = self._strides and all(self.intake.owner(s.request_id).silent for s in plan.sequences)
         until = self._next_pulse() if repeats else now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
 
@@ -264,8 +279,9 @@ class Instance:
         for output in outputs:
             owner = self.intake.owner(output.request_id)
             if owner.told is not None:
-                if output.finish is None:
+                if output.finish is None and not owner.departs:
                     continue
+                owner.departs = False
                 output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
             self.intake.recent.stamp(output, now)
             if owner.told is not None:

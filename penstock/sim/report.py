@@ -22,6 +22,7 @@ LOADS = (0.25, 0.5, 0.75)  # of the most that ran on any instance: shades
 POOLS = {"any": "any", "prefill": "prefill", "decode": "decode"}
 TIME = Axis("time (s)", low=0.0)
 SHARE = Axis("share of requests", low=0.0, high=1.0, percent=True)
+KEPT = Axis("kept their targets", low=0.0, high=1.0, percent=True)
 QUANTILES = ("mean", "p50", "p90", "p95", "p99")
 TASK_COLUMNS = {
     "ttft_p50_ms": "TTFT p50 (ms)",
@@ -76,6 +77,7 @@ def run_page(result: Result) -> str:
         figure("Latency", _latencies(result), "of requests that did not fail"),
         _tasks(result),
         *_distributions(result),
+        _tasks_over_time(result),
         _traffic(result),
         _queue(result),
         _strips(result),
@@ -126,6 +128,22 @@ def _tasks(result: Result) -> str:
     head = ("task", "requests", *TASK_COLUMNS.values())
     content = bar_chart(bars, Axis("kept their targets", high=1.0, percent=True))
     return figure("Tasks", content + table(head, rows, [bar.colour for bar in bars]))
+
+
+def _tasks_over_time(result: Result) -> str:
+    lines = task_lines(result.get("tasks_over_time"))
+    return figure("Tasks over time", line_chart(lines, TIME, KEPT) if lines else "", "by arrival")
+
+
+def task_lines(over_time: Result | None) -> list[Line]:
+    """What `tasks_over_time` says, as lines in steps."""
+    if not over_time:
+        return []
+    wide = over_time["seconds"]
+    return [
+        Line(task, [(i * wide, share) for i, share in enumerate(shares)], colour, steps=True)
+        for colour, (task, shares) in enumerate(over_time["tasks"].items())
+    ]
 
 
 def _distributions(result: Result) -> Iterator[str]:

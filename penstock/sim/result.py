@@ -14,6 +14,7 @@ from penstock.sim.cluster import Cluster, Sample
 from penstock.sim.frontend import Record
 
 PERCENTILES = (50, 90, 95, 99)
+BINS = 30  # of a task's attainment over time
 
 
 def kept(record: Record) -> bool:
@@ -50,6 +51,7 @@ def summarise(cluster: Cluster) -> dict[str, Any]:
         "prompt_tokens": sum(record.prompt_tokens for record in over),
         "reused_tokens": sum(record.cached_tokens for record in over),
         "handed_over": sum(record.decode != record.prefill for record in good),
+        "recovered": sum(record.recoveries > 0 for record in good),
         "regret": _regret(over),
         "instance_seconds": sum(place.alive_seconds(end) for place in cluster.places.values()),
         "instances": {
@@ -59,6 +61,7 @@ def summarise(cluster: Cluster) -> dict[str, Any]:
         "events": cluster.timeline.happened,
         "timeline": _timeline(cluster.samples, records),
         "series": by_second(online),
+        "tasks_over_time": tasks_over_time(online),
     }
 
 
@@ -94,6 +97,20 @@ def by_second(records: Sequence[Record]) -> dict[str, list[int]]:
         "arrivals": np.bincount(seconds, minlength=count).tolist(),
         "attained": np.bincount(seconds[attained], minlength=count).tolist(),
     }
+
+
+def tasks_over_time(records: Sequence[Record]) -> dict[str, Any] | None:
+    """By task, the share of those requests that kept their targets which came in each of `BINS` equal spans, null where
+    none came; `seconds` is such a span's length. None unless there are several tasks."""
+    names = sorted({record.task for record in records if record.task})
+    if len(names) < 2:
+        return None
+    width = (max(record.arrival for record in records) or 1.0) / BINS
+    spans: dict[str, list[list[bool]]] = {name: [[] for _ in range(BINS)] for name in names}
+    for record in records:
+        if record.task:
+            spans[record.task][min(int(record.arrival / width), BINS - 1)].append(kept(record))
+    return {"seconds": width, "tasks": {name: [_share(flags) for flags in each] for name, each in spans.items()}}
 
 
 def request_rows(records: Sequence[Record]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Processes of a deployment are killed in every phase of a hand-off, and messages between engines are lost and spoiled.
 
-A client gets its full text or an error, soon, and never a wrong text; afterwards nothing is left of it anywhere.
+A client gets its full text, as long as its frontend lives, and never a wrong one; afterwards nothing is left anywhere.
 """
 
 import json
@@ -16,7 +16,6 @@ from penstock.transfer.transports import TRANSPORTS
 from tests.helpers.chaos import MARGIN, PHASES, borrower, eventually, paced
 from tests.helpers.deployments import DEMO, colocated, deployed
 
-ERRORS = {"http 500", "http 503", "error event"}
 LOST = {"connection", "incomplete"}  # what a client sees of a frontend that dies
 STALLS = {"stall": list(PHASES.values())}
 EVERY_PHASE = [*PHASES, "decode"]
@@ -33,7 +32,8 @@ QUICK = [
 
 
 def strike(chaos, victim, phase, requests=4, seed=0):
-    """Kill in a phase of a few requests, and check what becomes of them and of everything else.
+    """Kill in a phase of a few requests, and check that all are answered, but for those of a frontend that dies, and
+    what becomes of everything else.
 
     Returns the answers, whole ones and others.
     """
@@ -47,7 +47,7 @@ def strike(chaos, victim, phase, requests=4, seed=0):
     chaos.settle()
     chaos.verify(load)
     failed = [r for r in records if r.error]
-    allowed = ERRORS | LOST if victim.startswith("frontend") else ERRORS
+    allowed = LOST if victim.startswith("frontend") else set()
     assert {r.error for r in failed} <= allowed, [(r.error, r.detail) for r in failed]
     late = [f"{r.end - killed:.1f} s: {r.detail}" for r in failed if r.end > killed + LEASE + MARGIN]
     assert not late, late
@@ -99,9 +99,7 @@ def test_whoever_is_killed_whenever(pairs, kind, victim, phase):
     if victim == "borrower":
         strike_borrower(pairs(kind), phase, seed)
         return
-    records = strike(pairs(kind), victim, phase, seed=seed)
-    if victim == "master" or (victim, phase) == ("decode-0", "reserve"):
-        assert not any(r.error for r in records), "this costs nobody an answer"
+    strike(pairs(kind), victim, phase, seed=seed)
 
 
 @pytest.mark.slow
@@ -126,7 +124,6 @@ FAULTS = {
     "cut-off": {"partition": {"after": 150}},
     "all": {"delay-ms": 10, "drop": 0.05, "duplicate": 0.2, "reorder": 0.2, "corrupt": 0.1},
 }
-LOSSLESS = ("delay", "duplicate", "reorder")
 
 
 @pytest.mark.parametrize(
@@ -137,18 +134,14 @@ LOSSLESS = ("delay", "duplicate", "reorder")
         for fault in FAULTS
     ],
 )
-def test_a_bad_network_costs_time_or_answers_but_never_a_wrong_one(kind, fault):
+def test_a_bad_network_costs_time_and_never_an_answer(kind, fault):
     with paced(kind, faults=FAULTS[fault] | {"seed": 3}) as chaos:
         before = chaos.up.metric("handoffs_total")
         load = chaos.start(chaos.bodies(40, seed=5, prompts=(50, 700), tokens=30))
         records = load.wait()
         chaos.settle()
-        result = chaos.verify(load)
-        failed = [r for r in records if r.error]
-        assert {r.error for r in failed} <= ERRORS, [(r.error, r.detail) for r in failed]
-        if "partition" not in FAULTS[fault]:  # what is lost is asked for again, as often as a lease allows
-            assert len(failed) <= (0 if fault in LOSSLESS else 10), [r.detail for r in failed]
-        assert result.checked == 40 - len(failed)
+        assert not [(r.error, r.detail) for r in records if r.error]
+        assert chaos.verify(load).checked == 40
         assert chaos.up.metric("handoffs_total") > before
 
 
@@ -156,19 +149,16 @@ def test_a_bad_network_costs_time_or_answers_but_never_a_wrong_one(kind, fault):
 @pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("message", ["Reserve", "Reserved", "Push", "Commit", "Missing", "Committed", "Renew"])
 def test_a_message_that_never_arrives(kind, message):
-    """Without a place, requests stay; without a word after the commit, whoever has them goes on or they fail."""
+    """Without a place, requests stay; without a word after the commit, whoever has them goes on, or they begin anew."""
     with paced(kind, faults={"drop": 1, "only": [message]}) as chaos:
-        began = time.monotonic()
+        began, before = time.monotonic(), chaos.up.metric("recoveries_total")
         load = chaos.start(chaos.bodies(6))
         records = load.wait()
         chaos.settle()
         chaos.verify(load)
-        failed = [r for r in records if r.error]
-        assert {r.error for r in failed} <= ERRORS
-        if message not in ("Push", "Commit"):
-            assert not failed, [r.detail for r in failed]
-        else:
-            assert len(failed) == 6
+        assert not [(r.error, r.detail) for r in records if r.error]
+        recovered = chaos.up.metric("recoveries_total") - before
+        assert recovered == (6 if message in ("Push", "Commit") else 0)
         late = [r.end - began for r in records if r.end - began > 2 * LEASE + MARGIN]
         assert not late, late
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.deployments import PACED, colocated, deployed
+from tests.helpers.deployments import PACED, colocated, deployed, disaggregated
 from tests.helpers.servers import refuses_while_it_drains
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -123,8 +124,103 @@ def test_while_it_drains_its_frontends_answer_503():
         assert any("master]: engine-1 is ready" in line for line in up.lines)
 
 
-def test_requests_of_an_engine_that_dies_leave_a_line_each_and_no_traceback():
-    with deployed(colocated(1, engine=PACED, frontends=1)) as up:
+# --- an engine dies amid streams
+
+STREAMED = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 1, "n": 2},
+    {"temperature": 0.8, "seed": 2, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.7, "seed": 3, "stop": ["\n\n\n"]},
+    {"temperature": 0.7, "seed": 4, "stream": False},
+]
+
+
+class Streams:
+    """Answers that come while the test does something else.
+
+    Attributes:
+        texts: by request and output, so far.
+        errors: what clients were told that is no answer.
+    """
+
+    def __init__(self, up):
+        client = openai.OpenAI(base_url=up.url + "/v1", api_key="none", max_retries=0, timeout=90)
+        self.texts = [{} for _ in STREAMED]
+        self.logprobs = [[] for _ in STREAMED]
+        self.errors = []
+        self.threads = [threading.Thread(target=self._ask, args=(client, i)) for i in range(len(STREAMED))]
+        for thread in self.threads:
+            thread.start()
+
+    def _ask(self, client, i):
+        body = {"model": "demo", "prompt": "import os\n" * (5 + 20 * i), "max_tokens": 250, "stream": True}
+        body |= {"extra_body": {"ignore_eos": True}} | STREAMED[i]
+        try:
+            answer = client.completions.create(**body)
+            for chunk in answer if body["stream"] else [answer]:
+                for choice in chunk.choices:
+                    self.texts[i][choice.index] = self.texts[i].get(choice.index, "") + choice.text
+                    if choice.logprobs is not None:
+                        self.logprobs[i] += choice.logprobs.tokens
+        except openai.APIError as error:
+            self.errors.append(f"request {i}: {error}")
+
+    def begun(self):
+        """Which streams have."""
+        return [bool(texts) for body, texts in zip(STREAMED, self.texts, strict=True) if body.get("stream", True)]
+
+    def wait(self):
+        for thread in self.threads:
+            thread.join(120)
+            assert not thread.is_alive()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("shape", "victim"),
+    [(colocated, "engine-0"), (disaggregated, "prefill-0"), (disaggregated, "decode-0")],
+    ids=["colocated", "prefiller", "decoder"],
+)
+def test_streams_go_on_where_an_engine_dies(shape, victim):
+    with deployed(shape()) as up:
+        streams = Streams(up)
+        enough = any if victim == "prefill-0" else all  # so that there are prompts still to be read
+        until(lambda: enough(streams.begun()))
+        up.kill(victim)
+        streams.wait()
+        assert not streams.errors
+        recovered = up.metric("recoveries_total")
+        until(lambda: '"ready"' in up.get("/health") and '"lost"' not in up.get("/health"), 60)
+        undisturbed = Streams(up).wait()
+        assert not undisturbed.errors
+        assert streams.texts == undisturbed.texts
+        assert streams.logprobs == undisturbed.logprobs
+        assert len(streams.texts[1]) == 2
+        assert recovered or victim == "prefill-0", "nothing was interrupted"
+        assert up.metric("recoveries_total") == recovered
+        assert up.metric("request_success_total", finished_reason="error") == 0
+        assert not any("Traceback" in line for line in up.lines)
+
+
+def test_an_engine_that_is_alone_takes_up_what_it_had_when_it_is_back():
+    with deployed(colocated(1, engine=PACED, restart={"backoff": 0.01})) as up:
+        body = {**ASK, "max_tokens": 300, "stream": True, "ignore_eos": True, "n": 3}
+        with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            up.kill("engine-0")
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert not any("error" in line for line in rest)
+        up.wait_for("engine-0 was lost .*: 1 request is to go on elsewhere")
+        until(lambda: 'penstock:instance_lost_total{engine="engine-0",model_name="demo"} 1.0' in up.get("/metrics"))
+        assert up.metric("recoveries_total") == 3
+        assert not any("Traceback" in line for line in up.lines)
+
+
+def test_requests_of_an_engine_that_does_not_come_back_end_with_an_error_each():
+    with deployed(colocated(1, engine=PACED, restart={"backoff": 30})) as up:
         body = {**ASK, "max_tokens": 3000, "stream": True, "ignore_eos": True, "n": 3}
         with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -132,9 +228,7 @@ def test_requests_of_an_engine_that_dies_leave_a_line_each_and_no_traceback():
             up.kill("engine-0")
             rest = [line for line in lines if line]
         assert "engine-0 failed during this request" in rest[-1]
-        assert "the request can be sent again" in rest[-1]
-        up.wait_for("engine-0 was lost .*: 1 request ended with an error")
-        until(lambda: 'penstock:instance_lost_total{engine="engine-0",model_name="demo"} 1.0' in up.get("/metrics"))
+        assert "nobody could go on with it, the request can be sent again" in rest[-1]
         assert not any("Traceback" in line for line in up.lines)
 
 

@@ -16,7 +16,7 @@ from penstock.engine.runner import Runner
 from penstock.kv.pool import BlockPool
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
-from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local import Limits, Pacing, Scheduler
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.memory import PoolMemory
 
@@ -33,6 +33,7 @@ def make_engine(
     address_mode: str = "contiguous",
     order: str = "block",
     mapping_budget: int = MAPPINGS,
+    pacing: Pacing | None = None,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table."""
     if isinstance(model, Path):
@@ -49,7 +50,7 @@ def make_engine(
             cache = ContiguousCache(layout, memory, **ranges)
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache)
+    scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache, pacing=pacing)
     return Engine(scheduler, Runner(model, cache), SystemClock())
 
 
@@ -74,6 +75,7 @@ class Collector:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.starts: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.finish: dict[str, str] = {}
 
@@ -81,6 +83,7 @@ class Collector:
         for output in self.engine.step()[0]:
             self.tokens.setdefault(output.request_id, []).extend(output.tokens)
             self.logprobs.setdefault(output.request_id, []).extend(output.logprobs or [])
+            self.starts.setdefault(output.request_id, []).append(output.start)
             self.cached[output.request_id] = output.cached_tokens
             if output.finish is not None:
                 self.finish[output.request_id] = output.finish

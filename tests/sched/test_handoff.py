@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -160,7 +160,18 @@ class Node:
 
 class World:
     def __init__(
-        self, seed, faults, *, shared, requests=6, budget=96, prefix_cache=True, room=40, decoder_room=None, local=0.0
+        self,
+        seed,
+        faults,
+        *,
+        shared,
+        requests=6,
+        budget=96,
+        prefix_cache=True,
+        room=40,
+        decoder_room=None,
+        local=0.0,
+        begun=0.0,
     ):
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
@@ -183,15 +194,19 @@ class World:
             priority = self.rng.randrange(2) if local else 0
             length = self.rng.randrange(1, 40)
             self.requests[f"r{i}"] = make_request(f"r{i}", prompt, max_tokens=length, priority=priority)
+        for name, request in self.requests.items():
+            if self.rng.random() < begun:  # elsewhere, where it was interrupted
+                generated = expected(request)[: self.rng.randrange(request.max_tokens)]
+                self.requests[name] = replace(request, generated=generated)
         self.local = {name for name in self.requests if self.rng.random() < local}  # they never leave
-        self.texts = {name: [] for name in self.requests}
+        self.texts = {name: list(request.generated) for name, request in self.requests.items()}
         self.ended = {}
         self.cancelled = set()
 
     def receive(self, node, output):
         text, request = self.texts[output.request_id], self.requests[output.request_id]
         assert expected(request)[output.start : output.start + len(output.tokens)] == output.tokens, "a wrong token"
-        if output.finish is FinishReason.ERROR:
+        if output.finish is FinishReason.ABORT:
             self.ended.setdefault(output.request_id, "error")
             return
         text += output.tokens[max(0, len(text) - output.start) :]
@@ -256,12 +271,14 @@ class World:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_every_request_moves_and_none_changes(shared, prefix_cache):
-    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache)
+@pytest.mark.parametrize("begun", [0.0, 1.0], ids=["new", "interrupted"])
+def test_every_request_moves_and_none_changes(shared, prefix_cache, begun):
+    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache, begun=begun)
+    assert any(r.generated for r in world.requests.values()) == bool(begun)
     world.run()
     world.check_end()
     assert set(world.ended.values()) == {"full"}
-    long_ones = sum(r.max_tokens > 1 for r in world.requests.values())
+    long_ones = sum(r.max_tokens - len(r.generated) > 1 for r in world.requests.values())
     assert world.nodes["decoder"].joins == long_ones == world.nodes["prefiller"].handoffs.counts()["handoffs_completed"]
 
 
@@ -282,9 +299,10 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache):
     prefix_cache=st.booleans(),
     room=st.sampled_from([10, 14, 40]),
     local=st.sampled_from([0.0, 0.5]),
+    begun=st.sampled_from([0.0, 0.5]),
 )
-def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room, local):
-    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room, local=local)
+def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room, local, begun):
+    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room, local=local, begun=begun)
     world.run()
     world.check_end()
     if faults.kill is None and faults.cancel is None:

@@ -2,6 +2,7 @@
 steps that are taken together."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,20 @@ def test_outputs_go_to_owners_with_their_attempt(intake):
         "b": [("two", 0)],
     }
     assert len(intake) == 1
+
+
+def test_a_cancellation_of_an_earlier_attempt_spares_a_later_one(intake):
+    for name, generation in (("one", 1), ("two", 2)):
+        assert intake.enqueue(0.0, "a", Enqueue(7, request(name), generation)) is None
+    intake.obey("a", Cancel(7, ["one", "two"], 1))
+    assert [name for name, _ in intake.owners()] == ["two"]
+    intake.obey("a", Cancel(7, ["two"]))
+    assert len(intake) == 0
+
+
+def test_tokens_that_were_generated_elsewhere_have_to_be_known_too(intake):
+    refused = intake.enqueue(0.0, "a", Enqueue(7, replace(request(output=9), generated=[3, 100])))
+    assert refused.message == "prompt: token id 100, allowed are 0 to 99"
 
 
 def test_only_newer_decisions_about_the_pool_count(intake):

@@ -1,6 +1,7 @@
-"""One sequence over two instances: order, doubles, losses."""
+"""One sequence over several instances: order, doubles, losses, and going on elsewhere."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,16 +11,27 @@ from penstock.core.errors import EngineFailure
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import LEASE, Peer
-from penstock.service.flight import Flight
+from penstock.core.wire.master import Placed
+from penstock.kv.keys import extend_keys
+from penstock.service.flight import SIGN_OF_LIFE, Flight
 
-P, D = Peer("p", 1, ""), Peer("d", 5, "")
+P, D, E = Peer("p", 1, ""), Peer("d", 5, ""), Peer("e", 3, "")
+REQUEST = Request(id="r", prompt=[1], params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=99)
 
 
-def flight(decode=D, attempt=0):
-    made = Flight(Request(id="r", prompt=[1], params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=99))
+def flight(decode=D, attempt=0, request=REQUEST):
+    made = Flight(request)
     made.attempt = attempt
-    made.launch(P, decode)
+    launch(made, P, decode)
     return made
+
+
+def launch(flight, prefill, decode=None, now=0.0):
+    """Sent there, with the targets it asked with; what is sent."""
+    asked = flight.question(now)
+    return flight.launch(
+        Placed("r", flight.attempt, prefill, decode, ttft_ms=asked.ttft_ms, tpot_ms=asked.tpot_ms), now
+    )
 
 
 def out(start, *tokens, finish=None, attempt=0):
@@ -28,6 +40,12 @@ def out(start, *tokens, finish=None, attempt=0):
 
 def feed(flight, peer, output, now=0.0):
     return [(o.start, o.tokens, o.finish) for o in flight.accept(peer.name, peer.incarnation, output, now)]
+
+
+def overdue(flight, now):
+    """Whether it is stranded by then."""
+    flight.tick(now)
+    return flight.stranded
 
 
 def test_a_decoder_that_overtakes_is_held_back():
@@ -58,31 +76,38 @@ def test_an_error_of_the_prefiller_counts_until_the_decoder_spoke():
     f = flight()
     feed(f, P, out(0, 10))
     feed(f, D, out(1, 11))
-    assert feed(f, P, out(1, finish=FinishReason.ERROR)) == []
-    with pytest.raises(EngineFailure):
+    assert feed(f, P, out(1, finish=FinishReason.ABORT)) == feed(f, P, out(1, finish=FinishReason.ERROR)) == []
+    assert not f.stranded
+    with pytest.raises(
+        EngineFailure, match=r"^d gave this request up: the model computed something that is no number$"
+    ):
         feed(f, D, out(2, finish=FinishReason.ERROR))
-    f = flight()
-    with pytest.raises(EngineFailure):
-        feed(f, P, out(0, finish=FinishReason.ERROR))
 
 
-@pytest.mark.parametrize(
-    ("decode", "finish", "says"),
-    [
-        (None, FinishReason.ERROR, "gave this request up: the model computed something that is no number"),
-        (D, FinishReason.ERROR, "no number, or its hand-over to d was lost"),
-        (D, FinishReason.ABORT, "dropped this request, the request can be sent again"),
-    ],
-)
-def test_the_client_is_told_no_more_than_is_known(decode, finish, says):
-    with pytest.raises(EngineFailure, match=f"^p .*{says}$"):
-        feed(flight(decode), P, out(0, finish=finish))
+@pytest.mark.parametrize("decode", [None, D])
+def test_no_number_is_no_number_anywhere_else_either(decode):
+    with pytest.raises(EngineFailure, match="no number"):
+        feed(flight(decode), P, out(0, finish=FinishReason.ERROR))
 
 
-def test_alone_an_instance_takes_its_sequences_with_it():
-    says = r"^p failed during this request \(burnt\), the request can be sent again$"
-    with pytest.raises(EngineFailure, match=says):
-        flight(decode=None).lose(P, "burnt", 0.0)
+@pytest.mark.parametrize("decode", [None, D])
+def test_what_an_instance_lets_go_of_can_go_on_elsewhere(decode):
+    f = flight(decode)
+    feed(f, P, out(0, 10))
+    assert feed(f, P, out(1, finish=FinishReason.ABORT)) == []
+    assert (f.stranded, f.interrupted) == (True, "p dropped this request")
+
+
+# --- losses
+
+
+def test_alone_an_instance_strands_its_sequences():
+    f = flight(decode=None)
+    f.lose(D, "it never was here", 0.0)
+    assert not f.stranded
+    f.lose(P, "burnt", 0.0)
+    assert (f.stranded, f.interrupted) == (True, "p failed during this request (burnt)")
+    assert feed(f, P, out(0, 10)) == [], "late"
 
 
 def test_a_lost_prefiller_does_not_hurt_what_decodes_elsewhere():
@@ -90,59 +115,148 @@ def test_a_lost_prefiller_does_not_hurt_what_decodes_elsewhere():
     feed(f, P, out(0, 10))
     feed(f, D, out(1, 11))
     f.lose(P, "gone", 0.0)
-    assert not f.overdue(1e9)
+    assert not overdue(f, 1e9)
     assert feed(f, D, out(2, 12)) == [(2, [12], None)]
     assert f.peers == [D]
 
 
-def test_after_a_loss_a_sign_of_life_is_waited_for():
+def test_a_lost_prefiller_that_was_still_reading_is_not_waited_for():
+    f = flight()
+    f.lose(P, "gone", 100.0)
+    assert f.stranded
+
+
+def test_who_may_just_have_taken_it_over_has_time_to_show_it():
     f = flight()
     feed(f, P, out(0, 10))
     f.lose(P, "gone", 100.0)
-    assert not f.overdue(100.0 + LEASE)
-    assert f.overdue(100.1 + LEASE)
-    assert f.why_overdue().startswith("p failed during this request, and nothing came of it since")
-    assert feed(f, D, out(1, 11), now=101.0) == [(1, [11], None)]  # it had been handed over
-    assert not f.overdue(1e9)
+    assert not overdue(f, 100.0 + SIGN_OF_LIFE)
+    assert feed(f, D, out(1, 11), now=101.0) == [(1, [11], None)]
+    assert not overdue(f, 1e9)
+    f = flight()
+    feed(f, P, out(0, 10))
+    f.lose(P, "gone", 100.0)
+    assert overdue(f, 100.1 + SIGN_OF_LIFE)
+    assert f.interrupted == "p failed during this request, and nothing came of it since"
 
 
-def test_a_prefiller_that_goes_on_alone_must_keep_speaking():
+def test_a_prefiller_that_goes_on_alone_says_so():
     f = flight()
     f.lose(D, "gone", 100.0)
-    assert feed(f, P, out(0, 10), now=104.0) == [(0, [10], None)]
-    assert not f.overdue(104.0 + LEASE)
-    assert f.overdue(104.1 + LEASE)
+    assert not overdue(f, 1000.0), "it is still being read"
+    assert feed(f, P, out(0, 10), now=1004.0) == [(0, [10], None)]
+    assert not overdue(f, 1004.0 + SIGN_OF_LIFE)
+    assert feed(f, P, out(1, 11), now=1004.0 + SIGN_OF_LIFE) == [(1, [11], None)]
+    assert not overdue(f, 1e9), "whoever decodes it will say when it does not"
+    f = flight()
+    feed(f, P, out(0, 10))
+    f.lose(D, "gone", 100.0)
+    assert overdue(f, 100.1 + SIGN_OF_LIFE), "it was taken over, and nobody was told"
 
 
-def test_a_lost_decoder_ends_what_it_decoded():
+def test_a_lost_decoder_strands_what_it_decoded():
     f = flight()
     feed(f, D, out(0, 10))
-    with pytest.raises(EngineFailure):
-        f.lose(D, "gone", 0.0)
+    f.lose(D, "gone", 0.0)
+    assert f.stranded
 
 
-def test_tokens_that_nobody_can_send_any_more_end_it():
+def test_tokens_that_nobody_can_send_any_more_strand_it():
     f = flight()
     feed(f, D, out(1, 11))
-    with pytest.raises(EngineFailure):
-        f.lose(P, "gone", 0.0)
-    f = flight()
     f.lose(P, "gone", 0.0)
-    with pytest.raises(EngineFailure, match="first tokens"):
-        feed(f, D, out(1, 11))
+    assert f.stranded
+    f = flight()
+    feed(f, P, out(0, 10))
+    f.lose(P, "gone", 0.0)
+    assert feed(f, D, out(2, 12)) == []
+    assert (f.stranded, f.interrupted) == (True, "p failed during this request, its first tokens are lost")
     f = flight()
     feed(f, D, out(1, 11), now=10.0)
     feed(f, D, out(2, 12), now=14.0)  # does not make the gap younger
-    assert f.overdue(10.1 + LEASE)
-    assert f.why_overdue().startswith("tokens of this request that p had computed did not come")
+    assert not overdue(f, 10.0 + LEASE)
+    assert overdue(f, 10.1 + LEASE)
+    assert f.interrupted == "tokens of this request that p had computed did not come"
+
+
+# --- going on elsewhere
 
 
 def test_another_place_is_another_attempt():
     f = flight()
     f.again()
-    assert (f.attempt, f.peers, f.route) == (1, [], "")
-    f.launch(D, None)
-    assert f.route == "d"
+    assert (f.attempt, f.launches, f.peers, f.route) == (1, 1, [], "")
+    launch(f, D)
+    assert (f.route, f.launches, f.interrupted) == ("d", 2, "")
+
+
+def test_it_goes_on_from_what_its_client_has():
+    f = flight(request=replace(REQUEST, prompt=list(range(100)), stop_ids=frozenset([7])))
+    f.add_keys(b"root")
+    asked = f.question(0.0)
+    assert (asked.prompt_tokens, asked.max_tokens, len(asked.keys), asked.generation) == (100, 99, 1, 0)
+    feed(f, P, out(0, 10))
+    feed(f, D, out(1, *range(11, 40)))
+    feed(f, D, out(35, 45))  # what is before it has not come
+    f.lose(D, "gone", 2.0)
+    f.again()
+    f.add_keys(b"root")
+    again = f.question(2.0, ["d"])
+    assert (again.prompt_tokens, again.max_tokens, again.generation, again.exclude) == (130, 69, 1, ["d"])
+    keys = []
+    extend_keys(keys, b"root", [*range(100), *range(10, 40)], 2)
+    assert (again.keys, asked.keys) == (keys, keys[:1])
+    sent = launch(f, E, P, now=2.5)
+    assert (sent.prompt, list(sent.generated), sent.max_tokens) == (f.request.prompt, list(range(10, 40)), 99)
+    assert (f.heard, f.handed_over, f.stranded) == (0, False, False)
+    assert f.interrupted
+    assert feed(f, P, out(30, 40)) == feed(f, D, out(30, 40)) == [], "of the first attempt"
+    assert feed(f, E, out(30, 40, attempt=1)) == [(30, [40], None)]
+    assert feed(f, P, out(31, 7, attempt=1, finish=FinishReason.STOP)) == [(31, [7], FinishReason.STOP)]
+    assert (f.received, f.first) == (32, 0.0)
+
+
+def deadline(f, now):
+    asked = f.question(now)
+    return now - asked.waited + asked.ttft_ms / 1e3
+
+
+def test_its_next_token_is_due_when_it_would_have_been_but_not_later_than_a_new_ones():
+    request = replace(REQUEST, ttft_ms=500.0, tpot_ms=50.0)
+    assert deadline(flight(request=request), 0.2) == pytest.approx(0.5)
+    for tokens, lost_at, due in ((10, 1.2, 1.5), (10, 0.8, 1.3), (10, 2.0, 1.5)):
+        f = flight(decode=None, request=request)
+        feed(f, P, out(0, *range(tokens)), now=1.0)  # so the eleventh is due at 1.5
+        f.lose(P, "gone", lost_at)
+        f.again()
+        assert deadline(f, lost_at + 0.1) == deadline(f, lost_at + 0.7) == pytest.approx(due)
+        assert lost_at + 0.1 - launch(f, E, now=lost_at + 0.1).waited + 0.5 == pytest.approx(due)
+    f = flight(decode=None, request=request)
+    f.lose(P, "gone", 0.3)
+    f.again()
+    assert deadline(f, 0.4) == pytest.approx(0.5), "nothing has come yet"
+
+
+def test_the_most_urgent_goes_first():
+    def stranded(ttft, first, offline=False):
+        f = flight(decode=None, request=replace(REQUEST, ttft_ms=ttft, tpot_ms=50.0, offline=offline))
+        feed(f, P, out(0, *range(10)), now=first)
+        f.lose(P, "gone", 1.0)
+        return f
+
+    flights = [stranded(None, 0.1, offline=True), stranded(900.0, 0.8), stranded(None, 0.1), stranded(900.0, 0.6)]
+    assert [flights.index(f) for f in sorted(flights, key=lambda f: f.urgency)] == [3, 1, 2, 0]
+
+
+def test_it_ends_once_and_its_first_token_is_its_first():
+    f = flight(decode=None)
+    feed(f, P, out(0, 10), now=1.0)
+    f.lose(P, "gone", 2.0)
+    f.again()
+    launch(f, E, now=4.0)
+    feed(f, E, out(1, 11, attempt=1, finish=FinishReason.LENGTH), now=5.0)
+    outcome = f.outcome(5.0)
+    assert (outcome.ttft_ms, outcome.tpot_ms, outcome.queue_ms, outcome.tokens) == (1000.0, 4000.0, 0.0, 2)
 
 
 @given(st.data(), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**32))
@@ -166,6 +280,44 @@ def test_whatever_the_order_no_token_is_lost_doubled_or_moved(data, length, hand
             break
     assert got == text
     assert ended == 1
+
+
+@given(st.integers(1, 20), st.integers(0, 2**32))
+def test_whoever_dies_whenever_no_token_is_lost_doubled_or_moved(length, seed):
+    """Places come and go; each goes on from what it was given, hands over after its first token or not at all, and dies
+    at some point or not."""
+    rng = random.Random(seed)
+    text, got, ended = list(range(length)), [], 0
+    f, attempts = flight(decode=rng.choice([None, D])), 0
+    while not ended:
+        pieces, begin, attempt = [], f.received, f.attempt
+        middle = begin + 1 if f.decode is not None and rng.random() < 0.7 else length
+        streams = {P: numbered(chunks(text[begin:middle], begin, length, rng), attempt)}
+        streams |= {D: numbered(chunks(text[middle:], middle, length, rng), attempt)}
+        dies = rng.random() < 0.7 and attempts < 5
+        while any(streams.values()) and not f.stranded and not ended:
+            peer = rng.choice([p for p, rest in streams.items() if rest])
+            if dies and rng.random() < 0.3:
+                f.lose(peer, "it dies", 0.0)
+                streams[peer] = []
+                continue
+            pieces = f.accept(peer.name, peer.incarnation, streams[peer].pop(0), 0.0)
+            for piece in pieces:
+                assert piece.start == len(got)
+                got += piece.tokens
+                ended += piece.finish is not None
+        f.tick(1e9)
+        if not ended:
+            assert f.stranded, "nobody has it and nobody knows"
+            f.again()
+            attempts += 1
+            sent = launch(f, P, rng.choice([None, D]))
+            assert list(sent.generated) == got
+    assert (got, ended) == (text, 1)
+
+
+def numbered(outputs, attempt):
+    return [replace(output, generation=attempt) for output in outputs]
 
 
 def chunks(tokens, start, length, rng):

@@ -11,11 +11,12 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from penstock.core.request import FinishReason, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import LEASE, Cancel, Enqueue, Failed, Refused, Shutdown
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, Shutdown
 from penstock.core.wire.master import NoPlace, Placed
 from penstock.kv.keys import extend_keys
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
+from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.frontend import Frontend
 from penstock.service.instances import SILENT_AFTER, STUCK_AFTER, Endpoint, LinkLost
 from penstock.service.traffic import MASTER_LEARNS, Traffic
@@ -32,7 +33,7 @@ class ScriptedPlacement:
 
     def __init__(self, prefill, decode=None):
         self.prefill, self.decode = prefill, decode
-        self.asked, self.over = [], []
+        self.asked, self.over, self.first_tokens, self.outcomes = [], [], [], []
 
     def start(self, answered):
         self.answered = answered
@@ -50,10 +51,11 @@ class ScriptedPlacement:
         return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
 
     def begun(self, request_ids):
-        pass
+        self.first_tokens += request_ids
 
     def ended(self, request_ids, outcomes=()):
         self.over += request_ids
+        self.outcomes += outcomes
 
     def tick(self, now):
         pass
@@ -232,13 +234,21 @@ def test_an_engine_that_works_for_nobody_is_told(tokenizer):
 
 
 @pytest.mark.parametrize("event", [Failed("out of memory"), LinkLost("gone"), msgspec.DecodeError("nonsense")])
-def test_a_lost_engine_ends_every_request_with_an_error(tokenizer, event):
+def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_error(tokenizer, event):
     async def scenario(frontend, link, clock):
         generations = [(await submit(frontend, params=SamplingParams(n=2)))[0] for _ in range(3)]
         assert frontend.healthy
         link.say(event)
+        await until(lambda: frontend.lost)
+        clock.advance(PATIENCE)
+        frontend.traffic.tick()
+        assert len(frontend.traffic.held) == 6
+        clock.advance(0.1)
+        frontend.traffic.tick()
         for generation in generations:
-            with pytest.raises(EngineFailure):
+            with pytest.raises(
+                EngineFailure, match=r"^engine-0 failed during this request .* nobody could go on with it"
+            ):
                 await collect(generation)
         assert frontend.lost
         assert not frontend.healthy
@@ -265,12 +275,10 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
         assert up() == [1, 1]
         caplog.clear()
         links["a"].say(LinkLost("the connection was lost"))
-        for generation in generations:
-            says = r"^a failed during this request \(the connection was lost\), the request can be sent again$"
-            with pytest.raises(EngineFailure, match=says):
-                await collect(generation)
+        await until(lambda: len(links["b"].enqueued()) == 5)
         lines = [record.getMessage() for record in caplog.records if record.name == "penstock.frontend"]
-        assert lines == ["a was lost (the connection was lost): 3 requests ended with an error"]
+        assert lines == ["a was lost (the connection was lost): 3 requests are to go on elsewhere"]
+        assert not any(generation.over for generation in generations)
         assert up() == [0, 1]
         lost = [value(frontend, "penstock:instance_lost_total", engine=name) for name in "ab"]
         assert lost == [1, 0]
@@ -314,12 +322,13 @@ def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
 def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
     async def scenario(frontend, link, clock):
         generation, (name,) = await submit(frontend)
+        frontend.placement.prefill = [ready(life=2).peer]
         link.say(ready(life=2))
-        with pytest.raises(EngineFailure, match="another life"):
-            await collect(generation)
+        await until(lambda: link.sent[-1].to == 2)
         link.report(TokenOutput(name, [5]))  # of the first life, late
-        await until(link.events.empty)
-        assert frontend.ready
+        link.life = 2
+        link.report(TokenOutput(name, [6], generation=1, finish=FinishReason.LENGTH))
+        assert [d.tokens for d in await collect(generation)] == [[6]]
 
     run(tokenizer, scenario)
 
@@ -383,6 +392,8 @@ def test_a_silent_engine_is_unhealthy_and_its_requests_end(tokenizer):
         assert frontend.healthy
         clock.advance(STUCK_AFTER)
         assert "no sign of life" in frontend.unhealthy_reason
+        frontend.traffic.tick()
+        clock.advance(PATIENCE + 0.1)
         frontend.traffic.tick()
         with pytest.raises(EngineFailure, match="no sign of life"):
             await collect(generation)
@@ -521,16 +532,160 @@ def test_losing_one_of_two_instances(tokenizer):
         await until(lambda: not frontend.traffic.instances["p"].ready)
         links["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
         assert [t for d in await collect(decoding) for t in d.tokens] == [5, 6, 7]
-        clock.advance(LEASE - 0.1)
-        frontend.traffic.tick()
-        assert len(frontend.traffic.held) == 1  # it may have been handed over
-        clock.advance(0.2)
-        frontend.traffic.tick()
-        with pytest.raises(EngineFailure):
-            await collect(reading)
-        assert links["d"].cancelled() == [s.id for s in reading._sequences]
+        assert len(links["q"].enqueued()) == 1, "the one whose prompt was being read, at once"
+        assert [s.id for s in reading._sequences] == links["d"].cancelled(), "should it have room for it"
+        assert links["d"].sent[-1].generation == 0
+        reading.cancel()
 
-    run(tokenizer, scenario, "p", "d", decode="d")
+    run(tokenizer, scenario, "p", "q", "d", decode="d")
+
+
+# --- going on elsewhere
+
+
+def interrupted(frontend, count=1):
+    """As many as are held and were sent elsewhere."""
+    return sum(held.flight.launches == 2 for held in frontend.traffic.held.values()) == count
+
+
+def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
+    caplog.set_level("INFO")
+    ids = tokenizer.encode("def join(path, *more): return separator.join([path, *more])")
+    prompt = list(range(60))
+
+    async def scenario(frontend, links, clock):
+        frontend.placement.wants_keys = True
+        generation, (name,) = await submit(frontend, prompt, SamplingParams(max_tokens=40, seed=7))
+        clock.advance(0.5)
+        links["a"].report(TokenOutput(name, ids[:5], cached_tokens=3))
+        await until(lambda: frontend.traffic.held[name].flight.received == 5)
+        clock.advance(1.0)
+        links["a"].say(LinkLost("burnt"))
+        await until(lambda: interrupted(frontend))
+        command, asked = links["b"].sent[-1], frontend.placement.asked[-1]
+        assert (list(command.request.generated), command.generation) == (ids[:5], 1)
+        assert (command.request.prompt, command.request.seed, command.request.max_tokens) == (prompt, 7, 40)
+        assert (asked.prompt_tokens, asked.max_tokens, asked.generation, asked.exclude) == (65, 35, 1, ["a"])
+        keys = []
+        extend_keys(keys, b"root", [*prompt, *ids[:4]], 1)
+        assert asked.keys == keys
+        assert not generation.over
+        clock.advance(1.0)
+        links["a"].report(TokenOutput(name, ids[5:7], start=5))  # it was not dead after all
+        links["b"].report(TokenOutput(name, ids[5:6], start=5, generation=1, cached_tokens=64))
+        links["b"].report(TokenOutput(name, ids[6:], start=6, generation=1, finish=FinishReason.LENGTH))
+        deltas = await collect(generation)
+        assert [t for d in deltas for t in d.tokens] == ids
+        assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
+        assert (generation.usage.completion_tokens, generation.usage.cached_tokens) == (len(ids), 3)
+        assert generation._routes == ["a", "b"]
+        assert value(frontend, "penstock:recoveries_total", how="fetch") == 1
+        assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
+        assert value(frontend, "penstock:time_to_first_token_seconds_sum") == 0.5
+        assert value(frontend, "penstock:time_to_first_token_seconds_count") == 1
+        assert value(frontend, "penstock:generation_tokens_total") == len(ids)
+        assert frontend.placement.first_tokens == [name, name]
+        (outcome,) = frontend.placement.outcomes
+        assert (outcome.ttft_ms, outcome.queue_ms, outcome.tokens) == (500.0, 0.0, len(ids))
+        assert "it has 5 tokens" in caplog.text
+        assert f"request {name} goes on at b from token 5: 64 tokens of 65 were found there" in caplog.text
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
+    async def scenario(frontend, links, clock):
+        generation, names = await submit(frontend, params=SamplingParams(n=3, stop="thr"))
+        words = tokenizer.encode("one two three")
+        links["a"].report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH), TokenOutput(names[1], words[:1]))
+        await until(lambda: len(frontend.traffic.held) == 2)
+        links["a"].say(LinkLost("burnt"))
+        await until(lambda: interrupted(frontend, 2))
+        generated = {r.id: list(r.generated) for r in links["b"].enqueued()}
+        assert generated == {names[1]: words[:1], names[2]: []}
+        for i, word in enumerate(words[1:], 1):
+            links["b"].report(TokenOutput(names[1], [word], start=i, generation=1))
+        links["b"].report(TokenOutput(names[2], [30], generation=1, finish=FinishReason.LENGTH))
+        deltas = await collect(generation)
+        assert "".join(d.text for d in deltas if d.index == 1) == "one two "
+        assert {d.index: d.finish_reason for d in deltas if d.finish_reason} == {0: "length", 1: "stop", 2: "length"}
+        assert value(frontend, "penstock:recoveries_total", how="recompute") == 2
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
+    async def scenario(frontend, link, clock):
+        generation, (name,) = await submit(frontend)
+        link.report(TokenOutput(name, [20]))
+        await one(generation)
+        link.say(LinkLost("burnt"))
+        await until(lambda: frontend.lost)
+        assert len(frontend.traffic._waiting) == 1
+        generation.cancel()
+        assert not frontend.traffic._waiting
+        assert frontend.placement.over == [name]
+        assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
+        assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
+
+    run(tokenizer, scenario)
+
+
+def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
+    async def scenario(frontend, link, clock):
+        generation, (name,) = await submit(frontend)
+        link.report(TokenOutput(name, [20]))
+        await until(lambda: frontend.traffic.held[name].flight.received)
+        link.say(LinkLost("burnt"))
+        await until(lambda: frontend.lost)
+        clock.advance(PATIENCE - 0.1)
+        frontend.traffic.tick()
+        frontend.placement.prefill, link.life = [ready(life=2).peer], 2
+        link.say(ready(life=2))
+        await until(lambda: len(link.enqueued()) == 2)
+        link.report(TokenOutput(name, [21], start=1, generation=1, finish=FinishReason.LENGTH))
+        assert [d.tokens for d in await collect(generation)] == [[20], [21]]
+
+    run(tokenizer, scenario)
+
+
+def test_a_request_that_ends_every_engine_does_not_meet_them_all(tokenizer):
+    names = [f"e{i}" for i in range(ATTEMPTS + 2)]
+
+    async def scenario(frontend, links, clock):
+        generation, _ = await submit(frontend)
+        for i, (at, link) in enumerate(links.items()):
+            if i == ATTEMPTS:
+                break
+            await until(link.enqueued)
+            frontend.placement.prefill = frontend.placement.prefill[1:]
+            link.say(LinkLost("poisoned"))
+            await until(lambda at=at: frontend.traffic.instances[at].lost)
+        last = ATTEMPTS - 1
+        says = (
+            rf"^e{last} failed during this request \(poisoned\), one of {ATTEMPTS} places where it was tried in vain$"
+        )
+        with pytest.raises(EngineFailure, match=says):
+            await collect(generation)
+        assert not any(links[name].enqueued() for name in names[ATTEMPTS:])
+
+    run(tokenizer, scenario, *names)
+
+
+def test_an_earlier_attempt_that_still_runs_is_told_to_stop(tokenizer):
+    async def scenario(frontend, links, clock):
+        generation, (name,) = await submit(frontend)
+        frontend.placement.prefill = [ready("b").peer]
+        links["a"].report(TokenOutput(name, [], finish=FinishReason.ABORT))
+        await until(links["b"].enqueued)
+        assert links["a"].sent[-1] == Cancel(1, [name], 0)
+        links["a"].report(TokenOutput(name, [9]))
+        await until(lambda: len(links["a"].cancelled()) == 2)
+        assert links["a"].sent[-1] == Cancel(1, [name], 0)
+        links["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
+        assert [d.tokens for d in await collect(generation)] == [[5]]
+
+    run(tokenizer, scenario, "a", "b")
 
 
 @pytest.mark.parametrize("why", ["draining", "stale"])
@@ -554,9 +709,26 @@ def test_a_place_that_the_frontend_knows_to_be_gone_is_not_taken(tokenizer):
         await until(lambda: not frontend.traffic.instances["a"].ready)
         generation = frontend.submit([1], SamplingParams(), request_id="r")
         await until(links["b"].enqueued)
-        links["b"].say(LinkLost("gone"))
-        with pytest.raises(EngineFailure):
-            await collect(generation)
+        assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"]]
+        links["b"].report(TokenOutput(generation._sequences[0].id, [5], finish=FinishReason.LENGTH, generation=1))
+        assert [d.tokens for d in await collect(generation)] == [[5]]
+        assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_places_that_are_all_gone_are_asked_for_once_each_and_then_waited_for(tokenizer):
+    async def scenario(frontend, links, clock):
+        for link in links.values():
+            link.say(LinkLost("gone"))
+        await until(lambda: frontend.lost)
+        links["b"].say(ready("b", 2))
+        await until(lambda: frontend.ready)
+        generation = frontend.submit([1], SamplingParams(), request_id="r")
+        assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"], ["a", "b"]]
+        frontend.placement.prefill = [ready("b", 2).peer]
+        await until(links["b"].enqueued)
+        generation.cancel()
 
     run(tokenizer, scenario, "a", "b")
 

@@ -63,7 +63,7 @@ class Service:
         for name in names:
             asker = Asker(self.traffic)
             asker.name = name
-            held = [Held(asker, 0, Flight(make_request(name, [1] * 500)), self.clock.now())]
+            held = [Held(asker, 0, Flight(make_request(name, [1] * 500), self.clock.now()))]
             self.traffic.add(held)
             self.traffic.find_places(held)
             askers.append(asker)

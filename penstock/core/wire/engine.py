@@ -54,8 +54,14 @@ class Enqueue(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """
+    Attributes:
+        generation: of attempts up to this one; None is all.
+    """
+
     to: int
     request_ids: list[str]
+    generation: int | None = None
 
 
 class Link(msgspec.Struct, tag=True, frozen=True):

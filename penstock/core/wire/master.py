@@ -23,9 +23,14 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 class Place(msgspec.Struct, tag=True, frozen=True):
     """Where should this sequence run?
 
+    One that was interrupted asks again: what it has generated is to be read like its prompt, and its next token has the
+    deadline of a first one.
+
     Attributes:
-        keys: prefix keys of the prompt's full blocks, where the master wants them.
-        waited: seconds since it arrived at the frontend.
+        prompt_tokens: to be read: of the prompt, and what was generated before.
+        max_tokens: to be generated after these, at most.
+        keys: prefix keys of the full blocks of what is to be read, where the master wants them.
+        waited: seconds since it arrived at the frontend; for an interrupted one so many that its deadline is right.
         exclude: instances that it should not be given, because they just failed it.
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
@@ -46,7 +51,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
-    """The first tokens of these sequences have come."""
+    """The first tokens of these sequences have come, from where they were placed last."""
 
     request_ids: list[str]
 

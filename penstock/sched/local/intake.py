@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from math import inf
 
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
@@ -23,11 +24,18 @@ class Owner:
     Attributes:
         told: tokens of the output that he knows of; kept by whoever does not report every step. None before the first
             report.
+        departs: he expects that the request is handed over after its first token, and has not seen that it is not.
     """
 
     frontend: str
     generation: int
     told: int | None = None
+    departs: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """The next token is no news to him."""
+        return self.told is not None and not self.departs
 
 
 class Intake:
@@ -65,6 +73,10 @@ class Intake:
         """Of a request that is here."""
         return self._owner[request_id]
 
+    def owners(self) -> Iterable[tuple[str, Owner]]:
+        """Every request that is here, and whose it is."""
+        return self._owner.items()
+
     def hand_off(self, carrier: Carrier, lease: float) -> Handoffs:
         """Take part in hand-offs from now on."""
         self.handoffs = Handoffs(self.scheduler, carrier, self, lease)
@@ -92,8 +104,8 @@ class Intake:
             self.scheduler.add(request, departs=decode is not None, now=now)
         except UserError as error:
             return Refused(life, request.id, str(error))
-        self.recent.arrived(request.id, now)
-        self._owner[request.id] = Owner(frontend, generation)
+        self.recent.arrived(request.id, now, len(request.generated))
+        self._owner[request.id] = Owner(frontend, generation, departs=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
             if decode is not None:
@@ -105,8 +117,8 @@ class Intake:
         if command.to != self.peer.incarnation:
             return
         match command:
-            case Cancel(request_ids=request_ids):
-                self._drop(frontend, request_ids)
+            case Cancel(request_ids=request_ids, generation=generation):
+                self._drop(frontend, request_ids, inf if generation is None else generation)
             case SetPool(pool=pool, generation=generation):
                 if generation > self.pool_generation:
                     self.pool, self.pool_generation = pool, generation
@@ -150,7 +162,7 @@ class Intake:
         self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
     ) -> None:
         self._owner[request.id] = Owner(frontend, generation)
-        self.recent.adopted(request.id, now, queue, prefill)
+        self.recent.adopted(request.id, now, queue, prefill, len(request.generated))
 
     def departed(self, request_id: str) -> None:
         self._owner.pop(request_id, None)
@@ -162,12 +174,13 @@ class Intake:
 
     # --- inside
 
-    def _drop(self, frontend: str, request_ids: Iterable[str]) -> None:
+    def _drop(self, frontend: str, request_ids: Iterable[str], generation: float = inf) -> None:
+        """In attempts up to `generation`."""
         for request_id in request_ids:
             if self.handoffs is not None:
-                self.handoffs.cancel(request_id, frontend)
+                self.handoffs.cancel(request_id, frontend, generation)
             owner = self._owner.get(request_id)
-            if owner is not None and owner.frontend == frontend:
+            if owner is not None and owner.frontend == frontend and owner.generation <= generation:
                 self._let_go(request_id)
 
     def _let_go(self, request_id: str) -> None:
@@ -176,10 +189,11 @@ class Intake:
         self.recent.forget(request_id)
 
     def _unknown_tokens(self, request: Request) -> str:
-        """Which token of a prompt the model does not know; "" when it knows all."""
+        """Which token that is to be read the model does not know; "" when it knows all."""
         if self._vocab_size is None:
             return ""
-        low, high = min(request.prompt, default=0), max(request.prompt, default=0)
+        tokens = request.context
+        low, high = min(tokens, default=0), max(tokens, default=0)
         if low >= 0 and high < self._vocab_size:
             return ""
         wrong = low if low < 0 else high

@@ -20,11 +20,12 @@ CHECK_EVERY = 0.5  # the same once they are right
 
 @dataclass(slots=True)
 class _Milestones:
-    """When a request arrived, first ran and first answered."""
+    """When a request arrived, first ran and first answered; and how many tokens it had when it arrived."""
 
     arrival: float
     started: float | None = None
     answered: float | None = None
+    generated: int = 0
 
 
 class Recent:
@@ -48,6 +49,7 @@ class Recent:
         self._learn_at = -inf
         self._last_step: float | None = None
         self._milestones: dict[str, _Milestones] = {}
+        self._idle: set[str] = set()  # those that have not run yet
 
     def __len__(self) -> int:
         """Requests that are here."""
@@ -69,12 +71,14 @@ class Recent:
 
     # --- requests
 
-    def arrived(self, request_id: str, now: float) -> None:
-        self._milestones[request_id] = _Milestones(now)
+    def arrived(self, request_id: str, now: float, generated: int = 0) -> None:
+        """With tokens that were generated elsewhere, its time to first token is nothing to measure."""
+        self._milestones[request_id] = _Milestones(now, generated=generated)
+        self._idle.add(request_id)
 
-    def adopted(self, request_id: str, now: float, queue: float, prefill: float) -> None:
+    def adopted(self, request_id: str, now: float, queue: float, prefill: float, generated: int = 0) -> None:
         """It has come from another engine, where it waited and read its prompt for so many seconds."""
-        self._milestones[request_id] = _Milestones(now - prefill - queue, now - prefill, now)
+        self._milestones[request_id] = _Milestones(now - prefill - queue, now - prefill, now, generated)
 
     def spent(self, request_id: str) -> tuple[float, float]:
         """Seconds that a request that has answered waited, and read its prompt."""
@@ -86,34 +90,36 @@ class Recent:
     def forget(self, request_id: str) -> None:
         """It is no longer here."""
         self._milestones.pop(request_id, None)
+        self._idle.discard(request_id)
 
     def stamp(self, output: TokenOutput, now: float) -> None:
-        """A request has got something; when it ends, the output says where its time went."""
+        """A request has got something; when it ends, the output says where its time went, if all of it was here."""
         milestones = self._milestones[output.request_id]
         if milestones.answered is None:
             milestones.answered = now
-            self.ttft_ms = _mean(self.ttft_ms, (now - milestones.arrival) * 1e3)
+            if not milestones.generated:
+                self.ttft_ms = _mean(self.ttft_ms, (now - milestones.arrival) * 1e3)
         if output.finish is None:
             return
         del self._milestones[output.request_id]
         assert milestones.started is not None
-        output.timing = Timing(
-            queue=milestones.started - milestones.arrival,
-            prefill=milestones.answered - milestones.started,
-            decode=now - milestones.answered,
-        )
-        if output.start > 0:  # tokens after the first
-            self.tpot_ms = _mean(self.tpot_ms, output.timing.decode / output.start * 1e3)
+        decode, before = now - milestones.answered, milestones.generated
+        if not before:
+            queue, prefill = milestones.started - milestones.arrival, milestones.answered - milestones.started
+            output.timing = Timing(queue=queue, prefill=prefill, decode=decode)
+        if output.start > before:  # tokens after the first
+            self.tpot_ms = _mean(self.tpot_ms, decode / (output.start - before) * 1e3)
 
     # --- steps
 
     def started(self, plan: StepPlan, now: float) -> None:
         """A step begins."""
+        if not self._idle:
+            return
         for s in plan.sequences:
-            if s.start < s.prompt_tokens:
-                milestones = self._milestones[s.request_id]
-                if milestones.started is None:
-                    milestones.started = now
+            if s.request_id in self._idle:
+                self._idle.remove(s.request_id)
+                self._milestones[s.request_id].started = now
 
     def ran(self, plan: StepPlan, began: float, ends: Sequence[float], after: int = 0) -> bool:
         """A step has run, or several that only decode, one right after the other.

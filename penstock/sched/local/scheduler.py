@@ -126,16 +126,19 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never fit, even alone.
-            InvalidRequest: a request of that id is here already, or the prompt is empty.
+            InvalidRequest: a request of that id is here already, the prompt is empty, or nothing is left to generate.
         """
-        length, longest = len(request.prompt), self.limits.max_model_len
-        if length == 0:
+        length, longest = len(request.context), self.limits.max_model_len
+        if not request.prompt:
             raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
         if length >= longest:
             raise PromptTooLong(
                 f"prompt: {length} tokens, at most {longest - 1} fit beside one output token",
                 "prompt",
             )
+        if len(request.generated) >= request.max_tokens:
+            count = len(request.generated)
+            raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
         sequence = self._make(request, now)
@@ -205,14 +208,15 @@ class Scheduler:
 
         Raises InvalidRequest or PromptTooLong when there never will be.
         """
-        length = len(request.prompt)
+        context = request.context
+        length = len(context)
         if not 0 < length < self.limits.max_model_len:
             raise PromptTooLong(
                 f"prompt: {length} tokens, at most {self.limits.max_model_len - 1} fit beside one output token",
                 "prompt",
             )
         keys: list[bytes] = []
-        extend_keys(keys, self.root, request.prompt, length // BLOCK_TOKENS)
+        extend_keys(keys, self.root, context, length // BLOCK_TOKENS)
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
@@ -235,15 +239,15 @@ class Scheduler:
         self.pool.release(reservation.blocks)
 
     def resume(self, reservation: Reservation, tokens: list[int], cached_tokens: int) -> Sequence:
-        """Its prompt's KV has arrived, and `tokens` were drawn elsewhere: it runs from here on."""
+        """The KV of all that was to be read has arrived, and `tokens` were drawn there: it runs from here on."""
         assert tokens
         assert reservation.request.id not in self._sequences
         self._reserved.remove(reservation)
         sequence = self._make(reservation.request, 0.0)
+        sequence.computed = len(sequence.tokens)
         sequence.tokens += tokens
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
-        sequence.computed = len(reservation.request.prompt)
         sequence.published = reservation.have
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)

@@ -27,8 +27,9 @@ class Sequence:
         turn: its place among those whose prompts are to be read, the least first; what it means is the pacing's own.
         arrived: when its client sent it.
         ttft, tpot: its targets in seconds; inf without.
-        first: what the deadlines of its tokens are counted from: when the first was drawn. None before that.
-        tokens: the prompt and what was generated.
+        first: what the deadlines of its tokens are counted from: when the first was drawn here. None before that: then
+            its next token is due like a first one, also when others were generated elsewhere.
+        tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
@@ -63,7 +64,7 @@ class Sequence:
         self.ttft = inf if request.ttft_ms is None else request.ttft_ms / 1e3
         self.tpot = inf if request.tpot_ms is None else request.tpot_ms / 1e3
         self.first: float | None = None
-        self.tokens = list(request.prompt)
+        self.tokens = list(request.context)
         self.computed = 0
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
@@ -115,8 +116,8 @@ class Reservation:
     """Blocks set aside for a request whose prompt is read at another instance.
 
     Attributes:
-        keys: prefix keys of the prompt's full blocks.
-        blocks: for the whole prompt, in order; those before `have` hold its KV already.
+        keys: prefix keys of the full blocks of all that is read there.
+        blocks: for all of it, in order; those before `have` hold its KV already.
     """
 
     request: Request

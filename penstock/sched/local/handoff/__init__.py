@@ -14,6 +14,8 @@ double and reorder. What keeps them right:
 
 from __future__ import annotations
 
+from math import inf
+
 from penstock.core.plan import StepPlan
 from penstock.core.request import Request
 from penstock.core.wire.engine import Peer
@@ -66,10 +68,11 @@ class Handoffs:
         """A step has run: send what is full, and commit what has its first token."""
         self.prefiller.progress(now)
 
-    def cancel(self, request_id: str, frontend: str) -> None:
-        """The frontend that gave it does not want it any longer; the scheduler is told by the caller."""
-        self.prefiller.cancel(request_id, frontend)
-        self.decoder.cancel(request_id, frontend)
+    def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
+        """The frontend that gave it does not want it any longer, in attempts up to `generation`; the scheduler is told
+        by the caller."""
+        self.prefiller.cancel(request_id, frontend, generation)
+        self.decoder.cancel(request_id, frontend, generation)
 
     def forsake(self, frontend: str) -> None:
         """A frontend has gone, and with it everybody who wanted its requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
@@ -50,9 +51,9 @@ class Decoder:
 
     # --- what the engine tells
 
-    def cancel(self, request_id: str, frontend: str) -> None:
+    def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         incoming = self._incoming.get(request_id)
-        if incoming is not None and incoming.frontend == frontend:
+        if incoming is not None and incoming.frontend == frontend and incoming.lease.generation <= generation:
             self._end(incoming, "cancelled")
 
     def forsake(self, frontend: str) -> None:

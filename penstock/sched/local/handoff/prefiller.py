@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
@@ -86,9 +87,9 @@ class Prefiller:
             else:
                 self._advance(now, out, sequence)
 
-    def cancel(self, request_id: str, frontend: str) -> None:
+    def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         out = self._outgoing.get(request_id)
-        if out is not None and out.frontend == frontend:
+        if out is not None and out.frontend == frontend and out.lease.generation <= generation:
             self._abandon(out, "cancelled")
 
     def forsake(self, frontend: str) -> None:
@@ -197,9 +198,9 @@ class Prefiller:
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         queue, prefill = self._host.spent(sequence.id)
-        generated = sequence.tokens[len(sequence.request.prompt) :]
+        drawn = sequence.tokens[len(sequence.request.context) :]
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
-        self._carrier.send(out.peer, Commit(out.lease, blocks, generated, cached, queue, prefill))
+        self._carrier.send(out.peer, Commit(out.lease, blocks, drawn, cached, queue, prefill))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         sequence = self._scheduler.sequence(out.lease.request_id)
@@ -240,12 +241,13 @@ class Prefiller:
         self._scheduler.stay(out.lease.request_id)
 
     def _fail(self, out: _Outgoing) -> None:
-        """Nobody knows who owns the request: it ends here, and the frontend knows whether tokens come from there."""
+        """Nobody knows who owns the request: it ends here. The frontend knows whether tokens come from there, and else
+        has it go on elsewhere."""
         sequence = self._scheduler.sequence(out.lease.request_id)
         assert sequence is not None
         self._abandon(out, "no answer")
         self._scheduler.cancel(sequence.id)
-        self._host.failed(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
+        self._host.failed(TokenOutput(sequence.id, [], finish=FinishReason.ABORT, start=sequence.generated))
 
     def _abandon(self, out: _Outgoing, reason: str) -> None:
         del self._outgoing[out.lease.request_id]
