@@ -88,7 +88,7 @@ COMPARISONS = (
         (30, 60, 90),
     ),
     Comparison("hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90)),
-    Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (60, 84)),
+    Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (84, 96)),
     Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
     Comparison("colocation-tidal", ("separate", "online_first", "xllm", "unified")),
     Comparison("cache-mooncake-synthetic", CACHE),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from penstock.sim.page import STYLE
-from penstock.sim.report import figure_of
+from penstock.sim.report import KEPT, TIME, figure_of, task_lines
 from penstock.sim.svg import COLOURS, WIDTH, Axis, Bar, Line, Mark, bar_chart, line_chart
 from tools.scheduling_results import Measured
 
@@ -21,6 +21,7 @@ def plots(measured: Measured) -> Iterator[tuple[str, str, str]]:
     if len(measured.rates) > 1:
         yield f"{stem}.rates.svg", "attainment over rates", _by_rate(measured)
     if measured.rates:
+        yield from _staircases(measured, stem)
         return
     title = figure_of(measured.document)[1]
     if ranking := _ranking(measured, title):
@@ -69,6 +70,15 @@ def _by_rate(measured: Measured) -> str:
     target = measured.document["target"]
     marks = [Mark(target, f"target {target:.0%}", level=True)]
     return _lines(f"{measured.scenario}: attainment over rates", lines, Axis("requests/s"), SHARE, marks)
+
+
+def _staircases(measured: Measured, stem: str) -> Iterator[tuple[str, str, str]]:
+    """What becomes of tasks when others join, at the greatest rate."""
+    for name in measured.policies:
+        lines = task_lines(measured.at(name, max(measured.rates)).get("tasks_over_time"))
+        if lines:
+            title = f"{name} at {max(measured.rates):g} requests/s, by arrival"
+            yield f"{stem}.{name}.svg", title, _lines(f"{measured.scenario}: {title}", lines, TIME, KEPT, ())
 
 
 def _own_layout(measured: Measured) -> list[str]:
