@@ -78,10 +78,6 @@ def intervals(seconds: float) -> Callable[[Scenario], None]:
 CHANGES = (("heartbeat-200", slower_reports), ("step-times-30-percent-off", wrong_times), ("half-speed", half_speed))
 COMPARISONS = (
     Comparison("roles-azure-code", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
-    Comparison("colocation-azure-code", ("separate", "online_first", "xllm", "unified")),
-    Comparison("cache-mooncake-conversation", CACHE),
-    Comparison("cache-mooncake-conversation", CACHE, (6.8, 13.6)),
-    Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
     Comparison(
         "hfx-4task",
         ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified", "unified_scaling", "round_robin@eight"),
@@ -89,15 +85,18 @@ COMPARISONS = (
     ),
     Comparison("hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90)),
     Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (84, 96)),
-    Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
-    Comparison("colocation-tidal", ("separate", "online_first", "xllm", "unified")),
-    Comparison("cache-mooncake-synthetic", CACHE),
+    Comparison("cache-mooncake-conversation", CACHE, (6.8, 13.6)),
     Comparison("cache-mooncake-synthetic", CACHE, (7.8, 15.6)),
-    Comparison("roles-azure-conv", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
     Comparison("hfx-2task", ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified"), (30, 60)),
-    Comparison("hfx-disaggregated", ("round_robin", "hfx", "unified")),
-    Comparison("hfx-priority", ("round_robin", "hfx", "unified")),
-    Comparison("hfx-2task", ("round_robin", "hfx", "scorpio", "unified")),
+    Comparison(
+        "hfx-4task",
+        tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
+        (10, 20, 30),
+    ),
+    Comparison("colocation-azure-code", ("separate", "online_first", "xllm", "unified")),
+    Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
+    Comparison("cache-mooncake-conversation", PROMPT_MACHINES, (13.6,)),
+    Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
     Comparison("roles-azure-code", ("xllm", "unified"), (81,)),
     *(
         Comparison(scenario, policies, rates, changed, change)
@@ -112,15 +111,14 @@ COMPARISONS = (
         Comparison("hfx-4task", ("hfx_scaling",), (90,), f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
         for seconds in (0.5, 2, 5)
     ),
-    *(
-        Comparison(
-            "hfx-4task",
-            tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
-            (10, 20, 30),
-        ),
-        Comparison("cache-mooncake-conversation", PROMPT_MACHINES, (13.6,)),
-        Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
-    ),
+    Comparison("roles-azure-conv", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
+    Comparison("colocation-tidal", ("separate", "online_first", "xllm", "unified")),
+    Comparison("cache-mooncake-conversation", CACHE),
+    Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
+    Comparison("cache-mooncake-synthetic", CACHE),
+    Comparison("hfx-disaggregated", ("round_robin", "hfx", "unified")),
+    Comparison("hfx-priority", ("round_robin", "hfx", "unified")),
+    Comparison("hfx-2task", ("round_robin", "hfx", "scorpio", "unified")),
 )
 
 
