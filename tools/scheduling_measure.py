@@ -31,8 +31,10 @@ SPLITS = tuple(f"least_loaded@split-{p}-{8 - p}" for p in (1, 2, 3, 5, 6, 7))
 CACHE = ("round_robin", "least_loaded", "rtp_llm", "unified")
 PROMPT_MACHINES = (
     *(f"round_robin@prefill-{n}" for n in (5, 6, 8, 12, 16)),
-    *(f"rtp_llm@prefill-{n}" for n in (2, 3, 5, 6, 8)),
+    *(f"rtp_llm@{layout}" for layout in ("prefill-2", "prefill-3", "split-4-4", "prefill-5", "prefill-6", "prefill-8")),
 )
+
+COLOCATION = ("separate", "online_first", "separate@colocated", "online_first@colocated", "xllm", "unified")
 
 Scenario = dict[str, Any]
 
@@ -65,7 +67,7 @@ def half_speed(content: Scenario) -> None:
     """One instance takes twice as long as everybody believes."""
     first = content["instances"][0]
     first["count"] -= 1
-    content["instances"].append({**first, "count": 1, "slowdown": 2.0})
+    content["instances"].append({**first, "name": "slow", "count": 1, "slowdown": 2.0})
 
 
 def intervals(seconds: float) -> Callable[[Scenario], None]:
@@ -88,12 +90,15 @@ COMPARISONS = (
     Comparison("cache-mooncake-conversation", CACHE, (6.8, 13.6)),
     Comparison("cache-mooncake-synthetic", CACHE, (7.8, 15.6)),
     Comparison("hfx-2task", ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified"), (30, 60)),
-    Comparison(
-        "hfx-4task",
-        tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
-        (10, 20, 30),
+    *(
+        Comparison(
+            scenario,
+            tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
+            rates,
+        )
+        for scenario, rates in (("hfx-4task", (10, 20, 30)), ("hfx-2task", (5, 10, 20)))
     ),
-    Comparison("colocation-azure-code", ("separate", "online_first", "xllm", "unified")),
+    Comparison("colocation-azure-code", COLOCATION),
     Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
     Comparison("cache-mooncake-conversation", PROMPT_MACHINES, (13.6,)),
     Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
@@ -112,7 +117,7 @@ COMPARISONS = (
         for seconds in (0.5, 2, 5)
     ),
     Comparison("roles-azure-conv", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
-    Comparison("colocation-tidal", ("separate", "online_first", "xllm", "unified")),
+    Comparison("colocation-tidal", COLOCATION),
     Comparison("cache-mooncake-conversation", CACHE),
     Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
     Comparison("cache-mooncake-synthetic", CACHE),
