@@ -19,8 +19,9 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
-from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
 from penstock.service.output import OutputStream
+from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -47,12 +48,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came of one prompt. `text` is its first output's."""
+    """What came of one prompt. `text` is its first output's.
+
+    Attributes:
+        prompt_token_ids: after truncation.
+        prompt_logprobs: one per token of the prompt, when asked for; the first's is None.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -106,7 +113,8 @@ class LLM:
         """Continue every prompt; all run together.
 
         Args:
-            prompts: texts, lists of token ids, or {"prompt": text} or {"prompt_token_ids": ids}; or a single one.
+            prompts: texts, lists of token ids, or {"prompt": text} or {"prompt_token_ids": ids}; or a single one. Such
+                an object may have a "cache_salt": only prompts with the same one share cached prefixes.
             params: for all, or one each; None takes the checkpoint's defaults.
             progress: show a progress bar.
 
@@ -135,13 +143,20 @@ class LLM:
         return self.generate([self.tokenizer.encode_chat(list(talk), **template) for talk in talks], chosen)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is not None:
+            check_salt(salt)
         prompt = _plain(prompt)
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = list(truncated(tokens, params, self.max_model_len))
         self._count += 1
         name = f"offline-{self._count}"
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
-        sequences = make_sequences(name, tokens, params, self._limits, self._rng)
+        bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
+        sequences = make_sequences(
+            name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt or ""
+        )
         text = prompt if isinstance(prompt, str) else None
         return _Job(
             {s.id: i for i, s in enumerate(sequences)}, sequences, streams, RequestOutput(text, tokens, outputs)
@@ -167,6 +182,8 @@ class LLM:
                 index = job.index[output.request_id]
                 delta = job.streams[index].feed(output)
                 job.output.cached_tokens = max(job.output.cached_tokens, output.cached_tokens)
+                if delta.prompt_logprobs is not None:
+                    job.output.prompt_logprobs = [None, *delta.prompt_logprobs]
                 result = job.output.outputs[index]
                 result.text += delta.text
                 result.token_ids += delta.tokens

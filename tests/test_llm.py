@@ -60,3 +60,57 @@ def test_a_bad_request_runs_nothing(llm):
 def test_options_are_named():
     with pytest.raises(ConfigError, match="tensor_parallel_size: no such option; allowed are device, dtype"):
         LLM("demo", tensor_parallel_size=1)
+
+
+def test_what_may_be_drawn(llm):
+    free = llm.generate("import os", GREEDY)[0]
+    word = free.text.split()[0]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=8, bad_words=[word]),
+        SamplingParams(temperature=0.0, max_tokens=8, allowed_token_ids=free.outputs[0].token_ids[1:3]),
+        SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8, stop=[free.text[1:4]]),
+        SamplingParams(temperature=0.0, max_tokens=8, min_tokens=3, stop_token_ids=free.outputs[0].token_ids[:1]),
+    ]
+    without, allowed, unstopped, later = llm.generate(["import os"] * 4, params)
+    first = tuple(free.outputs[0].token_ids[:1])
+    assert tuple(without.outputs[0].token_ids[:1]) != first or word not in without.text
+    assert set(allowed.outputs[0].token_ids) <= set(free.outputs[0].token_ids[1:3])
+    assert unstopped.text == free.text
+    assert first[0] not in later.outputs[0].token_ids[:3]
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: token id 999999999"):
+        llm.generate("a", SamplingParams(allowed_token_ids=[999999999]))
+
+
+def test_logprobs_of_the_prompt(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, n=2)
+    for prompt in ("import os", "import os " * 60):
+        result = llm.generate(prompt, params)[0]
+        assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+        assert result.prompt_logprobs[0] is None
+        assert all(report.chosen <= report.top[0][1] for report in result.prompt_logprobs[1:])
+    # what is scored in a prompt is what generating it reports
+    free = llm.generate("import os", SamplingParams(temperature=0.0, max_tokens=6, logprobs=1))[0]
+    longer = free.prompt_token_ids + free.outputs[0].token_ids
+    scored = llm.generate([longer], params)[0].prompt_logprobs[len(free.prompt_token_ids) :]
+    chosen = [report.chosen for report in free.outputs[0].logprobs]
+    assert [report.chosen for report in scored] == pytest.approx(chosen, abs=1e-4)
+    assert llm.generate("import os", GREEDY)[0].prompt_logprobs is None
+
+
+def test_the_end_of_a_long_prompt_is_kept(llm):
+    ids = list(range(5, 605))
+    for count, kept in ((-1, 512 - 8), (3, 3)):
+        params = SamplingParams(temperature=0.0, max_tokens=8, truncate_prompt_tokens=count)
+        assert llm.generate([ids], params)[0].prompt_token_ids == ids[-kept:]
+
+
+def test_prefixes_are_shared_within_a_salt(llm):
+    prompt = llm.tokenizer.encode("salted " * 150)[:200]
+
+    def cached(**more):
+        return llm.generate([{"prompt_token_ids": prompt, **more}], GREEDY)[0].cached_tokens
+
+    assert [cached(cache_salt="a"), cached(), cached(cache_salt="b"), cached(cache_salt="a")] == [0, 0, 0, 192]
+    for salt in ("", 3):
+        with pytest.raises(InvalidRequest, match=r"^cache_salt: "):
+            cached(cache_salt=salt)

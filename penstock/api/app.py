@@ -11,12 +11,14 @@ from starlette.exceptions import HTTPException
 from penstock.api import chat, completions, health, models, tokenize
 from penstock.api.edge import Edge
 from penstock.api.errors import on_http_exception
+from penstock.api.reference import describe
 from penstock.obs.metrics import Metrics
+from penstock.obs.tracing import Tracing
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 8 * 2**20  # a million token ids
 
 
 def create_app(
@@ -25,6 +27,7 @@ def create_app(
     *,
     api_keys: tuple[str, ...] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """All routes.
 
@@ -33,6 +36,7 @@ def create_app(
         metrics: counts responses, and is shown under /metrics.
         api_keys: when there are any, requests must bear one of them.
         max_body_bytes: longer bodies get a 413.
+        tracing: where traces of requests go.
     """
     app = FastAPI(
         title="penstock",
@@ -41,12 +45,20 @@ def create_app(
         exception_handlers={HTTPException: on_http_exception},
     )
     app.state.max_body_bytes = max_body_bytes
-    app.add_middleware(Edge, frontend=frontend, metrics=metrics, api_keys=api_keys)
+    app.add_middleware(
+        Edge,
+        frontend=frontend,
+        metrics=metrics,
+        api_keys=api_keys,
+        max_body_bytes=max_body_bytes,
+        tracing=tracing,
+    )
     chat.add_routes(app, frontend)
     completions.add_routes(app, frontend)
     tokenize.add_routes(app, frontend)
     models.add_routes(app, frontend)
     health.add_routes(app, frontend, metrics)
+    describe(app)
     return app
 
 

@@ -13,11 +13,12 @@ from starlette.types import Send
 from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.levels import service_level
-from penstock.api.logprobs import chat_logprobs
+from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.service_level import ServiceLevel
+from penstock.service.intake import truncated
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -40,12 +41,21 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     prompt = await frontend.encode_chat(
         body.messages,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=body.opens_turn,
+        continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs,
     )
+    prompt = list(truncated(prompt, params, frontend.max_model_len))
     shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
     with Outputs(
-        frontend, [prompt], params, request_id=request_id, model=model, level=level, arrival=arrival
+        frontend,
+        [prompt],
+        params,
+        request_id=request_id,
+        model=model,
+        level=level,
+        arrival=arrival,
+        cache_salt=body.cache_salt or "",
     ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)
@@ -68,12 +78,13 @@ class ChatShape:
         self._envelope = Envelope(self._head, body.include_usage)
         self.closing = self._envelope.closing
         self.shows_tokens = self._token_ids or bool(body.logprobs)
-        self._first = Envelope(self._head | self._prompt_ids(), body.include_usage)
+        self.counts = body.continuous_usage
+        self.count = self._envelope.count
 
     def opening(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}
         choices = [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(self._n)]
-        return [(self._envelope if choice["index"] else self._first).event(choice) for choice in choices]
+        return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
     def content(self, delta: Delta) -> bytes:
         choice = {
@@ -106,7 +117,9 @@ class ChatShape:
             }
             for output in outputs
         ]
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._prompt_ids()}
+        scores = prompt_logprobs(self._tokenizer, self._prompt, outputs[0].prompt_logprobs)
+        beside = self._prompt_ids() if scores is None else self._prompt_ids() | {"prompt_logprobs": scores}
+        return {**self._head, "choices": choices, "usage": usage_body(usage), **beside}
 
     def _new_ids(self, delta: Delta) -> dict[str, list[int]]:
         return {"token_ids": delta.tokens} if self._token_ids else {}

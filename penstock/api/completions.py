@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,13 +15,14 @@ from starlette.types import Send
 from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.levels import service_level
-from penstock.api.logprobs import CompletionLogprobs
+from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
 from penstock.api.outputs import Outputs
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
+from penstock.service.intake import truncated
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -43,11 +44,23 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     check_ready(frontend)
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     given = prompts_of(body.prompt, frontend.vocab_size)
-    prompts = await _encoded(frontend, given, body.add_special_tokens)
-    echoes = await asyncio.gather(*(_text(frontend, prompt) for prompt in given)) if body.echo else [""] * len(given)
+    whole = await _encoded(frontend, given, body.add_special_tokens)
+    prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
+    echoes = [""] * len(given)
+    if body.echo:
+        asked: Iterable[tuple[str | list[int], list[int], list[int]]] = zip(given, prompts, whole, strict=True)
+        echoes = await asyncio.gather(*(_echo(frontend, text, kept, kept != all_) for text, kept, all_ in asked))
     shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
     with Outputs(
-        frontend, prompts, params, request_id=request_id, model=model, level=level, arrival=arrival
+        frontend,
+        prompts,
+        params,
+        request_id=request_id,
+        model=model,
+        level=level,
+        arrival=arrival,
+        cache_salt=body.cache_salt or "",
+        prompts_only=body.only_echoes,
     ) as outputs:
         if body.stream:
             await send_events(send, outputs, shape, request_id)
@@ -55,18 +68,17 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
             await send_whole(send, outputs, shape)
 
 
-async def _encoded(
-    frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool
-) -> Sequence[list[int]]:
+async def _encoded(frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool) -> list[list[int]]:
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     prompts = await asyncio.gather(*(frontend.encode(text, add_special_tokens) for text in texts)) if texts else given
     if not all(prompts):
         raise InvalidRequest("prompt: it has no tokens, at least one is needed", "prompt")
-    return cast("Sequence[list[int]]", prompts)  # a body's prompts are all of one kind
+    return cast("list[list[int]]", prompts)  # a body's prompts are all of one kind
 
 
-async def _text(frontend: Frontend, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else await frontend.decode(prompt)
+async def _echo(frontend: Frontend, given: str | list[int], kept: list[int], cut: bool) -> str:
+    """A prompt's text: as it was given, unless some of it was cut off."""
+    return given if isinstance(given, str) and not cut else await frontend.decode(kept)
 
 
 class CompletionShape:
@@ -95,16 +107,24 @@ class CompletionShape:
         self._envelope = Envelope(self._head, body.include_usage)
         self.closing = self._envelope.closing
         self.shows_tokens = self._token_ids or params.logprobs is not None
+        self.counts = body.continuous_usage
+        self.count = self._envelope.count
+        self._tokenizer = frontend.tokenizer
+        self._scores_echo = bool(body.echo) and params.logprobs is not None
+        self._scores_prompt = body.prompt_logprobs is not None
 
     def opening(self) -> list[bytes]:
         return [
             self._envelope.event(self._choice(i, echo, prompt_ids=self._token_ids))
-            for i, echo in enumerate(self._echoes)
+            for i, echo in enumerate([""] * len(self._echoes) if self._scores_echo else self._echoes)
             if echo or self._token_ids
         ]
 
     def content(self, delta: Delta) -> bytes:
-        return self._envelope.event(self._choice(delta.index, delta.text, delta))
+        # an echo with log-probabilities comes with them, and they come with the first token
+        first = self._scores_echo and delta.prompt_logprobs is not None
+        text = self._echoes[delta.index] + delta.text if first else delta.text
+        return self._envelope.event(self._choice(delta.index, text, delta))
 
     def finish(self, delta: Delta) -> bytes:
         ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -121,7 +141,13 @@ class CompletionShape:
     def _choice(self, index: int, text: str, delta: Delta | None = None, *, prompt_ids: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         if delta is not None:
-            choice["logprobs"] = self._logprobs[index].piece(delta)
+            scored = self._scores_echo and delta.prompt_logprobs is not None
+            echoed = (self._prompts[index], self._echoes[index]) if scored else ()
+            choice["logprobs"] = self._logprobs[index].piece(delta, *echoed)
+            if self._scores_prompt:
+                choice["prompt_logprobs"] = prompt_logprobs(
+                    self._tokenizer, self._prompts[index], delta.prompt_logprobs
+                )
             if self._token_ids:
                 choice["token_ids"] = delta.tokens
         if prompt_ids:

@@ -25,7 +25,7 @@ def error_row(error: Exception, request_id: str) -> tuple[int, dict[str, object]
     """(HTTP status, body). What nobody expected goes to the log with its traceback, and shows only the request id."""
     if isinstance(error, HTTPException):
         code = HTTP_CODES.get(error.status_code, "invalid_request")
-        return error.status_code, _body(error.detail, "invalid_request_error", None, code)
+        return error.status_code, error_body(error.detail, "invalid_request_error", None, code)
     status, kind, code = http_row(error)
     message = str(error) if isinstance(error, PenstockError) else "internal error"
     if status == 500:
@@ -33,7 +33,7 @@ def error_row(error: Exception, request_id: str) -> tuple[int, dict[str, object]
         level = logging.DEBUG if isinstance(error, PenstockError) else logging.ERROR
         logger.log(level, "request %s failed: %s", request_id, error, exc_info=error)
         message = f"{message} (request {request_id})"
-    return status, _body(message, kind, getattr(error, "field", None), code)
+    return status, error_body(message, kind, getattr(error, "field", None), code)
 
 
 def error_response(error: Exception, request_id: str) -> Response:
@@ -68,5 +68,6 @@ def check_ready(frontend: Frontend) -> None:
         raise Unavailable(f"not ready: {frontend.unhealthy_reason or 'starting'}")
 
 
-def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:
+def error_body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:
+    """In OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

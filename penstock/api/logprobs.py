@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.request import TokenLogprobs
 from penstock.service.output import Delta
 
 if TYPE_CHECKING:
@@ -30,6 +32,25 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any] | None:
     }
 
 
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs] | None
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: for each of the prompt's tokens, by token id, the likeliest ones and the token itself;
+    null for the first."""
+    if found is None:
+        return None
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+    entries: list[dict[str, Any] | None] = [None]
+    for token, report in zip(prompt[1:], found, strict=True):
+        of_token = {str(token): entry(token, report.chosen, report.rank)}
+        tops = enumerate(report.top, start=1)
+        entries.append(of_token | {str(other): entry(other, logprob, rank) for rank, (other, logprob) in tops})
+    return entries
+
+
 class CompletionLogprobs:
     """`logprobs` of one completion choice, piece by piece: where a token's text begins depends on those before it.
 
@@ -43,21 +64,39 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # in characters
 
-    def piece(self, delta: Delta) -> dict[str, Any] | None:
+    def piece(self, delta: Delta, prompt: Sequence[int] = (), echo: str = "") -> dict[str, Any] | None:
+        """
+        Args:
+            prompt, echo: the prompt's tokens and text, with an output's first delta when both come before it.
+        """
         if delta.logprobs is None:
             return None
-        text = self._tokenizer.token_text
-        pairs = list(zip(delta.tokens, delta.logprobs, strict=True))
+        before: list[TokenLogprobs | None] = [None, *(delta.prompt_logprobs or ())] if prompt else []
+        pairs = list(zip([*prompt, *delta.tokens], [*before, *delta.logprobs], strict=True))
+        starts = [self._start_in(echo, token) for token in prompt]
+        if prompt:
+            self._decoder.reset()
+            self._offset = len(echo)
         return {
-            "tokens": [text(token) for token, _ in pairs],
-            "token_logprobs": [max(found.chosen, LOWEST) for _, found in pairs],
-            "top_logprobs": [
-                # the likeliest first, and of two tokens with one text the likelier; the chosen one is always there
-                {text(other): max(logprob, LOWEST) for other, logprob in reversed([*found.top, (token, found.chosen)])}
-                for token, found in pairs
-            ],
-            "text_offset": [self._start_of(token) for token, _ in pairs],
+            "tokens": [self._tokenizer.token_text(token) for token, _ in pairs],
+            "token_logprobs": [None if found is None else max(found.chosen, LOWEST) for _, found in pairs],
+            "top_logprobs": [None if found is None else self._likeliest(token, found) for token, found in pairs],
+            "text_offset": starts + [self._start_of(token) for token in delta.tokens],
         }
+
+    def _likeliest(self, token: int, found: TokenLogprobs) -> dict[str, float]:
+        # the likeliest first, and of two tokens with one text the likelier; the chosen one is always there
+        text = self._tokenizer.token_text
+        return {text(other): max(logprob, LOWEST) for other, logprob in reversed([*found.top, (token, found.chosen)])}
+
+    def _start_in(self, echo: str, token: int) -> int:
+        """The same in the prompt's text, where special tokens show when they were written out."""
+        special = token in self._tokenizer.special_ids
+        if special and not echo.startswith(self._tokenizer.token_text(token), self._offset):
+            return self._offset
+        start = self._offset
+        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return start
 
     def _start_of(self, token: int) -> int:
         start = self._offset

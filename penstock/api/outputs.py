@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.core.request import FinishReason
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
-from penstock.service.output import Delta, Usage
+from penstock.service.output import Delta, Usage, merge
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Generation
@@ -23,6 +24,8 @@ class Outputs:
     Args:
         model: the name that the client called it by.
         arrival: when the request came, by the frontend's clock.
+        cache_salt: cached prefixes are shared among requests with the same one.
+        prompts_only: what is known of the prompts is all that is wanted, and what is generated is dropped.
 
     Raises what `Frontend.submit` raises; then nothing runs.
     """
@@ -37,8 +40,11 @@ class Outputs:
         model: str,
         level: ServiceLevel,
         arrival: float,
+        cache_salt: str = "",
+        prompts_only: bool = False,
     ) -> None:
         self._offset = params.n
+        self._prompts_only = prompts_only
         self._generations: list[Generation] = []
         self._error: Exception | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -47,7 +53,15 @@ class Outputs:
             for i, prompt in enumerate(prompts):
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 self._generations.append(
-                    frontend.submit(prompt, params, request_id=part_id, model=model, level=level, arrival=arrival)
+                    frontend.submit(
+                        prompt,
+                        params,
+                        request_id=part_id,
+                        model=model,
+                        level=level,
+                        arrival=arrival,
+                        cache_salt=cache_salt,
+                    )
                 )
                 self._generations[-1].listen(partial(self._hear, i))
         except BaseException:
@@ -90,7 +104,7 @@ class Outputs:
         return Usage(
             prompt_tokens=sum(u.prompt_tokens for u in used),
             cached_tokens=sum(u.cached_tokens for u in used),
-            completion_tokens=sum(u.completion_tokens for u in used),
+            completion_tokens=0 if self._prompts_only else sum(u.completion_tokens for u in used),
         )
 
     def _hear(self, number: int) -> None:
@@ -107,7 +121,7 @@ class Outputs:
                 while deltas := generation.take():
                     for delta in deltas:
                         delta.index += number * self._offset
-                    arrived += deltas
+                    arrived += map(_of_prompt, deltas) if self._prompts_only else deltas
             except Exception as error:
                 self._error = self._error or error
             if generation.over:
@@ -119,24 +133,13 @@ class Outputs:
             generation.cancel()
 
 
-def merge(deltas: list[Delta]) -> list[Delta]:
-    """One delta per output, in the order of their first ones."""
-    if len(deltas) == 1:
-        return deltas
-    by_output: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        by_output.setdefault(delta.index, []).append(delta)
-    return [_joined(parts) for parts in by_output.values()]
-
-
-def _joined(parts: list[Delta]) -> Delta:
-    last = parts[-1]
-    wants_logprobs = any(part.logprobs is not None for part in parts)
+def _of_prompt(delta: Delta) -> Delta:
+    """What it says of the prompt, and whether that was all."""
     return Delta(
-        index=last.index,
-        text="".join(part.text for part in parts),
-        tokens=[token for part in parts for token in part.tokens],
-        logprobs=[entry for part in parts for entry in part.logprobs or ()] if wants_logprobs else None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
+        delta.index,
+        "",
+        [],
+        None if delta.logprobs is None else [],
+        None if delta.finish_reason is None else FinishReason.LENGTH.value,
+        prompt_logprobs=delta.prompt_logprobs,
     )

@@ -17,10 +17,12 @@ from pydantic_core import ErrorDetails
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
+from penstock.service.intake import check_salt
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 MAX_PROMPTS = 1024
 MAX_BIAS_DIGITS = 10
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
 
@@ -41,9 +43,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     # which tokens, how many
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -53,16 +52,13 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "add_special_tokens": (False,),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "reasoning_effort": (),
     "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
-    "cache_salt": (),
+    "media_io_kwargs": ({},),
     # the answer
-    "prompt_logprobs": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),
@@ -72,10 +68,17 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     # how it is served
-    "stream_options.continuous_usage_stats": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
 }
+# Fields that clients send, that change nothing about the tokens, and that this server reads as little as unknown ones.
+IGNORED = (
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "store",
+    "stream_options.include_obfuscation",
+)
 # Fields that other servers had once; whoever still sends one would get another answer than they think.
 REMOVED_PREFIXES = ("guided_", "beam_", "logits_processor_")
 
@@ -140,6 +143,12 @@ class GenerationBody(Body):
     stop: Strings | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    min_tokens: Int32 | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Int32 | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -154,19 +163,34 @@ class GenerationBody(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event says how much was used so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.get("continuous_usage_stats"))
+
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
         return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
     def check(self) -> None:
-        include_usage = (self.stream_options or {}).get("include_usage")
-        if include_usage not in (None, False, True):
-            field = "stream_options.include_usage"
-            raise InvalidRequest(f"{field}: {SHORT.repr(include_usage)}, allowed is true or false", field)
+        if self.stream_options and not self.stream:
+            raise InvalidRequest("stream_options: given, allowed only with stream: true", "stream_options")
+        for name in STREAM_OPTIONS:
+            value = (self.stream_options or {}).get(name)
+            if value is not None and not isinstance(value, bool):
+                field = f"stream_options.{name}"
+                raise InvalidRequest(f"{field}: {SHORT.repr(value)}, allowed is true or false", field)
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"prompt_logprobs: {SHORT.repr(self.prompt_logprobs)}, allowed only without stream: true",
+                "prompt_logprobs",
+            )
+        if self.cache_salt is not None:
+            check_salt(self.cache_salt)
 
     def undeclared(self) -> dict[str, Any]:
-        options = {f"stream_options.{name}": value for name, value in (self.stream_options or {}).items()}
-        options.pop("stream_options.include_usage", None)
+        given = self.stream_options or {}
+        options = {f"stream_options.{name}": given[name] for name in given if name not in STREAM_OPTIONS}
         return super().undeclared() | options
 
 
@@ -177,8 +201,14 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Int32 | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with what opens the assistant's turn."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def wishes(self) -> dict[str, Any]:
         return super().wishes() | {
@@ -188,6 +218,7 @@ class ChatBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
+        check_turn(self.add_generation_prompt, self.continue_final_message)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
         for i, message in enumerate(self.messages):
@@ -205,15 +236,34 @@ class CompletionBody(GenerationBody):
     logprobs: Int32 | None = None
     add_special_tokens: bool = True
 
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is all that is wanted: its text, and perhaps its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def wishes(self) -> dict[str, Any]:
+        wishes = super().wishes()
+        if self.only_echoes:
+            wishes["max_tokens"] = 1  # an engine always draws one; nobody sees it
+        if self.echo and self.prompt_logprobs is None:
+            wishes["prompt_logprobs"] = self.logprobs
+        return wishes
+
     def check(self) -> None:
         super().check()
-        if self.max_tokens == 0:
-            raise UnsupportedField(
-                "max_tokens: 0, scoring a prompt without generating is not supported yet", "max_tokens"
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens: 0, allowed is a whole number at least 1, or 0 with echo: true", "max_tokens"
             )
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedField(
-                "logprobs together with echo (of the prompt's tokens) is not supported yet", "logprobs"
+        if self.only_echoes and self.min_tokens:
+            raise InvalidRequest(
+                f"min_tokens: {self.min_tokens}, allowed is at most max_tokens, which is 0", "min_tokens"
+            )
+        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
+            raise InvalidRequest(
+                f"prompt_logprobs: {self.prompt_logprobs}, with echo and logprobs allowed is the same as logprobs, "
+                f"{self.logprobs}",
+                "prompt_logprobs",
             )
 
 
@@ -223,11 +273,18 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
+    @property
+    def opens_turn(self) -> bool:
+        """See `ChatBody`."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
     def check(self) -> None:
+        check_turn(self.add_generation_prompt, self.continue_final_message)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
 
@@ -258,8 +315,18 @@ def parse(data: bytes, model: type[BodyType]) -> tuple[BodyType, list[str]]:
 
 
 def field_table(model: type[Body]) -> dict[str, str]:
-    """Every field with a meaning in this body -> "served" or "not yet"."""
-    return dict.fromkeys(NOT_YET, "not yet") | dict.fromkeys(model.model_fields, "served")
+    """Every field with a meaning in this body -> "served", "not yet" or "ignored"."""
+    options = (f"stream_options.{name}" for name in STREAM_OPTIONS if "stream_options" in model.model_fields)
+    served = dict.fromkeys((*model.model_fields, *options), "served")
+    return dict.fromkeys(NOT_YET, "not yet") | dict.fromkeys(IGNORED, "ignored") | served
+
+
+def check_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """Raises `InvalidRequest` when the prompt should end both in a new turn and in the last one."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequest(
+            "continue_final_message: true, allowed only without add_generation_prompt: true", "continue_final_message"
+        )
 
 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_size: int) -> SamplingParams:
@@ -267,7 +334,8 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
     given: dict[str, Any] = {name: value for name, value in body.wishes().items() if value is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_biased_token(key, vocab_size): bias for key, bias in given["logit_bias"].items()}
-    check_token_ids(given.get("stop_token_ids", []), vocab_size, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(given.get(name, []), vocab_size, name)
     return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
 
 

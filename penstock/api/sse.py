@@ -25,6 +25,10 @@ class Shape(Protocol):
     """How a route dresses outputs."""
 
     shows_tokens: bool  # whether the last token is worth an event although it has no text
+    counts: bool  # whether its events say how much was used so far
+
+    def count(self, usage: Usage) -> None:
+        """Events from here on say that so much was used; only with `counts`."""
 
     def opening(self) -> list[bytes]:
         """Events that come before anything else."""
@@ -55,7 +59,17 @@ class Envelope:
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._include_usage = include_usage
 
-    def event(self, choice: dict[str, Any]) -> bytes:
+    def count(self, usage: Usage) -> None:
+        """Events from here on have this usage."""
+        self._tail = b'],"usage":' + encode(usage_body(usage)) + b"}\n\n"
+
+    def event(self, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
+        """
+        Args:
+            beside: fields that this event alone has beside its choices.
+        """
+        if beside:
+            return self._head + encode(choice) + b"]," + encode(beside)[1:-1] + self._tail[1:]
         return self._head + encode(choice) + self._tail
 
     def closing(self, usage: Usage) -> bytes:
@@ -85,13 +99,16 @@ async def send_events(send: Send, outputs: Outputs, shape: Shape, request_id: st
     try:
         while deltas := await outputs.next():
             events = []
+            if shape.counts:
+                shape.count(outputs.usage)
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 started = True
                 events = shape.opening()
             for delta in deltas:
                 # a token without text (half a character, say) is an event too: its time is what clients measure
-                if delta.text or (delta.tokens and (shape.shows_tokens or delta.finish_reason is None)):
+                shown = delta.text or (delta.tokens and (shape.shows_tokens or delta.finish_reason is None))
+                if shown or delta.prompt_logprobs is not None:
                     events.append(shape.content(delta))
                 if delta.finish_reason is not None:
                     events.append(shape.finish(delta))

@@ -23,7 +23,8 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
         if body.messages is not None:
             tokens = await frontend.encode_chat(
                 body.messages,
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=body.opens_turn,
+                continue_final_message=bool(body.continue_final_message),
                 template_kwargs=body.chat_template_kwargs,
             )
         else:

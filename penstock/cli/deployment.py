@@ -16,7 +16,8 @@ from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
 from penstock.transfer.faulty import MESSAGES
 
-LIMITS = ("max-queued-requests", "drain-timeout")  # of the server's options; the others stand at the top
+# of the server's options; the others stand at the top
+LIMITS = ("max-queued-requests", "max-queued-tokens", "drain-timeout", "max-body-size")
 MODELLED_TOO = (  # of the engine's options
     "device",
     "max-model-len",

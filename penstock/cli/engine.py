@@ -6,6 +6,7 @@ JSON:
     parent              process id; without that process this one ends
     pool                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
+    pulse               the file that shows whoever started it that it gets on
     keeper              the socket of the host's keeper of KV blocks; null for memory of its own
     transport           {"kind", "address", "faults"}: the way to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
@@ -23,6 +24,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import in_flags
@@ -49,6 +51,7 @@ def main(settings: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from penstock.core.clock import SystemClock
+    from penstock.core.pulse import Pulse
     from penstock.engine.server import EngineServer
 
     clock = SystemClock()
@@ -70,6 +73,7 @@ def main(settings: dict[str, Any]) -> int:
             return 1
         ready = introduce(settings, incarnation, built, transport)
         server = stack.enter_context(closing(EngineServer(settings["address"], clock)))
+        pulse = Pulse(Path(settings["pulse"]), ready.device)
         try:
             server.run(
                 built.engine,
@@ -77,6 +81,7 @@ def main(settings: dict[str, Any]) -> int:
                 orphaned=lambda: os.getppid() != settings["parent"],
                 transport=transport,
                 lease=settings.get("lease_s", 5.0),
+                beat=pulse.beat,
             )
         except Exception as error:
             log.exception("the engine failed")

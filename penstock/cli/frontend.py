@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.http import ServerOptions, Site, make_site, set_up_logging
+from penstock.cli.http import ServerOptions, Site, allow_connections, make_site, set_up_logging
 from penstock.cli.options import words
 from penstock.core.errors import PenstockError
 from penstock.service.instances import Endpoint
@@ -38,6 +38,7 @@ def main(settings: dict[str, Any]) -> int:
     keys = os.environ.get("PENSTOCK_API_KEY")
     options = ServerOptions(**{**given, "directory": Path(given["directory"]), "api_key": words(keys) if keys else ()})
     set_up_logging(options, settings["name"])
+    allow_connections()
     import uvloop
 
     try:

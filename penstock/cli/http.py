@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import zmq
 
     from penstock.obs.logs import Format
+    from penstock.obs.metrics import Compat
+    from penstock.obs.tracing import Tracing
     from penstock.service.frontend import Frontend
     from penstock.service.instances import Endpoint
     from penstock.service.master import Policies
@@ -41,10 +43,14 @@ class ServerOptions:
     api_key: tuple[str, ...]
     chat_template: str | None
     max_queued_requests: int
+    max_queued_tokens: int | None
     seed: int | None
     drain_timeout: float
     log_level: str
     log_format: Format
+    max_body_size: int
+    metrics_compat: Compat
+    otlp_traces_endpoint: str | None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -58,6 +64,15 @@ def bind(host: str, port: int) -> socket.socket:
         flag = "host" if isinstance(error, socket.gaierror) else "port"
         raise ConfigError(f"--{flag}: cannot listen on {host}:{port} ({error.strerror or error})", flag) from None
     return listener
+
+
+def allow_connections() -> None:
+    """As many as the system lets us: each is an open file, of which a shell allows a thousand or so."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def set_up_logging(options: ServerOptions, process: str = "") -> None:
@@ -80,6 +95,7 @@ class Site:
     context: zmq.SyncContext
     frontend: Frontend
     http: uvicorn.Server
+    tracing: Tracing | None = None
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
@@ -127,13 +143,14 @@ class Site:
     async def close(self) -> None:
         await self.frontend.close()
         self.context.term()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def _announce(self) -> None:
-        with contextlib.suppress(Unavailable):
-            await self.frontend.wait_ready()
-            host, port = self.listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
+        await self.frontend.wait_ready()
+        host, port = self.listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
 
 
 def make_site(
@@ -172,7 +189,12 @@ def make_site(
         placement = LocalPlacement(pump, name)
     else:
         placement = RemotePlacement(master_link(context, master, name, clock), clock)
-    metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints])
+    metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints], options.metrics_compat)
+    tracing = None
+    if options.otlp_traces_endpoint is not None:
+        from penstock.obs.tracing import otlp_tracing
+
+        tracing = otlp_tracing(options.otlp_traces_endpoint)
     tokenizer = Tokenizer(options.directory, options.chat_template)
     links = {e.name: engine_link(context, e.address, name, "frontend", clock) for e in endpoints}
     frontend = Frontend(
@@ -185,9 +207,10 @@ def make_site(
         random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
         options.log_format,
         options.max_queued_requests,
+        options.max_queued_tokens,
     )
-    app = create_app(frontend, metrics, api_keys=options.api_key)
-    return Site(options, listener, context, frontend, _http_server(app, options))
+    app = create_app(frontend, metrics, api_keys=options.api_key, max_body_bytes=options.max_body_size, tracing=tracing)
+    return Site(options, listener, context, frontend, _http_server(app, options), tracing)
 
 
 def make_master(
@@ -226,6 +249,8 @@ def make_master(
 def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
     import uvicorn
 
+    from penstock.api.connection import Connection
+
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -234,7 +259,7 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import json
-import logging
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.http import ServerOptions, Site, bind, make_site, set_up_logging
+from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
 from penstock.sched.local import PACING
 from penstock.service.checkpoint import find_checkpoint
 
-log = logging.getLogger("penstock.server")
 ENGINE = "engine-0"  # its instance's name
-STOP_TIMEOUT = 5.0  # seconds that an engine gets to leave once it was told to
 
 ENGINE_OPTIONS = (
     Option("device", text, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
@@ -61,10 +53,19 @@ SERVER_OPTIONS = (
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
     Option("max-queued-requests", integer(1), 4096, "sequences held at once, running and waiting; more get a 429"),
+    Option(
+        "max-queued-tokens",
+        integer(1),
+        None,
+        "of prompts that wait for their first token; more get a 429; by default four times what the KV caches hold",
+    ),
     Option("seed", integer(0), None, "of the seeds given to requests that bring none; by default unpredictable"),
     Option("drain-timeout", integer(0), 30, "seconds that running requests get to finish after SIGTERM"),
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
     Option("log-format", one_of("text", "json"), "text", "of the log"),
+    Option("max-body-size", size, 8 << 20, "of a request's body; longer ones get a 413"),
+    Option("metrics-compat", one_of("none", "vllm"), "none", "vllm: metrics also under the names that vLLM gives them"),
+    Option("otlp-traces-endpoint", text, None, "where OpenTelemetry traces go, over HTTP; needs penstock[otel]"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
@@ -78,7 +79,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine fails, 2 when it cannot be served."""
+    """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine cannot be kept up, 2 when it cannot be served."""
+    from penstock.cli.served import RESTART, EngineKeeper, serve
+    from penstock.core.clock import SystemClock
+    from penstock.service.launcher import Launcher, engine_program
+    from penstock.service.supervisor import Supervisor
+
     values = read_options(OPTIONS, args, os.environ)
     directory = find_checkpoint(args.model)
     server = ServerOptions(
@@ -87,14 +93,20 @@ def run(args: argparse.Namespace) -> int:
         **{option.key: values[option.key] for option in SERVER_OPTIONS if option.key != "served_model_name"},
     )
     set_up_logging(server)
+    allow_connections()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: leave, tidily
     listener = bind(server.host, server.port)
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
-        address = f"ipc://{scratch}/engine"
-        with engine_process(address, engine_options(directory, values), server) as engine:
+        folder = Path(scratch)
+        settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
+        program = engine_program(settings, folder / "pulse", address=settings["address"], socket=folder / ENGINE)
+        supervisor = Supervisor([program], RESTART, server.drain_timeout)
+        with contextlib.closing(Launcher([program], supervisor, SystemClock(), {})) as launcher:
+            launcher.step()  # the engine loads while this process does
             import uvloop
 
-            return uvloop.run(serve(server, engine, address, listener, values["flight_recorder"]))
+            keeper = EngineKeeper(ENGINE, launcher, supervisor, SystemClock())
+            return uvloop.run(serve(server, keeper, settings["address"], listener, values["flight_recorder"]))
 
 
 def short_folder() -> str | None:
@@ -110,10 +122,9 @@ def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {"model": str(directory), **chosen}
 
 
-@contextlib.contextmanager
-def engine_process(address: str, options: dict[str, Any], server: ServerOptions) -> Iterator[subprocess.Popen[bytes]]:
-    """The engine, started. At the end it has been told to stop, or it is killed."""
-    settings = {
+def engine_settings(address: str, options: dict[str, Any], server: ServerOptions) -> dict[str, Any]:
+    """What the engine's process is told."""
+    return {
         "name": ENGINE,
         "address": address,
         "parent": os.getpid(),
@@ -124,50 +135,3 @@ def engine_process(address: str, options: dict[str, Any], server: ServerOptions)
         "log_level": server.log_level,
         "log_format": server.log_format,
     }
-    process = subprocess.Popen([sys.executable, "-m", "penstock.cli.engine", json.dumps(settings)])
-    try:
-        yield process
-    finally:
-        try:
-            process.wait(STOP_TIMEOUT if sys.exc_info()[0] is None else 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-async def serve(
-    options: ServerOptions,
-    engine: subprocess.Popen[bytes],
-    address: str,
-    listener: socket.socket,
-    flight_recorder: str | None,
-) -> int:
-    """Run the HTTP server until a signal, or until the engine ends; returns the exit code."""
-    from penstock.service.instances import Endpoint
-
-    endpoints = [Endpoint(ENGINE, address)]
-    site = make_site(options, listener, "frontend-0", endpoints, flight_recorder=flight_recorder)
-    try:
-        await site.run(watch_engine(engine, site))
-    finally:
-        lost = site.frontend.lost
-        if not site.frontend.max_model_len:  # still loading, it hears nobody
-            engine.kill()
-        site.frontend.traffic.stop_engines()
-        await site.close()
-    return 0 if not lost else 2 if engine.poll() == 2 else 1
-
-
-async def watch_engine(engine: subprocess.Popen[bytes], site: Site) -> None:
-    """When the engine ends or cannot be understood, end every request with an error, and then the server."""
-    from penstock.core.errors import EngineFailure
-    from penstock.service.flight import AGAIN
-
-    while engine.poll() is None and not site.frontend.lost:
-        await asyncio.sleep(0.1)
-    site.frontend.traffic.instance_lost(ENGINE, f"the engine ended with exit code {engine.returncode}")
-    reason = site.frontend.unhealthy_reason
-    site.frontend.end_all(EngineFailure(f"{ENGINE} failed during this request ({reason}), {AGAIN}"))
-    if engine.returncode != 2:  # then it has said why itself
-        log.error("%s", site.frontend.unhealthy_reason)
-    site.stop()

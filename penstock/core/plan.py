@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ class SequenceStep:
         history: with `sample`, and only where `params.penalised`: every token so far.
         prompt_tokens: how many of `history` are the prompt.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
+        banned: with `sample`: token ids that must not be drawn; something else is always left.
+        targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
+            wanted.
     """
 
     request_id: str
@@ -39,6 +42,8 @@ class SequenceStep:
     history: Sequence[int] | None = None
     prompt_tokens: int = 0
     ahead: Sequence[int] = ()
+    banned: Collection[int] = ()
+    targets: Sequence[int] = ()
 
 
 class StepWork(NamedTuple):
@@ -97,9 +102,11 @@ class StepResult:
     Attributes:
         tokens: one each.
         logprobs: one each; None where the request did not ask for them.
+        prompt_logprobs: request id -> one for each of the step's `targets`.
         broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+    prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()

@@ -23,7 +23,8 @@ class Request:
     Attributes:
         id: unique among the requests an engine holds.
         prompt: token ids, at least one.
-        params: of which the engine reads everything but `n`, `seed`, `stop` and `max_tokens`.
+        params: of which the engine reads what concerns draws and log-probabilities; the rest is resolved below or the
+            frontend's business.
         seed: of this sequence's noise, in [-2**63, 2**63). A draw is a function of (seed, position, token).
         stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
         max_tokens: generated tokens at most, at least 1; already cut to the model's length.
@@ -34,6 +35,8 @@ class Request:
         offline: it has no targets, and runs in the gaps that others leave.
         generated: tokens of its output that were drawn already, where it ran before; fewer than `max_tokens`. It goes
             on after them as if it had never been interrupted.
+        bad_words: token sequences, none of them empty, that the output never completes.
+        cache_salt: cached prefixes are shared among requests with the same one.
     """
 
     id: str
@@ -48,11 +51,18 @@ class Request:
     waited: float = 0.0
     offline: bool = False
     generated: Sequence[int] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
     @property
     def context(self) -> Sequence[int]:
         """All that is read before the next token is drawn: the prompt, and what was generated elsewhere."""
         return [*self.prompt, *self.generated] if self.generated else self.prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted, and have not left with a first token already."""
+        return self.params.prompt_logprobs is not None and not self.generated
 
 
 @dataclass(slots=True)
@@ -60,8 +70,8 @@ class TokenLogprobs:
     """Log-probabilities of one position, from the model's raw logits (before temperature and penalties).
 
     Attributes:
-        chosen: of the token drawn.
-        rank: of the token drawn; 1 is the most likely.
+        chosen: of the token drawn, or of the prompt's own.
+        rank: of that token; 1 is the most likely.
         top: (token, log-probability), most likely first, as many as were asked for.
     """
 
@@ -94,6 +104,7 @@ class TokenOutput:
         timing: only with `finish`; None for what was interrupted, which no engine saw as a whole.
         start: how many tokens the output had before these.
         generation: which attempt to run the request this comes from.
+        prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
     """
 
     request_id: str
@@ -105,3 +116,4 @@ class TokenOutput:
     timing: Timing | None = None
     start: int = 0
     generation: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None

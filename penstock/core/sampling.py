@@ -14,6 +14,9 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
+MOST_TOKENS = 2**31 - 1  # more than any model takes
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 SEED_BITS = 63
 GREEDY_BELOW = 1e-5
 
@@ -22,7 +25,8 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """How the tokens of one request are drawn. Raises `InvalidRequest` naming the first wrong field.
 
-    The order is vLLM's: `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, then one draw.
+    The order is vLLM's: what may not be drawn, `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, then
+    one draw.
 
     Attributes:
         temperature: 0 (and anything under 1e-5) is greedy; otherwise logits are divided by it. At least 0.
@@ -37,10 +41,19 @@ class SamplingParams:
         stop: the text ends before the first of these strings.
         stop_token_ids: the output ends with the first of these tokens.
         ignore_eos: go on after the model's end-of-sequence token.
+        min_tokens: before so many are generated, nothing ends the output: neither an end-of-sequence nor a stop token
+            is drawn, and stop strings are passed over. At most `max_tokens`.
+        bad_words: the output never completes one of these, as the tokenizer spells them with and without a space in
+            front. Another spelling of the same text is not noticed.
+        allowed_token_ids: draw from these alone; None is all.
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
         n: how many independent outputs; output i is drawn with seed + i.
         logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20.
+        prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
+            whatever the prefix cache holds.
+        truncate_prompt_tokens: read only so many of the prompt's last tokens; -1 is as many as fit beside
+            `max_tokens`, None is all.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
     """
@@ -56,10 +69,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = 16
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -69,6 +87,10 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids", "a list of token ids"))
+        object.__setattr__(self, "bad_words", _tuple(self.bad_words, "bad_words", "a list of strings"))
+        if self.allowed_token_ids is not None:
+            allowed = _tuple(self.allowed_token_ids, "allowed_token_ids", "a list of token ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _number(self, "temperature", 0.0, math.inf)
@@ -80,10 +102,27 @@ class SamplingParams:
         _integer(self, "top_k", 0, None, note="0 or -1 keeps all")
         _integer(self, "n", 1, MAX_N)
         _integer(self, "max_tokens", 1, None, optional=True)
+        _integer(self, "min_tokens", 0, MOST_TOKENS)
         _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        _integer(self, "truncate_prompt_tokens", -1, MOST_TOKENS, optional=True, note="-1 keeps what fits")
         _integer(self, "seed", -(2**SEED_BITS), 2**SEED_BITS - 1, optional=True)
+        self._check_lengths()
         self._check_stops()
+        self._check_words()
         self._check_bias()
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: {_short(self.min_tokens)}, allowed is at most max_tokens, which is {self.max_tokens}",
+                "min_tokens",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens: 0, allowed is -1 (what fits) or a whole number at least 1",
+                "truncate_prompt_tokens",
+            )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -94,9 +133,26 @@ class SamplingParams:
                     f"stop: each must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, got {_short(text)}",
                     "stop",
                 )
-        for token in self.stop_token_ids:
-            if type(token) is not int or token < 0:
-                raise InvalidRequest(f"stop_token_ids: {_short(token)} is not a token id", "stop_token_ids")
+        _check_ids(self.stop_token_ids, "stop_token_ids")
+
+    def _check_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words: {len(self.bad_words)} strings, at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"bad_words: each must be a string of 1 to {MAX_BAD_WORD_CHARS} characters, not all of them "
+                    f"blank, got {_short(word)}",
+                    "bad_words",
+                )
+        if self.allowed_token_ids is not None:
+            _check_ids(self.allowed_token_ids, "allowed_token_ids")
+            if not self.allowed_token_ids:
+                raise InvalidRequest(
+                    "allowed_token_ids: empty, at least one token id is needed, or null for all", "allowed_token_ids"
+                )
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -120,6 +176,14 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether a draw depends on which tokens came before, beyond what the model computes."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _check_ids(tokens: tuple[Any, ...], name: str) -> None:
+    if tokens and set(map(type, tokens)) == {int} and min(tokens) >= 0:
+        return  # there may be as many as a vocabulary has
+    for token in tokens:
+        if type(token) is not int or token < 0:
+            raise InvalidRequest(f"{name}: {_short(token)} is not a token id", name)
 
 
 def _short(value: object) -> str:

@@ -231,7 +231,11 @@ class PacedRunner:
             digest.draw(c, s.start + len(s.tokens), self.token_ids, None if s.params.greedy else s.seed)
             for s, c in sampled
         ]
-        result = StepResult(tokens, [_certain(s, t) for (s, _), t in zip(sampled, tokens, strict=True)])
+        result = StepResult(
+            tokens,
+            [_certain(s.params.logprobs, t) for (s, _), t in zip(sampled, tokens, strict=True)],
+            {s.request_id: _all_certain(s) for s in plan.sequences if s.targets},
+        )
         self._pace(begin, self._duration(plan))
         return result
 
@@ -302,9 +306,13 @@ class PacedRunner:
         self._reported = Pacing(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
 
 
-def _certain(step: SequenceStep, token: int) -> TokenLogprobs | None:
-    asked = step.params.logprobs
+def _certain(asked: int | None, token: int) -> TokenLogprobs | None:
     return None if asked is None else TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)][:asked])
+
+
+def _all_certain(step: SequenceStep) -> list[TokenLogprobs]:
+    reports = [_certain(step.params.prompt_logprobs, token) for token in step.targets]
+    return [report for report in reports if report is not None]
 
 
 # --- reading what was asked for

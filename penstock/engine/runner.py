@@ -7,11 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import SequenceStep, StepPlan, StepResult
+from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw
-from penstock.nn.batch import Batch, Scratch
+from penstock.engine.sampling import draw, score
+from penstock.nn.batch import Batch, Scratch, Span
 from penstock.nn.models.decoder import Decoder
+
+SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
 
 
 class Runner:
@@ -53,11 +56,27 @@ class Runner:
             logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
             wrong |= {last[i] for i in _not_finite(logits)}
             result = draw(logits, [s for s, _ in sampled])
+        spans = zip(plan.sequences, batch.spans, strict=True)
+        if scored := {s.request_id: self._score(hidden, s, span, wrong) for s, span in spans if s.targets}:
+            result = replace(result, prompt_logprobs=scored)
         if not wrong:
             return result
         spans = zip(plan.sequences, batch.spans, strict=True)
         broken = {s.request_id for s, span in spans if wrong & set(range(span.row, span.row + span.rows))}
         return replace(result, broken=frozenset(broken))
+
+    def _score(self, hidden: Tensor, step: SequenceStep, span: Span, wrong: set[int]) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt's own tokens, one for each target; rows that are no numbers go to `wrong`."""
+        top = step.params.prompt_logprobs
+        assert top is not None
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(step.targets), SCORED_ROWS):
+            targets = step.targets[start : start + SCORED_ROWS]
+            first = span.row + start
+            logits = self.model.logits(hidden[first : first + len(targets)])
+            wrong |= {first + i for i in _not_finite(logits)}
+            found += score(logits, targets, top)
+        return found
 
 
 def _not_finite(rows: Tensor) -> list[int]:

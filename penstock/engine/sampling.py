@@ -53,8 +53,15 @@ def _kind(step: SequenceStep) -> tuple[int, bool] | None:
 
 
 def _adjust(row: Tensor, step: SequenceStep) -> None:
-    """Bias, then penalties, in place on one row [vocab]."""
+    """What may not be drawn, bias, then penalties, in place on one row [vocab]."""
     p = step.params
+    if p.allowed_token_ids is not None:
+        index = torch.tensor(p.allowed_token_ids, device=row.device)
+        allowed = row[index]
+        row.fill_(-torch.inf)
+        row[index] = allowed
+    if step.banned:
+        row[torch.tensor(list(step.banned), device=row.device)] = -torch.inf
     if p.logit_bias:
         index = torch.tensor(list(p.logit_bias), device=row.device)
         row[index] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
@@ -67,6 +74,27 @@ def _adjust(row: Tensor, step: SequenceStep) -> None:
             row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         generated, counts = history[step.prompt_tokens :].unique(return_counts=True)
         row[generated] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def score(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of one given token per row, with the `top` most likely ones beside it.
+
+    Args:
+        logits: [rows, vocab] float32, from the model.
+        targets: a token id per row.
+    """
+    return _reports(logits.log_softmax(-1), targets, top)
+
+
+def _reports(values: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """The same of log-probabilities [rows, vocab]."""
+    chosen = values.gather(-1, torch.tensor(targets, device=values.device)[:, None])
+    ranks = (values > chosen).sum(-1) + 1
+    best = values.topk(min(top, values.shape[-1]))
+    rows = zip(
+        chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    )  # one transfer each, however many rows
+    return [TokenLogprobs(own, rank, list(zip(ids, tops, strict=True))) for own, rank, ids, tops in rows]
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
@@ -123,11 +151,5 @@ class _Logprobs:
         if self._values is None:
             return reports
         for (row, top), values in zip(self._rows.items(), self._values, strict=True):
-            chosen = values[tokens[row]]
-            best = values.topk(min(top, len(values)))
-            reports[row] = TokenLogprobs(
-                chosen=float(chosen),
-                rank=int((values > chosen).sum()) + 1,
-                top=list(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-            )
+            (reports[row],) = _reports(values[None], [tokens[row]], top)
         return reports

@@ -100,12 +100,14 @@ class EngineServer:
         orphaned: Callable[[], bool] = lambda: False,
         transport: Transport | None = None,
         lease: float = LEASE,
+        beat: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """Serve until told to shut down, or until `orphaned` says that nobody is left to serve.
 
         Args:
             transport: the way to other engines; without one this engine neither hands over nor takes over.
             lease: seconds of silence after which a hand-off is over.
+            beat: called in every turn, and with the number of tokens when a step of so many begins.
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
@@ -118,10 +120,11 @@ class EngineServer:
             self._transport = transport
             self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
-        self._tick_every = lease / 20
+        self._tick_every, self._beat_with = lease / 20, beat
         looked = self._beat = self._clock.now() - HEARTBEAT
         stalled = False
         while not self._stopping:
+            beat(0)
             self._receive(self._patience(stalled))
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
@@ -164,7 +167,9 @@ class EngineServer:
             return False
         if self._handoffs is not None:
             self._handoffs.started(self._clock.now(), plan)
+        self._beat_with(plan.num_tokens)
         outputs = self._engine.run(plan)
+        self._beat_with(0)
         # that everybody has one more token is no news
         self._changed |= bool(plan.work.prefills) or any(output.finish is not None for output in outputs)
         self._report(outputs, plan.num_tokens)

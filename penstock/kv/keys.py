@@ -25,6 +25,13 @@ def root_key(*parts: str) -> bytes:
     return digest.digest()
 
 
+def salted(root: bytes, salt: str) -> bytes:
+    """The parent of first blocks for those who share prefixes only with others of the same salt; "" is none."""
+    if not salt:
+        return root
+    return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"penstock.salt").digest()
+
+
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of the block that holds `tokens` (exactly one block of them) after the block named `parent`."""
     assert len(tokens) == BLOCK_TOKENS

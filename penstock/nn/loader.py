@@ -1,11 +1,15 @@
-"""A checkpoint folder to a model on a device: safetensors, one file or several, read in file order."""
+"""A checkpoint folder to a model on a device: safetensors, one file or several, read in file order.
+
+Nothing in a checkpoint is code to us: pickles are refused, classes that it brings are not looked at, and whatever is
+wrong with it is one `ConfigError` that names the file.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -28,6 +32,12 @@ FUSED = {
 }
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -37,7 +47,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: not found; is {directory} a Hugging Face model folder?", "model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})", "model") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object", "model")
@@ -51,50 +61,81 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
         dtype: of the weights; None takes the checkpoint's.
 
     Raises:
-        ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights.
+        ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
+            that does not fit into memory.
     """
+    _weight_files(directory)  # the first thing that is often wrong
     hf = read_json(directory, "config.json")
     if hf.get("quantization_config"):
         raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
-    cls = architecture(hf)
-    config = cls.read_config(hf)
-    frequencies(config)  # refuses a rotation that is not known, before anything is read
-    with torch.device("meta"):
-        model = cls(config).to(dtype or config.dtype or _stored_dtype(directory))
-    model.to_empty(device=device)
-    fill(model, weights(directory))
+    try:
+        cls = architecture(hf)
+        config = cls.read_config(hf)
+        frequencies(config)  # refuses a rotation that is not known, before anything is read
+    except ConfigError:
+        raise
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
+    dtype = dtype or config.dtype or _stored_dtype(directory)
+    try:
+        with torch.device("meta"):
+            model = cls(config).to(dtype)
+        model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:  # torch's own way to say so
+        reason = str(error).splitlines()[0]
+        where = directory / "config.json"
+        raise ConfigError(f"{where}: no room for such a model on {device} ({reason})", "model") from None
+    fill(model, directory)
     return model.eval()
 
 
 def _stored_dtype(directory: Path) -> torch.dtype:
     """Of the first weight in the files, for checkpoints whose config.json does not say."""
-    return next(weights(directory))[1].dtype
+    first = next(weights(directory), None)
+    if first is None:
+        raise ConfigError(f"{_weight_files(directory)[0]}: holds no weights", "model")
+    return first[2].dtype
 
 
-def weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight, file by file. Raises ConfigError naming the file that is missing or broken."""
+def weights(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """(file, name, tensor) of every weight. Raises ConfigError naming the file that is missing or broken."""
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no mapping
-                    yield name, file.get_tensor(name)
+                    yield path, name, file.get_tensor(name)
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found", "model") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if (directory / "model.safetensors.index.json").exists():
-        index = read_json(directory, "model.safetensors.index.json").get("weight_map")
-        if not isinstance(index, Mapping) or not all(isinstance(name, str) for name in index.values()):
-            raise ConfigError(f"{directory / 'model.safetensors.index.json'}: has no weight_map", "model")
-        return [directory / name for name in sorted(set(index.values()))]
+    if (directory / INDEX).exists():
+        index = read_json(directory, INDEX).get("weight_map")
+        if not isinstance(index, Mapping) or not index or not all(isinstance(name, str) for name in index.values()):
+            raise ConfigError(f"{directory / INDEX}: has no weight_map of names to files", "model")
+        return [_inside(directory, name) for name in sorted(set(index.values()))]
     if (directory / "model.safetensors").exists():
         return [directory / "model.safetensors"]
-    raise ConfigError(
-        f"{directory}: no model.safetensors nor model.safetensors.index.json (pickled weights are refused)", "model"
-    )
+    pickle = next((path for pattern in PICKLES for path in sorted(directory.glob(pattern))), None)
+    if pickle is not None:
+        raise ConfigError(
+            f"{pickle}: a pickle, which may run code when it is read, is refused; convert it to model.safetensors",
+            "model",
+        )
+    raise ConfigError(f"{directory}: no weights, neither model.safetensors nor {INDEX}", "model")
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The file of that name in the folder. What the hub's cache links to from there may lie elsewhere."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ConfigError(f"{directory / INDEX}: names {name!r}, which is outside of the folder", "model")
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"{directory / INDEX}: names {name!r}, allowed are .safetensors files", "model")
+    return directory / path
 
 
 def identity(directory: Path) -> str:
@@ -124,41 +165,41 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def fill(model: Decoder, source: Iterator[tuple[str, Tensor]]) -> None:
+def fill(model: Decoder, directory: Path) -> None:
     """Copy every weight to its place. Raises ConfigError unless each place is filled exactly once."""
     parameters = dict(model.named_parameters())
-    head = None
+    head, head_path = None, directory
     missing = {(name, part) for name in parameters for part in range(_parts(model, name))}
-    for name, tensor in source:
+    for path, name, tensor in weights(directory):
         if name.endswith(IGNORED):
             continue
         if name == "lm_head.weight" and model.lm_head is None:
-            head = tensor
+            head, head_path = tensor, path
             continue
         target, part = _place(name)
         if target not in parameters:
-            raise ConfigError(f"weights: {name!r} is not part of {type(model).__name__}", "model")
+            raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
         if (target, part) not in missing:
-            raise ConfigError(f"weights: {name!r} stands there twice", "model")
+            raise ConfigError(f"{path}: {name!r} stands there twice", "model")
         slot = _slice(model, target, part, parameters[target])
         if slot.shape != tensor.shape:
             raise ConfigError(
-                f"weights: {name!r} is {list(tensor.shape)}, config.json makes it {list(slot.shape)}", "model"
+                f"{path}: {name!r} is {list(tensor.shape)}, config.json makes it {list(slot.shape)}", "model"
             )
         slot.copy_(tensor)
         missing.discard((target, part))
     if missing:
         names = sorted(name for name, _ in missing)
-        raise ConfigError(f"weights: {len(names)} missing, the first is {names[0]!r}", "model")
+        raise ConfigError(f"{directory}: {len(names)} weights are missing, the first is {names[0]!r}", "model")
     if head is not None:
-        _untie(model, head)
+        _untie(model, head, head_path)
 
 
-def _untie(model: Decoder, head: Tensor) -> None:
+def _untie(model: Decoder, head: Tensor, path: Path) -> None:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
     embedding = model.model.embed_tokens.weight
     if head.shape != embedding.shape:
-        raise ConfigError(f"weights: 'lm_head.weight' is {list(head.shape)}, not {list(embedding.shape)}", "model")
+        raise ConfigError(f"{path}: 'lm_head.weight' is {list(head.shape)}, not {list(embedding.shape)}", "model")
     head = head.to(embedding)
     if not torch.equal(head, embedding):
         model.lm_head = Linear(head.shape[1], (head.shape[0],), bias=False)

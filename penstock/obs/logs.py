@@ -12,6 +12,8 @@ import msgspec
 
 Format = Literal["text", "json"]
 
+SLO = {True: "met", False: "missed", None: "-"}
+
 logger = logging.getLogger("penstock.request")
 
 
@@ -25,9 +27,13 @@ class RequestRecord:
         instance: where it ran: "engine-0"; "p0>d1" with a hand-off; several, separated by commas, when its outputs
             ran in several places; "" when nowhere.
         prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.
+        longest_completion: tokens of its longest output.
+        n: how many outputs it has.
+        max_tokens: how long each may have become.
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).
         seed: the one its noise was drawn from; None when no token was asked of an engine.
+        slo_met: whether it kept what its client was promised; None without a promise, and when the client left.
         status: the HTTP status that the client saw; 499 when it left before one was sent.
     """
 
@@ -37,6 +43,9 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    longest_completion: int = 0
+    n: int = 1
+    max_tokens: int | None = None
     finish_reason: str | None = None
     ttft: float | None = None
     tpot: float | None = None
@@ -45,6 +54,7 @@ class RequestRecord:
     prefill: float | None = None
     decode: float | None = None
     seed: int | None = None
+    slo_met: bool | None = None
     status: int = 200
 
 
@@ -65,8 +75,8 @@ def _line(record: RequestRecord) -> str:
         f"cached={record.cached_tokens:<6} completion={record.completion_tokens:<6} "
         f"ttft={_seconds(record.ttft)} tpot={_seconds(record.tpot)} e2e={_seconds(record.e2e)} "
         f"queue={_seconds(record.queue)} prefill={_seconds(record.prefill)} decode={_seconds(record.decode)} "
-        f"seed={'-' if record.seed is None else record.seed} instance={record.instance or '-'} "
-        f"model={record.model} id={record.request_id}"
+        f"slo={SLO[record.slo_met]:<6} seed={'-' if record.seed is None else record.seed} "
+        f"instance={record.instance or '-'} model={record.model} id={record.request_id}"
     )
 
 

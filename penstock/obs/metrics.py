@@ -1,4 +1,5 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work when the prefix is exchanged.
+"""Prometheus metrics. What vLLM measures too has its name, labels and bounds of buckets (and more of these); with
+`--metrics-compat vllm` it is shown a second time under vLLM's prefix, so that dashboards made for vLLM work.
 
 Series with the label `engine` are an engine's own, of which every frontend hears: all frontends show the same, so take
 one of them (`max by (engine)`), never their sum. The others count what went through one frontend: add those up.
@@ -12,6 +13,9 @@ from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from penstock.core.request import FinishReason
 from penstock.core.wire.engine import EngineStats
@@ -38,7 +42,21 @@ PREDICTION = (  # too early, and too late
     *(-10.0, -2.5, -1.0, -0.5, -0.25, -0.1, -0.05, -0.025, -0.01, 0.0),
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
+TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+OUTPUTS = (1, 2, 5, 10, 20)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+VLLM_PREFIX = "vllm:"
+# Of ours, those that vLLM has as well, without the prefix and a counter's `_total`
+VLLM = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
+    *("request_success", "iteration_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+}
 
 MASTER = "master"  # stands for an engine where sequences have none yet
 WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a place on any'
@@ -48,6 +66,7 @@ NO_STATS = EngineStats(
 )
 
 
+Compat = Literal["none", "vllm"]
 Metric = TypeVar("Metric", Counter, Gauge)
 
 
@@ -97,10 +116,12 @@ class Metrics:
     Args:
         model_name: value of the label `model_name`.
         engines: instances, by name; values of the label `engine`.
+        compat: "vllm" shows what vLLM measures too under its prefix as well.
     """
 
-    def __init__(self, model_name: str, engines: Iterable[str]) -> None:
+    def __init__(self, model_name: str, engines: Iterable[str], compat: Compat = "none") -> None:
         self._model_name = model_name
+        self._compat = compat
         self.registry = CollectorRegistry()
         running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
         waiting = self._by_engine(Gauge, "num_requests_waiting", WAITING)
@@ -133,6 +154,7 @@ class Metrics:
             for name in engines
         }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them that were found in a cache")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
         self._prediction = self._histogram(
@@ -149,6 +171,18 @@ class Metrics:
             "decode": self._histogram("request_decode_time_seconds", "First token to last", WHOLE_REQUEST),
         }
         self._inference = self._histogram("request_inference_time_seconds", "First step to last token", WHOLE_REQUEST)
+        self._sizes = {
+            "prompt_tokens": self._histogram("request_prompt_tokens", "A request's prompt tokens", TOKENS),
+            "completion_tokens": self._histogram("request_generation_tokens", "Tokens of all its outputs", TOKENS),
+            "longest_completion": self._histogram(
+                "request_max_num_generation_tokens", "Tokens of its longest output", TOKENS
+            ),
+            "n": self._histogram("request_params_n", "How many outputs it asked for", OUTPUTS),
+            "max_tokens": self._histogram("request_params_max_tokens", "How long each might have become", TOKENS),
+        }
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were in no cache", TOKENS
+        )
         success = Counter(
             PREFIX + "request_success",
             "Requests that ended, by how",
@@ -222,6 +256,11 @@ class Metrics:
     def observe_request(self, record: RequestRecord) -> None:
         """A request is over."""
         self._prompt_tokens.inc(record.prompt_tokens)
+        self._cached_tokens.inc(record.cached_tokens)
+        if record.status == 200:
+            for field, histogram in self._sizes.items():
+                histogram.observe(getattr(record, field) or 0)
+            self._computed.observe(record.prompt_tokens - record.cached_tokens)
         if record.finish_reason is not None:
             self._success[record.finish_reason].inc()
         if record.tpot is not None:
@@ -239,7 +278,10 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """(the exposition, its content type)"""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        text = generate_latest(self.registry)
+        if self._compat == "vllm":
+            text += generate_latest(_AsVllm(self.registry))
+        return text, CONTENT_TYPE_LATEST
 
     def _by_engine(self, kind: type[Metric], name: str, help: str) -> Metric:
         return kind(PREFIX + name, help + SAME, ENGINE_LABELS, registry=self.registry)
@@ -251,3 +293,21 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
         return metric.labels(self._model_name)
+
+
+class _AsVllm(Collector):
+    """What a registry holds that vLLM has too, under vLLM's prefix."""
+
+    def __init__(self, ours: CollectorRegistry) -> None:
+        self._ours = ours
+
+    def collect(self) -> Iterable[Family]:
+        for family in self._ours.collect():
+            if family.name.removeprefix(PREFIX) in VLLM:
+                renamed = Family(_in_vllm(family.name), family.documentation, family.type, family.unit)
+                renamed.samples = [Sample(_in_vllm(s.name), *s[1:]) for s in family.samples]
+                yield renamed
+
+
+def _in_vllm(name: str) -> str:
+    return VLLM_PREFIX + name.removeprefix(PREFIX)

@@ -87,7 +87,7 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> Generati
         sampling["temperature"] = 0.0  # transformers ignores the one that is given then
     try:
         SamplingParams(**sampling)
-    except InvalidRequest as error:
+    except (InvalidRequest, TypeError) as error:
         raise ConfigError(f"{directory / 'generation_config.json'}: {error}", "model") from None
     return GenerationDefaults(frozenset(ids) | ({tokenizer_eos} if tokenizer_eos is not None else set()), sampling)
 
@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})", "model") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object", "model")

@@ -11,7 +11,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import LEASE, Peer
 from penstock.core.wire.master import Outcome, Place, Placed
-from penstock.kv.keys import extend_keys
+from penstock.kv.keys import extend_keys, salted
 
 AGAIN = "the request can be sent again"  # clients are told, for nothing of it was wrong
 ATTEMPTS = 4  # places that a sequence is sent to: one that ends every engine it meets does not meet them all
@@ -125,7 +125,7 @@ class Flight:
         """Also those of what was generated."""
         context = [*self.request.prompt, *self.tokens]
         self.keys = self.keys.copy()  # those who were asked before keep theirs
-        extend_keys(self.keys, root, context, len(context) // BLOCK_TOKENS)
+        extend_keys(self.keys, salted(root, self.request.cache_salt), context, len(context) // BLOCK_TOKENS)
 
     def launch(self, placed: Placed, now: float) -> Request:
         """It is sent there: what is sent."""
@@ -249,4 +249,6 @@ class Flight:
         if known > len(output.tokens) or (known == len(output.tokens) and output.finish is None):
             return None
         logprobs = None if output.logprobs is None else output.logprobs[known:]
-        return replace(output, tokens=output.tokens[known:], logprobs=logprobs, start=self.received)
+        return replace(
+            output, tokens=output.tokens[known:], logprobs=logprobs, start=self.received, prompt_logprobs=None
+        )

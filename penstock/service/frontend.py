@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from penstock.core.clock import Clock
 from penstock.core.errors import Overloaded, PenstockError, Unavailable
@@ -19,18 +19,23 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.core.wire.engine import Ready
-from penstock.kv.keys import extend_keys
+from penstock.kv.keys import extend_keys, salted
 from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
+from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
-from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.intake import ModelLimits, check_room, make_sequences
 from penstock.service.traffic import TICK, Held, Traffic
+from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
+UNASKED_TOKENS = 16  # `max_tokens` of a completion that says nothing of it
+CACHES_QUEUED = 4  # prompt tokens that may wait, in what the KV caches hold, unless somebody says how many
+MOST_SECONDS = 120.0  # that a client is told to wait until it tries again
 
 
 class Frontend:
@@ -43,6 +48,7 @@ class Frontend:
         traffic: to the engines.
         rng: seeds of requests that bring none.
         max_requests: sequences held at once, running and waiting; one more is refused.
+        max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
 
     Attributes:
         draining: whether the server is about to end. What it has begun goes on; what is new is refused at its edge.
@@ -59,6 +65,7 @@ class Frontend:
         rng: random.Random,
         log_format: Format = "text",
         max_requests: int = MAX_REQUESTS,
+        max_queued_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.served_names = served_names
@@ -70,6 +77,8 @@ class Frontend:
         self.log_format = log_format
         self.draining = False
         self._max_requests = max_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._encoding = 0  # texts under way to token ids
         self._eos_ids = defaults.eos_ids
         self._rng = rng
         self._closed = False
@@ -82,14 +91,12 @@ class Frontend:
         self.traffic.start()
 
     async def wait_ready(self) -> None:
-        """Returns once an engine can serve. Raises Unavailable when all are lost before that."""
-        while not (self.ready or self.lost):
+        """Returns once an engine can serve."""
+        while not self.ready:
             self.traffic.changed.clear()
             with contextlib.suppress(TimeoutError):  # the master may be the last to come, and time passes by itself
                 async with asyncio.timeout(TICK):
                     await self.traffic.changed.wait()
-        if not self.ready:
-            raise Unavailable(self.unhealthy_reason)
 
     async def close(self) -> None:
         """Stop listening; whatever still runs is ended with an error, and the engines are told."""
@@ -104,11 +111,6 @@ class Frontend:
             generation.fail(error)
 
     # --- what it is, and how it does
-
-    @property
-    def lost(self) -> bool:
-        """Whether every engine is gone."""
-        return all(instance.lost for instance in self._instances)
 
     @property
     def ready(self) -> bool:
@@ -169,17 +171,35 @@ class Frontend:
     # --- text, off the event loop
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self._encode(self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, template_kwargs: dict[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None,
     ) -> list[int]:
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs,
             )
 
-        return await self._in_thread(encode)
+        return await self._encode(encode)
+
+    async def _encode(self, function: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Raises Overloaded when too much text waits for the tokenizer already."""
+        if self._encoding >= self._max_requests:
+            raise Overloaded(f"the queue is full: {self._encoding} prompts wait to be tokenised", retry_after=1.0)
+        self._encoding += 1
+        try:
+            return cast("list[int]", await self._in_thread(function, *args))
+        finally:
+            self._encoding -= 1
 
     async def decode(self, tokens: list[int]) -> str:
         """All of the text, special tokens too."""
@@ -199,6 +219,7 @@ class Frontend:
         model: str | None = None,
         level: ServiceLevel = NO_LEVEL,
         arrival: float | None = None,
+        cache_salt: str = "",
     ) -> Generation:
         """Have a request run.
 
@@ -208,6 +229,7 @@ class Frontend:
             model: which of its served names the client used, for logs; None for the first.
             level: targets, priority, and whether it is offline work.
             arrival: when the request came in, by `clock`; TTFT counts from there. None is now.
+            cache_salt: cached prefixes are shared among requests with the same one.
 
         Raises:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -216,29 +238,58 @@ class Frontend:
         """
         if not self.ready:
             raise Unavailable(self.unhealthy_reason or "the model is still loading")
-        count = len(self.traffic.held)
-        over = count + params.n - self._max_requests
-        if over > 0:
-            raise Overloaded(
-                f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
-                retry_after=min(max(1.0, over * self.traffic.pace), 60.0),
-            )
+        self._check_queue(len(prompt), params.n)
+        check_room(len(prompt), params, self.max_model_len, (UNASKED_TOKENS, self.default_sampling.get("max_tokens")))
         limits = ModelLimits(self.max_model_len, self.vocab_size, self._eos_ids)
         unique = f"{request_id}-{secrets.token_hex(4)}"
-        sequences = make_sequences(unique, prompt, params, limits, self._rng, level)
+        bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
+        sequences = make_sequences(
+            unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
+        )
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
         held = [
             Held(generation, index, Flight(sequence, arrival, level.chat)) for index, sequence in enumerate(sequences)
         ]
         self.traffic.add(held)
-        if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS:
-            root = self._said[0].root_key
+        # who wants all of the prompt computed finds nothing in any cache
+        if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
+            root = salted(self._said[0].root_key, cache_salt)
             hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
             hashing.add_done_callback(partial(self._hashed, held))
         else:
             self.traffic.find_places(held)
         return generation
+
+    def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
+        """Raises Overloaded when there is no room for so many outputs of a prompt. A prompt that is longer than the
+        whole queue has room when nothing else waits."""
+        count, queued = len(self.traffic.held), self.traffic.queued_tokens
+        if count + outputs > self._max_requests:
+            raise Overloaded(
+                f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
+                retry_after=self._seconds_until(count + outputs - self._max_requests),
+            )
+        limit = self._max_queued_tokens
+        if limit is None:
+            limit = CACHES_QUEUED * BLOCK_TOKENS * sum(said.num_blocks for said in self._said)
+        if queued and queued + prompt_tokens * outputs > limit:
+            raise Overloaded(
+                f"the queue is full: {queued} prompt tokens wait for their first token, at most {limit} are allowed",
+                retry_after=self._seconds_until(0),
+            )
+
+    def _seconds_until(self, ends: int) -> float:
+        """Seconds until all that waits now has its first token and so many sequences have ended, as it goes just now,
+        or as it is predicted when nothing was measured."""
+        now, traffic = self.clock.now(), self.traffic
+        reading = traffic.reading.rate(now) or sum(_predicted_rate(said) for said in self._said)
+        ending = traffic.ending.rate(now)
+        seconds = max(
+            traffic.queued_tokens / reading if reading else 1.0,
+            ends / ending if ending else 1.0,
+        )
+        return min(max(1.0, seconds), MOST_SECONDS)
 
     def _hashed(self, sequences: Sequence[Held], hashing: asyncio.Future[list[bytes]]) -> None:
         if hashing.cancelled():  # the frontend is closed, and they are over
@@ -250,6 +301,14 @@ class Frontend:
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
         self.traffic.release(sequence_ids)
+
+
+def _predicted_rate(said: Ready) -> float:
+    """Prompt tokens that an engine reads in a second, by what it says of its device; 0 when that is nothing."""
+    if said.device_model is None or said.shape is None:
+        return 0.0
+    milliseconds = StepTime(said.device_model, said.shape).prefill_ms(said.token_budget, budget=said.token_budget)
+    return 1e3 * said.token_budget / milliseconds if milliseconds else 0.0
 
 
 def _prefix_keys(root: bytes, prompt: Sequence[int]) -> list[bytes]:

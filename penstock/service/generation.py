@@ -11,9 +11,11 @@ from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
-from penstock.service.output import Delta, OutputStream, Usage
+from penstock.obs.tracing import current_trace
+from penstock.service.output import Delta, OutputStream, Usage, merge
 from penstock.text.tokenizer import Tokenizer
 
+MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
 CLIENT_LEFT = 499  # in the log, where others write it too
 
 
@@ -65,6 +67,8 @@ class Generation:
         self._record: dict[str, Any] = {}
         self._routes: list[str] = []
         self._recorded = False
+        self._params = params
+        self._trace = current_trace()
 
     def listen(self, tell: Callable[[], None]) -> None:
         """From now on `tell` is called whenever `take` has something new to say."""
@@ -110,6 +114,8 @@ class Generation:
         delta = stream.feed(output)
         self._count(index, delta, output, now)
         self._deltas.append(delta)
+        if len(self._deltas) >= MOST_DELTAS + len(self._streams):
+            self._deltas = merge(self._deltas)
         if stream.finished:
             self._open -= 1
             if output.finish is None:  # a stop string ended it, of which the engine knows nothing
@@ -156,14 +162,31 @@ class Generation:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
+            longest_completion=max(stream.length for stream in self._streams),
+            n=len(self._sequences),
+            max_tokens=self._sequences[0].max_tokens,
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
             seed=self._sequences[0].seed,
+            slo_met=None if finish_reason == "abort" else self._keeps_promises(),
             status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
             **self._record,
         )
         frontend.metrics.observe_request(record)
         log_request(record, frontend.log_format)
+        if self._trace is not None:
+            self._trace.prompt_ended(record, self._params)
+
+    def _keeps_promises(self) -> bool | None:
+        """Whether it met its targets; None when it has none. What has failed met none of them."""
+        asked = self._sequences[0]
+        if asked.ttft_ms is None and asked.tpot_ms is None:
+            return None
+        ttft, tpot = self._record.get("ttft"), self._record.get("tpot")
+        if self._error is not None or ttft is None:
+            return False
+        in_time = asked.ttft_ms is None or ttft * 1e3 <= asked.ttft_ms
+        return in_time and (asked.tpot_ms is None or tpot is None or tpot * 1e3 <= asked.tpot_ms)
 
 
 def _nobody() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.core.pulse import step_limit
 from penstock.core.wire.engine import Pool, Ready
 
 SILENT_AFTER = 2.0  # seconds without a word after which an instance is said to be silent
-STUCK_AFTER = 60.0  # seconds without a word after which it is taken for lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,12 @@ class Instance:
         return self.ready is not None and not self.stuck(now)
 
     def stuck(self, now: float) -> bool:
-        return self.ready is not None and now - self.heard > STUCK_AFTER
+        """Whether it has been silent for longer than its longest step can take. Whoever started it knows earlier, and
+        ends it; then it is lost."""
+        ready = self.ready
+        if ready is None or now - self.heard <= SILENT_AFTER:
+            return False
+        return now - self.heard > step_limit(ready.token_budget + ready.max_sequences, ready.device)
 
     def trouble(self, now: float) -> str:
         """Why it does not serve although it did, or should; "" otherwise."""

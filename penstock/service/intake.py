@@ -11,6 +11,8 @@ from penstock.core.request import Request
 from penstock.core.sampling import SEED_BITS, SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 
+MAX_SALT_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -33,19 +35,31 @@ def make_sequences(
     limits: ModelLimits,
     rng: random.Random,
     level: ServiceLevel = NO_LEVEL,
+    *,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    cache_salt: str = "",
 ) -> list[Request]:
     """One `Request` per output; output i is drawn with seed + i.
 
     Args:
         rng: gives the seed where the user gave none.
+        bad_words: `params.bad_words` as token sequences, none of them empty.
+        cache_salt: cached prefixes are shared among requests with the same one.
 
     Raises:
-        InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids and biases.
+        InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
+            like; or there may come to be no token that may be drawn.
         PromptTooLong: it leaves no room for one output token.
     """
     _check_prompt(prompt, limits)
-    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
         _check_ids(field, ids, limits)
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_ids)
+    _check_choice(params, stop_ids, bad_words, limits)
     room = limits.max_model_len - len(prompt)
     seed = rng.getrandbits(SEED_BITS) if params.seed is None else params.seed
     return [
@@ -54,12 +68,14 @@ def make_sequences(
             prompt=prompt,
             params=params,
             seed=_wrap(seed + i),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_ids),
+            stop_ids=stop_ids,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             priority=level.priority,
             ttft_ms=level.ttft_ms,
             tpot_ms=level.tpot_ms,
             offline=level.offline,
+            bad_words=bad_words,
+            cache_salt=cache_salt,
         )
         for i in range(params.n)
     ]
@@ -73,6 +89,67 @@ def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:
         raise PromptTooLong(
             f"prompt: {len(prompt)} tokens, at most {limits.max_model_len - 1} fit beside one output token",
             "prompt",
+        )
+
+
+def check_salt(salt: object) -> None:
+    """Raises `InvalidRequest` unless `salt` may be a `cache_salt` that somebody gave."""
+    try:
+        fits = isinstance(salt, str) and 1 <= len(salt.encode()) <= MAX_SALT_BYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        text = ascii(salt)
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        raise InvalidRequest(
+            f"cache_salt: {shown}, allowed is a string of 1 to {MAX_SALT_BYTES} bytes of UTF-8", "cache_salt"
+        )
+
+
+def check_room(prompt_tokens: int, params: SamplingParams, max_model_len: int, unasked: Collection[object]) -> None:
+    """Raises `InvalidRequest` when more output was asked for than fits beside the prompt.
+
+    Args:
+        unasked: values of `max_tokens` that are defaults: those are cut to what fits.
+    """
+    asked = params.max_tokens
+    if asked is not None and asked not in unasked and prompt_tokens < max_model_len < prompt_tokens + asked:
+        raise InvalidRequest(
+            f"max_tokens: {asked} is too large, this model's maximum context length is {max_model_len} tokens and the "
+            f"request has {prompt_tokens} input tokens ({asked} > {max_model_len} - {prompt_tokens})",
+            "max_tokens",
+        )
+
+
+def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:
+    """The last of its tokens, as many as `params.truncate_prompt_tokens` says. Raises InvalidRequest."""
+    count = params.truncate_prompt_tokens
+    if count is None:
+        return prompt
+    if count > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {count}, allowed is -1 (what fits) or a whole number from 1 to {max_model_len}",
+            "truncate_prompt_tokens",
+        )
+    if count == -1:
+        count = max(1, max_model_len - (params.max_tokens or 1))
+    return prompt[-count:]
+
+
+def _check_choice(
+    params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...], limits: ModelLimits
+) -> None:
+    """Some token may be drawn whatever came before."""
+    if not params.min_tokens and not bad_words:
+        return
+    banned = {word[-1] for word in bad_words} | (stop_ids if params.min_tokens else set())
+    allowed = range(limits.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if all(token in banned for token in allowed):
+        field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+        raise InvalidRequest(
+            f"{field}: beside bad_words and min_tokens there may be no token left to draw, at least one is needed that "
+            "neither ends the output nor a bad word",
+            field,
         )
 
 

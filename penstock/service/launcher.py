@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +20,18 @@ import msgspec
 import zmq
 
 from penstock.core.clock import Clock
+from penstock.core.pulse import read_pulse
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Shutdown
 from penstock.service.deployment import Deployment, Group
 from penstock.service.supervisor import Action, Program, Role, Supervisor
+from penstock.service.vitals import Watch, read_vitals
 
-log = logging.getLogger("penstock.up")
+log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
+LOOK_CLOSELY = 1.0  # seconds between two looks at whether they get on
+LAST_WORDS = 500  # characters
+STDERR = 2
 
 
 def plan(
@@ -62,7 +69,7 @@ def plan(
             settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "keeper" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
-        programs.append(_program(name, "engine", settings, needs=needs, **place))
+        programs.append(engine_program(settings, folder / f"{name}.pulse", needs=needs, **place))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["flight_recorder"] = deployment.flight_recorder
@@ -72,6 +79,16 @@ def plan(
         settings |= {"instances": instances, "server": _server(deployment, directory, listener, number)}
         programs.append(_program(settings["name"], "frontend", common | settings, descriptors=(settings["listen_fd"],)))
     return programs
+
+
+def engine_program(settings: Mapping[str, Any], pulse: Path, **more: Any) -> Program:
+    """An engine's process.
+
+    Args:
+        settings: as `penstock.cli.engine` has them, but for the pulse.
+        pulse: the file by which it is watched.
+    """
+    return _program(settings["name"], "engine", {**settings, "pulse": str(pulse)}, pulse=pulse, **more)
 
 
 def _program(name: str, role: Role, settings: Mapping[str, Any], **more: Any) -> Program:
@@ -99,6 +116,29 @@ def _server(deployment: Deployment, directory: Path, listener: socket.socket, nu
     }
 
 
+class _Voice:
+    """What a process writes to standard error, on its way to ours."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._last = b""
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def last_words(self) -> str:
+        """The last line; ask when it has ended."""
+        self._thread.join(1.0)  # not for longer: somebody whom it started may hold the pipe
+        return self._last.decode(errors="replace").strip()[:LAST_WORDS]
+
+    def _carry(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last = line if line.strip() else self._last
+                with contextlib.suppress(OSError):  # nobody reads ours
+                    os.write(STDERR, line)
+
+
 class Launcher:
     """Runs programs until a signal, or until one of them cannot be kept running.
 
@@ -118,6 +158,9 @@ class Launcher:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._voices: dict[str, _Voice] = {}  # of engines
+        self._watches: dict[str, Watch] = {}
+        self._watched_at = clock.now()
         self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
         self._signals: list[int] = []
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -131,25 +174,37 @@ class Launcher:
                 signal.signal(number, lambda number, _: self._signals.append(number))
         try:
             while not self._supervisor.over:
-                self._look()
-                for action in self._supervisor.actions(self._clock.now()):
-                    self._act(action)
+                self.step()
                 time.sleep(LOOK)
         finally:
-            for process in self._processes.values():
-                process.kill()
-                process.wait()
-            if self._zmq is not None:
-                self._zmq.destroy(linger=0)
+            self.close()
         if self._supervisor.failure:
             log.error("the deployment has ended: %s", self._supervisor.failure)
         else:
             log.info("stopped")
         return self._supervisor.exit_code
 
-    def _look(self) -> None:
+    def step(self) -> list[tuple[str, str]]:
+        """Look at the processes and do what is due; call it every `LOOK` seconds. Returns who has ended since, each
+        with a sentence that says how, and what follows."""
+        ended = self._look()
+        for action in self._supervisor.actions(self._clock.now()):
+            self._act(action)
+        return ended
+
+    def close(self) -> None:
+        """Whatever still runs is killed."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._processes.clear()
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)
+
+    def _look(self) -> list[tuple[str, str]]:
         """Tell the supervisor what has happened since the last look."""
         now = self._clock.now()
+        ended = []
         while self._signals:
             follows = "running requests are ended" if self._supervisor.stopping else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
@@ -157,18 +212,37 @@ class Launcher:
         for name, path in list(self._starting.items()):
             if path.exists():
                 del self._starting[name]
-                self._supervisor.is_up(name)
+                self._supervisor.is_up(name, now)
         for name, process in list(self._processes.items()):
             code = process.poll()
             if code is not None:
                 del self._processes[name]
                 self._starting.pop(name, None)
+                self._watches.pop(name, None)
                 expected = self._supervisor.stopping
-                sentence = self._supervisor.exited(name, code, now)
-                log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+                voice = self._voices.pop(name, None)
+                sentence = self._supervisor.exited(name, code, now, voice.last_words() if voice is not None else "")
+                if sentence != self._supervisor.failure:  # which is told at the end
+                    log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+                ended.append((name, sentence))
+        if now - self._watched_at >= LOOK_CLOSELY:
+            self._watched_at = now
+            self._watch(now)
         if self._supervisor.stopping and not any(self._programs[n].role == "frontend" for n in self._processes):
             for listener in self._listeners:
                 listener.close()
+        return ended
+
+    def _watch(self, now: float) -> None:
+        """Tell the supervisor who does not get on."""
+        for name, watch in self._watches.items():
+            pulse = self._programs[name].pulse
+            assert pulse is not None
+            if watch.beats(now, read_pulse(pulse)):
+                continue
+            if why := watch.trouble(now, read_vitals(self._processes[name].pid)):
+                log.warning("%s is stuck: %s", name, why)
+                self._supervisor.is_stuck(name, why)
 
     def _act(self, action: Action) -> None:
         match action.what:
@@ -184,16 +258,22 @@ class Launcher:
         if program.socket is not None:
             program.socket.unlink(missing_ok=True)
             self._starting[program.name] = program.socket
+        if program.pulse is not None:
+            program.pulse.unlink(missing_ok=True)
+            self._watches[program.name] = Watch(self._clock.now())
         # a group of its own, because a terminal's Ctrl-C must reach only us: frontends drain before the others stop
         process = subprocess.Popen(
             program.command,
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if program.role == "engine" else None,
             pass_fds=program.descriptors,
             process_group=0,
             env=self._environments.get(program.role),
         )
         log.info("%s is process %d", program.name, process.pid)
         self._processes[program.name] = process
+        if process.stderr is not None:
+            self._voices[program.name] = _Voice(process)
 
     def _stop(self, program: Program) -> None:
         if program.address is None:

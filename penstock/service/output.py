@@ -19,6 +19,7 @@ class Delta:
         text: new text, possibly empty (a character may need several tokens; a stop string may be beginning).
         tokens: the new token ids, including those whose text is still held back.
         logprobs: one per token, when asked for.
+        prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
         finish_reason: "stop", "length" or "abort" on the output's last delta, else None.
         stop_reason: the stop string or stop token id that ended it, or None (also None for the model's own
             end-of-sequence token).
@@ -30,6 +31,7 @@ class Delta:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +41,30 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+
+def merge(deltas: list[Delta]) -> list[Delta]:
+    """One delta per output, in the order of their first ones."""
+    if len(deltas) == 1:
+        return deltas
+    by_output: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_output.setdefault(delta.index, []).append(delta)
+    return [_joined(parts) for parts in by_output.values()]
+
+
+def _joined(parts: list[Delta]) -> Delta:
+    last = parts[-1]
+    wants_logprobs = any(part.logprobs is not None for part in parts)
+    return Delta(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[entry for part in parts for entry in part.logprobs or ()] if wants_logprobs else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+    )
 
 
 class OutputStream:
@@ -54,6 +80,11 @@ class OutputStream:
         self._params = params
         self._assembler = TextAssembler(tokenizer, params)
 
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._assembler.consumed
+
     def feed(self, output: TokenOutput) -> Delta:
         """What an engine step brought this output. When a stop string ends it, the engine does not know yet:
         `finished` is True where `output.finish` is None, and the engine's sequence is to be cancelled."""
@@ -66,6 +97,7 @@ class OutputStream:
             text,
             output.tokens[:count],
             None if output.logprobs is None else output.logprobs[:count],
+            prompt_logprobs=output.prompt_logprobs,
         )
         if self._assembler.stop_match is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, self._assembler.stop_match

@@ -13,7 +13,7 @@ from penstock.service.deployment import Restart
 Role = Literal["keeper", "engine", "master", "frontend"]
 STOP_ORDER: tuple[Role, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
 CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
-STEADY = 60.0  # seconds after which a life counts as a success, and the deaths before it are forgotten
+STEADY = 60.0  # seconds of service after which a life counts as a success, and the deaths before it are forgotten
 MOST_BACKOFF = 30.0  # seconds
 STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
 DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
@@ -29,6 +29,7 @@ class Program:
         address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
         socket: made by it when it can be reached. One that an earlier life left is removed before the next starts.
             Without one, a life of `STEADY` seconds shows that it could be.
+        pulse: the file by which it shows that it gets on; None where it is not watched.
         needs: the program whose socket must be there first, and whose end is the end of this one's life too.
     """
 
@@ -38,6 +39,7 @@ class Program:
     descriptors: tuple[int, ...] = ()
     address: str | None = None
     socket: Path | None = None
+    pulse: Path | None = None
     needs: str | None = None
 
 
@@ -55,8 +57,10 @@ class _Place:
     due: float | None = 0.0
     since: float | None = None  # start of the life that runs now
     up: bool = False  # those that need it may start
+    up_since: float | None = None  # of one with a socket
     proven: bool = False  # it was up in some life: what it is told can be served
     fallen: bool = False  # what it needs has ended
+    stuck: str = ""  # why it is taken for dead although it runs
     killed: bool = False
     given_up: bool = False
     deaths: int = 0  # in a row
@@ -65,9 +69,20 @@ class _Place:
     def running(self) -> bool:
         return self.since is not None
 
+    def served(self, now: float) -> float:
+        """Seconds that it could be reached in this life; where that cannot be told, seconds that it has lived."""
+        since = self.since if self.program.socket is None else self.up_since
+        return 0.0 if since is None else now - since
+
+    def end(self) -> None:
+        """This life is over."""
+        self.since = self.due = self.up_since = None
+        self.up = self.fallen = self.killed = False
+        self.stuck = ""
+
 
 class Supervisor:
-    """Call `exited`, `is_up` and `stop` as things happen, and do what `actions` says, a few times a second.
+    """Call `exited`, `is_up`, `is_stuck` and `stop` as things happen, and do what `actions` says, a few times a second.
 
     Args:
         drain_timeout: seconds that running requests get to finish.
@@ -92,24 +107,33 @@ class Supervisor:
     def stopping(self) -> bool:
         return self._stopping is not None
 
-    def is_up(self, name: str) -> None:
+    def is_up(self, name: str, now: float) -> None:
         """The program can be reached."""
         place = self._places[name]
         place.up = place.proven = True
+        place.up_since = now
 
-    def exited(self, name: str, code: int, now: float) -> str:
+    def is_stuck(self, name: str, why: str) -> None:
+        """It runs, and is taken for dead."""
+        self._places[name].stuck = why
+
+    def exited(self, name: str, code: int, now: float, last_words: str = "") -> str:
         """A process has ended; returns a sentence that says so, and what follows.
 
         Args:
             code: as `subprocess` has it: -N when signal N ended it.
+            last_words: what it wrote last.
         """
         place = self._places[name]
-        assert place.since is not None, f"{name} does not run"
-        lived, fallen = now - place.since, place.fallen
-        place.proven |= place.program.socket is None and lived >= STEADY
-        place.since, place.due, place.up, place.fallen, place.killed = None, None, False, False, False
-        how = f"{name} ended with {_shown(code)}"
+        assert place.running, f"{name} does not run"
+        served, fallen, killed = place.served(now), place.fallen, place.killed
+        place.proven |= place.program.socket is None and served >= STEADY
+        ending = f"{_shown(code)} ({place.stuck})" if place.stuck else _shown(code)
+        how = f"{name} ended with {ending}"
+        place.end()
         if self.stopping:
+            if code not in (0, -signal.SIGTERM) and not killed and not self.failure:
+                self.failure, self.exit_code = f"{how} while everything was stopped", 1  # a crash is no success
             return how
         for other in self._places.values():
             other.fallen |= other.running and other.program.needs == name
@@ -119,10 +143,12 @@ class Supervisor:
         if fallen:
             place.due = now
             return f"{how} because {place.program.needs} did, and starts again"
-        place.deaths = 1 if lived >= STEADY else place.deaths + 1
+        place.deaths = 1 if served >= STEADY else place.deaths + 1
         if place.deaths > self._restart.limit:
             times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
-            why = f"{name} ended {times}, the last time with {_shown(code)}"
+            why = f"{name} ended {times}, the last time with {ending}"
+            if last_words:
+                why += f"; its last words: {last_words}"
             place.given_up = place.program.role == "engine"
             if place.given_up and any(p.program.role == "engine" and not p.given_up for p in self._places.values()):
                 return f"{why}; it is given up, and the other engines serve on"
@@ -148,7 +174,7 @@ class Supervisor:
     def _start_due(self, now: float) -> list[Action]:
         actions = []
         for name, place in self._places.items():
-            if place.fallen and not place.killed:
+            if (place.fallen or place.stuck) and place.running and not place.killed:
                 place.killed = True
                 actions.append(Action("kill", name))
             needs = place.program.needs
@@ -172,11 +198,16 @@ class Supervisor:
     def _stop_role(self, running: Sequence[_Place], now: float) -> list[Action]:
         if self._deadline is None:
             self._deadline = now + (self._patience if self._stopping == "frontend" else STOP_GRACE)
-            return [Action("stop", place.program.name) for place in running]
+            return [self._end_one(place) for place in running]
         late = [place for place in running if now >= self._deadline and not place.killed]
         for place in late:
             place.killed = True
         return [Action("kill", place.program.name) for place in late]
+
+    def _end_one(self, place: _Place) -> Action:
+        if place.program.role == "engine" and place.program.socket is not None and not place.up:
+            place.killed = True  # it loads, and hears nobody
+        return Action("kill" if place.killed else "stop", place.program.name)
 
     def _fail(self, why: str, code: int, now: float) -> None:
         self.failure, self.exit_code = why, code

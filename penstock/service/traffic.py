@@ -22,7 +22,6 @@ from penstock.core.wire.engine import (
     Peer,
     Ready,
     Refused,
-    Shutdown,
     StepReport,
 )
 from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
@@ -31,6 +30,7 @@ from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Endpoint, Instance, LinkLost
 from penstock.service.placement import Answer, Placement
+from penstock.service.rates import Pace
 from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
@@ -54,6 +54,7 @@ class Held:
         generation, index: whose it is, and which of its outputs.
         asked_first: when a place was first asked for, since it has none.
         failed_at: instances that did not take it.
+        queued: tokens of its prompt, until its first token comes.
         avoid: instances that it should not be given just now: they are gone, of which the master may not know yet.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
     """
@@ -65,6 +66,7 @@ class Held:
     failed_at: list[str] = field(default_factory=list)
     avoid: list[str] = field(default_factory=list)
     predicted_ttft: float | None = None
+    queued: int = 0
 
 
 class Traffic:
@@ -76,7 +78,10 @@ class Traffic:
 
     Attributes:
         held: the sequences that are not over, by id.
-        pace: seconds from one sequence's end to the next, lately.
+        patience: seconds that requests which were interrupted wait for a place.
+        queued_tokens: of the prompts whose first token has not come.
+        reading: how fast those come out of the queue, in their tokens.
+        ending: how fast sequences end.
         changed: set when an instance begins or ends to serve.
     """
 
@@ -90,13 +95,14 @@ class Traffic:
     ) -> None:
         self.instances = {e.name: Instance(e.name, e.pool) for e in endpoints}
         self.held: dict[str, Held] = {}
-        self.pace = 0.0
+        self.patience = PATIENCE
+        self.queued_tokens = 0
+        self.reading, self.ending = Pace(), Pace()
         self.changed = asyncio.Event()
         self._links = links
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
-        self._ended_at = clock.now()
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting = WaitingRoom(lambda sequence_id: self._ask(self.held[sequence_id]))
 
@@ -125,13 +131,15 @@ class Traffic:
         for link in self._links.values():
             link.close()
 
-    def stop_engines(self) -> None:
-        for link in self._links.values():
-            link.send(Shutdown())
-
     def add(self, sequences: Sequence[Held]) -> None:
         """Sequences that shall run: from now on they are held, and their generation gets what comes of them."""
-        self.held.update((held.flight.request.id, held) for held in sequences)
+        now = self._clock.now()
+        self.reading.begin(now)
+        self.ending.begin(now)
+        for held in sequences:
+            held.queued = len(held.flight.request.prompt)
+            self.queued_tokens += held.queued
+            self.held[held.flight.id] = held
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
@@ -142,10 +150,23 @@ class Traffic:
                 self._cancel(held.flight, held.flight.peers)
 
     def _forget(self, held: Held, outcome: Outcome | None = None) -> None:
-        sequence_id = held.flight.id
+        sequence_id, now = held.flight.id, self._clock.now()
         del self.held[sequence_id]
+        self._leave_queue(held, now)
+        if outcome is not None:
+            self.ending.count(now, 1)
+        if not self.held:
+            self.ending.rest(now)
         self._waiting.leave(sequence_id)
         self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
+
+    def _leave_queue(self, held: Held, now: float) -> None:
+        self.queued_tokens -= held.queued
+        if held.queued and held.flight.first is not None:
+            self.reading.count(now, held.queued)
+        held.queued = 0
+        if not self.queued_tokens:
+            self.reading.rest(now)
 
     def _cancel(self, flight: Flight, peers: Iterable[Peer]) -> None:
         """Have this attempt dropped there."""
@@ -215,7 +236,7 @@ class Traffic:
     def _believes_from(self, held: Held) -> float:
         """When it is believed that nobody can take it: the master may only just begin to know the instances, and an
         instance that died may be just starting again."""
-        patience = PATIENCE if held.flight.interrupted else MASTER_LEARNS
+        patience = self.patience if held.flight.interrupted else MASTER_LEARNS
         return max(held.asked_first, self._placement.since) + patience
 
     def _give_up(self, held: Held, error: PenstockError) -> None:
@@ -409,6 +430,8 @@ class Traffic:
                 self._placement.begun([output.request_id])
                 if flight.interrupted:
                     self._resumed(held, output)
+            if flight.first is not None and first is None:
+                self._leave_queue(held, now)
             if flight.first is not None and first is None and held.predicted_ttft is not None:
                 self._metrics.observe_prediction(held.predicted_ttft, now - flight.arrival)
             for piece in pieces:
@@ -428,8 +451,6 @@ class Traffic:
 
     def _finished(self, held: Held, now: float) -> None:
         self._forget(held, held.flight.outcome(now))
-        self.pace += 0.1 * (now - self._ended_at - self.pace)
-        self._ended_at = now
         flight = held.flight
         unaware = flight.prefill if flight.handed_over else flight.decode
         self._cancel(flight, [peer for peer in flight.peers if peer is unaware])

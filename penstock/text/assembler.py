@@ -21,6 +21,7 @@ class TextAssembler:
         self.consumed = 0
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._min_tokens = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._shown: list[str] = []
 
@@ -61,4 +62,6 @@ class TextAssembler:
         return text
 
     def _cut(self, text: str) -> str:
-        return self._stops.push(text) if self._stops is not None and text else text
+        if self._stops is None or not text:
+            return text
+        return self._stops.push(text, may_end=self.consumed > self._min_tokens)

@@ -38,8 +38,13 @@ class ChatTemplate:
         """Raises `ConfigError` when the template is not valid Jinja."""
         import jinja2
 
+        from penstock.text.sandbox import limited
+
         try:
-            self._template = _environment().from_string(source)
+            with limited():
+                self._template = _environment().from_string(source)
+        except RecursionError:
+            raise ConfigError(f"{origin}: not a valid chat template: nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: not a valid chat template: line {error.lineno}: {error.message}") from error
         self._special_tokens = special_tokens
@@ -91,11 +96,14 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
     ) -> str:
+        from penstock.text.sandbox import limited
+
         variables = {**self._special_tokens, "documents": None, **template_kwargs}
         try:
-            return self._template.render(
-                variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-            )
+            with limited():
+                return self._template.render(
+                    variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+                )
         except Exception as error:  # whatever a template does wrong, it did with these messages
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"messages: the chat template failed: {reason}", "messages") from error
@@ -163,7 +171,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problem = f"{where}[{i}].function.arguments: not JSON: {error}"
                 raise InvalidRequest(problem, "messages") from error
         result.append({**call, "function": {**function, "arguments": arguments}})
@@ -194,7 +202,8 @@ def _cut_at_mark(text: str) -> str:
 def _environment() -> jinja2.Environment:
     import jinja2.ext
     import jinja2.nodes
-    import jinja2.sandbox
+
+    from penstock.text.sandbox import Sandbox
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks the assistant's text for training; here it is just its body."""
@@ -209,10 +218,8 @@ def _environment() -> jinja2.Environment:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.add_filters(tojson=_tojson)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

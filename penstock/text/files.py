@@ -95,9 +95,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     """A file's JSON object, empty when there is no such file."""
     if not file.is_file():
         return {}
+    content = _read_text(file)
     try:
-        value = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must be a JSON object")

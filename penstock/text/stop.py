@@ -31,15 +31,19 @@ class StopStrings:
         self._include = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """What may be shown now; nothing once a stop string was found."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """What may be shown now; nothing once a stop string was found.
+
+        Args:
+            may_end: whether a stop string counts that is complete within this text; one that only begins in it does.
+        """
         if self.matched is not None:
             return ""
         if not any(self._progress) and self._first_chars.isdisjoint(text):
             return text
         shown = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
-            self._advance(char)
+            self._advance(char, may_end)
             if self.matched is not None:
                 self._held = ""
                 return shown[: end if self._include else end - len(self.matched)]
@@ -52,7 +56,7 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> None:
+    def _advance(self, char: str, may_end: bool) -> None:
         """One step of Knuth-Morris-Pratt for each stop string, the longest first."""
         for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             length = self._progress[i]
@@ -61,8 +65,10 @@ class StopStrings:
             if stop[length] == char:
                 length += 1
             if length == len(stop):
-                self.matched = stop
-                return
+                if may_end:
+                    self.matched = stop
+                    return
+                length = borders[-1]
             self._progress[i] = length
 
 

@@ -55,6 +55,10 @@ class Tokenizer:
         """Token ids. Raises `InvalidRequest` for text that is not Unicode (a lone surrogate)."""
         return self._encode(text, add_special_tokens, "prompt")
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of one of a request's `bad_words`. Raises `InvalidRequest` as `encode` does."""
+        return self._encode(text, False, "bad_words")
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text. Ids outside the vocabulary add nothing; ones that are no ids at all raise `InvalidRequest`."""
         try:

@@ -49,6 +49,7 @@ class ScriptedGeneration:
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._unfinished = params.n
+        self._scored: set[int] = set()  # outputs that have said what they know of the prompt
         self._tell: Callable[[], object] = lambda: None
 
     def say(self, text: str, index: int = 0, finish: str | None = None, stop: int | str | None = None) -> None:
@@ -58,6 +59,12 @@ class ScriptedGeneration:
 
     def put(self, delta: Delta) -> None:
         self.usage.completion_tokens += len(delta.tokens)
+        if self.params.prompt_logprobs is not None and delta.tokens and delta.index not in self._scored:
+            self._scored.add(delta.index)
+            delta.prompt_logprobs = [
+                TokenLogprobs(-0.25 * token, 2, [(EOS, -0.125)][: self.params.prompt_logprobs])
+                for token in self.prompt[1:]
+            ]
         self._deltas.append(delta)
         self._unfinished -= delta.finish_reason is not None
         self._tell()
@@ -115,6 +122,7 @@ class ScriptedFrontend:
         self.clock = ManualClock()
         self.arrivals: list[float] = []
         self.models: list[str] = []
+        self.salts: list[str] = []
         self.submitted: list[ScriptedGeneration] = []
         self.on_encode: Callable[[], object] = lambda: None
         self.encoding_blocked = False
@@ -135,19 +143,34 @@ class ScriptedFrontend:
         return list(text.encode()) + ([EOS] if add_special_tokens and text.startswith("special") else [])
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, template_kwargs: dict[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None,
     ) -> list[int]:
         text = "".join(f"{m['role']}:{m.get('content', '')}\n" for m in normalise(messages))
         if template_kwargs:
             text += repr(template_kwargs)
+        text = text.rstrip("\n") if continue_final_message else text
         return await self.encode(text + ("assistant:" if add_generation_prompt else ""), False)
 
     async def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, model: str, level, arrival: float
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        model: str,
+        level,
+        arrival: float,
+        cache_salt: str = "",
     ) -> ScriptedGeneration:
+        self.salts.append(cache_salt)
         self.models.append(model)
         self.arrivals.append(arrival)
         if not prompt:

@@ -219,3 +219,36 @@ async def test_the_time_a_request_came_is_before_it_was_tokenised(client: httpx.
     frontend.on_encode = lambda: frontend.clock.advance(5)
     await client.post(URL, json={"messages": HI})
     assert frontend.arrivals == [0.0]
+
+
+async def test_prompt_logprobs_stand_beside_the_choices(client: httpx.AsyncClient) -> None:
+    body = (await client.post(URL, json={"messages": HI, "prompt_logprobs": 0, "return_token_ids": True})).json()
+    assert body["prompt_logprobs"][0] is None
+    assert [list(entry) for entry in body["prompt_logprobs"][1:]] == [[str(t)] for t in body["prompt_token_ids"][1:]]
+    assert "prompt_logprobs" not in (await client.post(URL, json={"messages": HI})).json()
+
+
+async def test_the_final_message_is_continued(client: httpx.AsyncClient, frontend: Any) -> None:
+    talk = [*HI, {"role": "assistant", "content": "Well"}]
+    for fields in ({}, {"add_generation_prompt": False}):
+        await client.post(URL, json={"messages": talk, "continue_final_message": True, **fields})
+        assert bytes(frontend.submitted[-1].prompt).decode().endswith("assistant:Well")
+    await client.post(URL, json={"messages": talk, "add_generation_prompt": False})
+    assert bytes(frontend.submitted[-1].prompt).decode().endswith("assistant:Well\n")
+    both = {"messages": talk, "continue_final_message": True, "add_generation_prompt": True}
+    response = await client.post(URL, json=both)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_salt_and_truncation_of_a_chat(client: httpx.AsyncClient, frontend: Any) -> None:
+    await client.post(URL, json={"messages": HI, "cache_salt": "mine", "truncate_prompt_tokens": 5})
+    assert frontend.salts == ["mine"]
+    assert bytes(frontend.submitted[0].prompt) == b"tant:"
+
+
+async def test_usage_so_far_in_every_event(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HI, "stream": True, "stream_options": options, "return_token_ids": True}
+    *chunks, _ = events(await client.post(URL, json=body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [6] * len(chunks)
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)

@@ -170,8 +170,14 @@ async def test_logprobs_know_where_each_token_begins(client: httpx.AsyncClient, 
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "echo": True, "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "echo": True, "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "a", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
@@ -184,3 +190,101 @@ async def test_bad_bodies(client: httpx.AsyncClient, frontend: Any, body: dict[s
     assert response.json()["error"]["param"] == param
     assert response.json()["error"]["message"].startswith(param)
     assert not frontend.submitted
+
+
+async def test_prompt_logprobs_have_vllms_shape(client: httpx.AsyncClient) -> None:
+    body = {"prompt": [97, 98], "prompt_logprobs": 1, "n": 2}
+    for choice in (await client.post(URL, json=body)).json()["choices"]:
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                "98": {"logprob": -24.5, "rank": 2, "decoded_token": "b"},
+                "256": {"logprob": -0.125, "rank": 1, "decoded_token": "<eos>"},
+            },
+        ]
+    plain = (await client.post(URL, json={"prompt": [97, 98]})).json()["choices"][0]
+    assert "prompt_logprobs" not in plain
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_echo_has_its_logprobs(client: httpx.AsyncClient, stream: bool, count: int) -> None:
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "stream": stream, "n": count}
+    response = await client.post(URL, json=body)
+    for index in range(count):
+        answers = chunks_of(response) if stream else [response.json()]
+        choices = [choice for answer in answers for choice in answer["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == "abHello"
+        found = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        assert [token for piece in found for token in piece["tokens"]] == [*"abHello", "<eos>"]
+        assert found[0]["token_logprobs"][:3] == [None, -24.5, -0.5]
+        assert found[0]["top_logprobs"][:2] == [None, {"<eos>": -0.125, "b": -24.5}]
+        assert [offset for piece in found for offset in piece["text_offset"]] == list(range(8))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("logprobs", [0, None])
+async def test_a_prompt_is_scored_without_generating(
+    client: httpx.AsyncClient, frontend: Any, stream: bool, logprobs: int | None
+) -> None:
+    body = {"prompt": ["ab", "c"], "echo": True, "max_tokens": 0, "logprobs": logprobs, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    response = await client.post(URL, json=body)
+    answers = chunks_of(response) if stream else [response.json()]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    for index, text in enumerate(["ab", "c"]):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == text
+        assert mine[-1]["finish_reason"] == "length"
+        scores = [piece["token_logprobs"] for choice in mine if (piece := choice["logprobs"]) is not None]
+        assert [s for piece in scores for s in piece] == ([] if logprobs is None else [None, -24.5][: len(text)])
+    assert answers[-1]["usage"]["completion_tokens"] == 0
+    assert answers[-1]["usage"]["total_tokens"] == 3
+    assert [generation.params.max_tokens for generation in frontend.submitted] == [1, 1]
+
+
+async def test_special_tokens_stand_in_an_echo_where_they_were_written(client: httpx.AsyncClient) -> None:
+    """The tokenizer puts an <eos> after this text that is not part of it."""
+    body = {"prompt": "special", "echo": True, "logprobs": 0, "max_tokens": 0}
+    found = (await client.post(URL, json=body)).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == [*"special", "<eos>"]
+    assert found["text_offset"] == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_the_end_of_a_long_prompt_is_kept(client: httpx.AsyncClient, frontend: Any) -> None:
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True, "return_token_ids": True}
+    choice = (await client.post(URL, json=body)).json()["choices"][0]
+    assert choice["text"] == "efHello"
+    assert choice["prompt_token_ids"] == [101, 102]
+    assert (await client.post(URL, json={"prompt": [7] * 500, "truncate_prompt_tokens": -1})).status_code == 200
+    assert [len(generation.prompt) for generation in frontend.submitted] == [2, 128 - 16]
+
+
+async def test_a_salt_goes_to_every_prompt(client: httpx.AsyncClient, frontend: Any) -> None:
+    await client.post(URL, json={"prompt": ["a", "b"], "cache_salt": "mine"})
+    await client.post(URL, json={"prompt": "a"})
+    assert frontend.salts == ["mine", "mine", ""]
+
+
+@pytest.mark.parametrize("continuous", [True, False, None])
+async def test_usage_in_every_event(client: httpx.AsyncClient, continuous: bool | None) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    body = {"prompt": "ab", "stream": True, "stream_options": options, "return_token_ids": True}
+    *chunks, last = chunks_of(await client.post(URL, json=body))
+    assert last["usage"]["completion_tokens"] == 6
+    counts = [chunk["usage"] and chunk["usage"]["total_tokens"] for chunk in chunks]
+    assert counts == ([8] * len(chunks) if continuous else [None] * len(chunks))
+
+
+async def test_usage_grows_with_the_tokens(url: str, frontend: Any) -> None:
+    frontend.script = lambda generation: generation.put(Delta(0, "a", [97]))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with (
+        httpx.AsyncClient(timeout=20) as client,
+        client.stream("POST", url + URL, json={"prompt": "x", "stream": True, "stream_options": options}) as response,
+    ):
+        lines = (line async for line in response.aiter_lines() if line)
+        first = json.loads((await anext(lines)).removeprefix("data: "))
+        frontend.submitted[0].put(Delta(0, "bc", [98, 99], finish_reason="length"))
+        second = json.loads((await anext(lines)).removeprefix("data: "))
+    assert [event["usage"]["completion_tokens"] for event in (first, second)] == [1, 3]

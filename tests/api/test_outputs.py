@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.outputs import Outputs, merge
+from penstock.api.outputs import Outputs
 from penstock.core.errors import EngineFailure
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL
-from penstock.service.output import Delta
+from penstock.service.output import Delta, merge
 
 pytestmark = pytest.mark.anyio
 

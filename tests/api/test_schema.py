@@ -54,7 +54,8 @@ def test_every_sampling_field_arrives() -> None:
     given: dict[str, Any] = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
         "repetition_penalty": 1.5, "stop": ["a", "b"], "stop_token_ids": [5], "ignore_eos": True, "max_tokens": 7,
-        "seed": -4, "n": 2, "skip_special_tokens": False, "include_stop_str_in_output": True,
+        "seed": -4, "n": 2, "skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2,
+        "bad_words": ["x"], "allowed_token_ids": [1, 2], "prompt_logprobs": 3, "truncate_prompt_tokens": 9,
     }  # fmt: skip
     expected = SamplingParams(**given, logit_bias={7: -100, 8: 2.5}, logprobs=2)
     assert params(**given, logit_bias={"7": -100, "8": 2.5}, logprobs=True, top_logprobs=2) == expected
@@ -89,7 +90,14 @@ def test_one_stop_string_needs_no_list() -> None:
         ("logit_bias", {"x": 1}), ("logit_bias", {"100": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"1": "a"}), ("logit_bias", {"1": None}), ("logit_bias", {"1_0": 1}), ("logit_bias", [1]),
         ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1), ("stream", "yes"), ("stream_options", True),
-        ("stream_options", {"include_usage": 2}), ("stream_options", {"continuous_usage_stats": True}),
+        ("stream_options", {"include_usage": True}), ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", 2**31),
+        ("bad_words", "x"), ("bad_words", [1]), ("bad_words", [""]), ("bad_words", ["\t"]), ("bad_words", ["x"] * 257),
+        ("allowed_token_ids", []), ("allowed_token_ids", [VOCAB]), ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.0]), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("prompt_logprobs", True), ("prompt_logprobs", 10**30), ("prompt_logprobs", math.nan),
+        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "1"),
+        ("cache_salt", ""), ("cache_salt", 1), ("cache_salt", "x" * 1025), ("return_token_ids", "yes"),
+        ("continue_final_message", 1), ("add_generation_prompt", "no"),
         ("priority", 2**31), ("priority", "high"), ("metadata", "a"), ("user", 1), ("messages", []), ("messages", "hi"),
         ("messages", [1]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", [1]), ("model", 3),
     ],
@@ -141,7 +149,8 @@ def test_removed_fields_are_refused(name: str) -> None:
 
 
 def test_unknown_fields_are_ignored_and_reported() -> None:
-    body, ignored = chat(zebra=1, prompt_cache_key="a", user="u", stream_options={"include_obfuscation": False})
+    options = {"include_obfuscation": False, "include_usage": True, "continuous_usage_stats": None}
+    body, ignored = chat(zebra=1, prompt_cache_key="a", user="u", stream=True, stream_options=options)
     assert ignored == ["zebra", "stream_options.include_obfuscation"]
     assert body.user == "u"
 
@@ -151,7 +160,51 @@ def test_a_field_is_served_or_not_but_listed() -> None:
     assert table["suffix"] == "not yet"
     assert table["echo"] == "served"
     assert field_table(ChatBody)["echo"] == "not yet"
+    assert table["stream_options.continuous_usage_stats"] == "served"
+    assert table["store"] == "ignored"
     assert "zebra" not in table
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens: 3, allowed is at most max_tokens, which is 2"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs: 0, allowed only without stream: true"),
+        ({"stream": True, "stream_options": {"include_usage": 2}}, "stream_options.include_usage: 2, allowed is true"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": "x"}},
+            "stream_options.continuous_usage_stats: 'x', allowed is true or false",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options: given, allowed only with stream: true"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message: true, allowed only without add_generation_prompt: true",
+        ),
+        ({"allowed_token_ids": [5, VOCAB]}, "allowed_token_ids: 100, allowed are token ids from 0 to 99"),
+    ],
+)
+def test_what_contradicts_itself_or_the_model_is_explained(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params(**fields)
+    assert str(caught.value).startswith(named)
+
+
+def test_a_prompt_opens_a_turn_unless_it_goes_on_with_one() -> None:
+    def opens(**fields: bool | None) -> bool:
+        return chat(**fields)[0].opens_turn
+
+    assert opens()
+    assert opens(continue_final_message=False)
+    assert not opens(continue_final_message=True)
+    assert not opens(continue_final_message=True, add_generation_prompt=False)
+    assert not opens(add_generation_prompt=False)
+
+
+def test_an_echo_with_logprobs_wants_those_of_the_prompt() -> None:
+    assert completion_params({}, echo=True, logprobs=2).prompt_logprobs == 2
+    assert completion_params({}, logprobs=2).prompt_logprobs is None
+    assert completion_params({}, echo=True, prompt_logprobs=1).prompt_logprobs == 1
+    assert completion_params({}, echo=True, max_tokens=0).max_tokens == 1
 
 
 def test_tokenize_takes_one_of_prompt_and_messages() -> None:

@@ -21,10 +21,14 @@ def options():
         api_key=(),
         chat_template=None,
         max_queued_requests=16,
+        max_queued_tokens=None,
         seed=0,
         drain_timeout=1,
         log_level="info",
         log_format="text",
+        max_body_size=1 << 20,
+        metrics_compat="none",
+        otlp_traces_endpoint=None,
     )
 
 

@@ -1,5 +1,6 @@
 """`penstock up` with real processes."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -296,3 +297,22 @@ def test_a_stuck_engine_does_not_keep_it_from_stopping():
         stuck = up.kill("engine-0", signal.SIGSTOP)
         assert up.stop(timeout=40) == 0
         assert gone(stuck)
+
+
+@pytest.mark.slow
+def test_a_stuck_engine_is_killed_and_its_requests_go_on_elsewhere():
+    with deployed(colocated(2, engine=PACED)) as up:
+        body = {**ASK, "max_tokens": 2500, "stream": True, "ignore_eos": True, "n": 4}
+        with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            until(lambda: up.metric("num_requests_running") == 4)
+            victim = next(n for n in ("engine-0", "engine-1") if up.metric("num_requests_running", engine=n))
+            stuck = up.kill(victim, signal.SIGSTOP)
+            up.wait_for(f"{victim} is stuck: a signal has kept it from running", 30)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert up.metric("recoveries_total") >= 1
+        up.wait_restarted(victim, stuck)
+        until(lambda: all(i["state"] == "ready" for i in json.loads(up.get("/health"))["instances"]))
+        assert up.stop() == 0

@@ -237,7 +237,7 @@ def test_a_checkpoint_is_known_by_what_is_in_it(checkpoint, tmp_path):
         ({"kv_cache_memory": 1 << 50}, "kv-cache-memory: 1048576.0 GiB, .* GiB are free"),
         ({"kv_cache_memory": 1000}, "kv-cache-memory: 0.0 MiB, at least one block"),
         ({"kv_cache_memory": 1 << 20, "max_model_len": 1024}, "max-model-len: 1024 tokens need"),
-        ({"model": "/nowhere"}, r"/nowhere/config.json: not found"),
+        ({"model": "/nowhere"}, r"/nowhere: no weights"),
     ],
 )
 def test_bad_options_name_the_flag(checkpoint, changes, says):

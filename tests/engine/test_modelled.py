@@ -255,6 +255,17 @@ def test_logprobs_of_a_model_that_is_sure():
     assert output.logprobs[0].top == [(output.tokens[0], 0.0)]
 
 
+def test_logprobs_of_the_prompt_of_a_model_that_is_sure():
+    prompt = list(range(5, 205))
+    engine = make_engine(budget=64)
+    for name in "ab":  # the second prompt is in the cache
+        engine.add(make_request(name, prompt, max_tokens=1, params=replace(GREEDY, prompt_logprobs=1)))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()[0]
+        assert [r.top for r in outputs[0].prompt_logprobs] == [[(token, 0.0)] for token in prompt[1:]]
+
+
 # --- pace
 
 

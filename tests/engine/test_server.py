@@ -125,7 +125,10 @@ def served(tmp_path):
     runner.clock = clock
     engine = Engine(Scheduler(limits, BlockPool(range(8))), runner, clock)
     server = EngineServer(address, clock)
-    thread = threading.Thread(target=server.run, args=(engine, READY), daemon=True)
+    engine.beats = []
+    thread = threading.Thread(
+        target=server.run, args=(engine, READY), kwargs={"beat": engine.beats.append}, daemon=True
+    )
     thread.start()
     clients = []
 
@@ -173,6 +176,23 @@ def test_refusals_cancellation_and_heartbeats(served):
     idle = a.until(lambda e: isinstance(e, StepReport) and e.step_tokens == 0 and e.stats.running == 0)
     assert idle.stats.used_blocks == 0
     engine.check()
+
+
+def test_every_turn_and_every_step_is_a_beat(served):
+    make, engine, _ = served
+    a = make()
+    a.hello()
+    deadline = time.monotonic() + 20
+    idle = len(engine.beats)
+    while len(engine.beats) < idle + 2:  # also where there is nothing to do
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert set(engine.beats) == {0}
+    a.ask(make_request("r", [1] * 40, max_tokens=5))
+    a.tokens_of("r")
+    begun = [beat for beat in engine.beats if beat]
+    assert begun[0] == 40
+    assert set(begun[1:]) == {1}
 
 
 def test_another_protocol_is_refused(served):

@@ -69,8 +69,25 @@ class Server:
         return sum(map(float, found))
 
     def engine_pid(self) -> int:
+        return next(self._engine_pids())
+
+    def has_engine(self, other: int | None) -> bool:
+        """Whether an engine's process runs that is not `other`."""
+        return any(pid != other for pid in self._engine_pids())
+
+    def _engine_pids(self) -> Iterator[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in children if b"penstock.cli.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        for pid in children:
+            with contextlib.suppress(OSError):  # it has just gone
+                if b"penstock.cli.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    yield int(pid)
+
+    def memory(self) -> int:
+        """Bytes that the server and its engine have to themselves; without KV, whose pages they share and touch one by
+        one."""
+        pids = (self.process.pid, self.engine_pid())
+        found = (re.search(r"Pss_Anon:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()) for pid in pids)
+        return sum(int(match[1]) << 10 for match in found if match)
 
     def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
         """Send a signal and return the exit code."""

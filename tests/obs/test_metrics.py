@@ -185,3 +185,55 @@ def test_predictions_may_be_too_early_and_too_late() -> None:
         metrics.observe_prediction(predicted, actual=0.5)
     name = "predicted_minus_actual_ttft_seconds_bucket"
     assert [value(metrics, name, le=le) for le in ("-0.5", "-0.25", "0.0", "1.0", "+Inf")] == [0, 1, 3, 3, 4]
+
+
+# what vLLM's own dashboards ask for
+VLLM_NAMES = {
+    *(f"{name}_bucket" for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds")),
+    *("time_to_first_token_seconds_bucket", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "request_queue_time_seconds_sum"),
+    *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_inference_time_seconds_count"),
+    *("request_max_num_generation_tokens_sum", "request_params_n_count", "request_params_max_tokens_sum"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "iteration_tokens_total_count"),
+    *("request_time_per_output_token_seconds_count", "request_prefill_kv_computed_tokens_sum"),
+    "prompt_tokens_cached_total",
+}
+
+
+def test_with_compat_everything_is_there_under_vllms_names_too() -> None:
+    metrics = Metrics("m", ["e"], "vllm")
+    metrics.observe_first_token(0.2)
+    metrics.observe_stats("e", stats(running=3), 5)
+    metrics.observe_request(RequestRecord(request_id="a", model="m", prompt_tokens=7, finish_reason="stop"))
+    found = samples(metrics)
+    vllm = {(name.removeprefix("vllm:"), labels): v for (name, labels), v in found.items() if name.startswith("vllm:")}
+    assert {name for name, _ in vllm} >= VLLM_NAMES
+    assert all(("model_name", "m") in labels for _, labels in vllm)
+    timestamps = {key for key in vllm if key[0].endswith("_created")}
+    for (name, labels), number in vllm.items():
+        assert (name, labels) in timestamps or found["penstock:" + name, labels] == number
+    assert vllm["num_requests_running", frozenset({"model_name": "m", "engine": "e"}.items())] == 3
+    assert not {name for name, _ in vllm} & {"instance_up", "handoffs_total", "http_requests_total"}  # vLLM has none
+
+
+def test_without_compat_there_is_nothing_of_vllm() -> None:
+    assert b"vllm" not in Metrics("m", ["e"]).render()[0].replace(b"vLLM", b"")
+
+
+def test_sizes_of_requests() -> None:
+    metrics = Metrics("m", ["e"])
+    record = RequestRecord(
+        request_id="a", model="m", prompt_tokens=70, cached_tokens=64, completion_tokens=30, longest_completion=20,
+        n=2, max_tokens=25, finish_reason="stop",
+    )  # fmt: skip
+    metrics.observe_request(record)
+    metrics.observe_request(RequestRecord(request_id="b", model="m", prompt_tokens=2, status=500))
+    sums = {
+        "request_prompt_tokens": 70, "request_generation_tokens": 30, "request_max_num_generation_tokens": 20,
+        "request_params_n": 2, "request_params_max_tokens": 25, "request_prefill_kv_computed_tokens": 6,
+    }  # fmt: skip
+    for name, expected in sums.items():
+        assert value(metrics, f"{name}_sum") == expected
+        assert value(metrics, f"{name}_count") == 1
+    assert value(metrics, "prompt_tokens_cached_total") == 64

@@ -9,19 +9,23 @@ import pytest
 
 from penstock.core.clock import ManualClock
 from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, PromptTooLong, Unavailable
-from penstock.core.request import FinishReason, Timing, TokenOutput
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.pulse import step_limit
+from penstock.core.request import FinishReason, Timing, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, Shutdown
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused
 from penstock.core.wire.master import NoPlace, Placed
 from penstock.kv.keys import extend_keys
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.flight import ATTEMPTS, PATIENCE
-from penstock.service.frontend import Frontend
-from penstock.service.instances import SILENT_AFTER, STUCK_AFTER, Endpoint, LinkLost
+from penstock.service.frontend import CACHES_QUEUED, Frontend
+from penstock.service.instances import SILENT_AFTER, Endpoint, LinkLost
 from penstock.service.traffic import MASTER_LEARNS, Traffic
 from penstock.text.tokenizer import Tokenizer
 from tests.helpers.scripted import ScriptedLink, ready
+
+STUCK_AFTER = step_limit(ready().token_budget + ready().max_sequences, ready().device)
 
 
 class ScriptedPlacement:
@@ -104,6 +108,10 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
+def lost(frontend):
+    return all(instance.lost for instance in frontend.traffic.instances.values())
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0)
@@ -122,6 +130,44 @@ async def one(generation):
     await until(lambda: generation._deltas)
     (delta,) = generation.take()
     return delta
+
+
+def test_prefix_keys_depend_on_the_salt(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend.placement.wants_keys = True
+        keys = []
+        for count, salt in enumerate(("", "mine", "yours", "mine")):
+            generation = frontend.submit([1] * 70, SamplingParams(), request_id="r", cache_salt=salt)
+            await until(lambda count=count: len(link.enqueued()) > count)
+            (held,) = [held for held in frontend.traffic.held.values() if held.generation is generation]
+            flight = held.flight
+            keys.append(flight.keys)
+            assert link.enqueued()[-1].cache_salt == salt
+            extended = flight.keys.copy()
+            flight.keys = []
+            flight.add_keys(b"root")  # as when it goes on elsewhere
+            assert flight.keys == extended
+            generation.cancel()
+        assert keys[1] == keys[3]
+        assert len({key for (key,) in keys}) == 3
+
+    run(tokenizer, scenario)
+
+
+def test_bad_words_reach_the_engine_as_tokens_and_prompt_logprobs_come_back(tokenizer):
+    async def scenario(frontend, link, clock):
+        params = SamplingParams(bad_words=["import"], prompt_logprobs=0)
+        generation, (name,) = await submit(frontend, [1, 2], params)
+        words = link.enqueued()[0].bad_words
+        assert {tokenizer.decode(word).strip() for word in words} == {"import"}
+        reports = [TokenLogprobs(-1.0, 3, [])]
+        link.report(TokenOutput(name, [5], prompt_logprobs=reports))
+        assert (await one(generation)).prompt_logprobs == reports
+        link.report(TokenOutput(name, [6], start=1))
+        assert (await one(generation)).prompt_logprobs is None
+        generation.cancel()
+
+    run(tokenizer, scenario)
 
 
 def value(frontend, name, **labels):
@@ -239,7 +285,7 @@ def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_err
         generations = [(await submit(frontend, params=SamplingParams(n=2)))[0] for _ in range(3)]
         assert frontend.healthy
         link.say(event)
-        await until(lambda: frontend.lost)
+        await until(lambda: lost(frontend))
         clock.advance(PATIENCE)
         frontend.traffic.tick()
         assert len(frontend.traffic.held) == 6
@@ -250,7 +296,7 @@ def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_err
                 EngineFailure, match=r"^engine-0 failed during this request .* nobody could go on with it"
             ):
                 await collect(generation)
-        assert frontend.lost
+        assert lost(frontend)
         assert not frontend.healthy
         assert not frontend.ready
         with pytest.raises(Unavailable):
@@ -416,6 +462,97 @@ def test_a_full_queue_refuses_and_recovers(tokenizer):
         frontend.submit([1], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
+
+
+def test_the_queue_is_bounded_in_tokens_and_says_how_long_it_is(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend._max_queued_tokens = 100
+        _, (first,) = await submit(frontend, [1] * 60)
+        _, (second,) = await submit(frontend, [1] * 40)
+        with pytest.raises(Overloaded, match="100 prompt tokens wait for their first token, at most 100"):
+            frontend.submit([1], SamplingParams(), request_id="b")
+        clock.advance(2.0)
+        link.report(TokenOutput(first, [5]))
+        await until(lambda: frontend.traffic.queued_tokens == 40)
+        clock.advance(2.0)
+        with pytest.raises(Overloaded) as caught:  # 60 tokens in 4 s, and 40 of them wait
+            frontend.submit([1] * 61, SamplingParams(), request_id="b")
+        assert caught.value.retry_after == pytest.approx(40 / 15)
+        await submit(frontend, [1] * 60)
+        frontend.traffic.release([second])
+        assert frontend.traffic.queued_tokens == 60
+
+    run(tokenizer, scenario)
+
+
+def test_what_is_longer_than_the_queue_has_its_turn_alone(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend._max_queued_tokens = 10
+        generation, _ = await submit(frontend, [1] * 50)
+        with pytest.raises(Overloaded):
+            frontend.submit([1], SamplingParams(), request_id="b")
+        generation.cancel()
+        await submit(frontend, [1] * 50)
+
+    run(tokenizer, scenario)
+
+
+def test_without_a_limit_the_queue_holds_what_the_caches_hold_a_few_times(tokenizer):
+    async def scenario(frontend, links, clock):
+        limit = CACHES_QUEUED * BLOCK_TOKENS * (4 + 4)
+        generations = [frontend.submit([1] * 64, SamplingParams(), request_id="r") for _ in range(limit // 64)]
+        with pytest.raises(Overloaded, match=f"at most {limit}"):
+            frontend.submit([1], SamplingParams(), request_id="b")
+        assert len(generations) == 32
+
+    run(tokenizer, scenario, "a", "b")
+
+
+def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
+    async def scenario(frontend, link, clock):
+        frontend._max_requests = 3
+        waiting = [asyncio.ensure_future(frontend.encode("some text", True)) for _ in range(5)]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [list] * 3 + [Overloaded] * 2
+        assert await frontend.encode("some text", True) == results[0]
+
+    run(tokenizer, scenario)
+
+
+def test_max_tokens_that_does_not_fit_is_refused_where_somebody_asked_for_it(tokenizer):
+    async def scenario(frontend, link, clock):
+        with pytest.raises(InvalidRequest, match=r"max_tokens: 90 .* 100 tokens .* 20 input tokens \(90 > 100 - 20\)"):
+            frontend.submit([1] * 20, SamplingParams(max_tokens=90), request_id="r")
+        await submit(frontend, [1] * 20, SamplingParams(max_tokens=80))
+        await submit(frontend, [1] * 20, SamplingParams(max_tokens=None))
+        await submit(frontend, [1] * 95)  # a completion's 16 are nobody's wish
+        frontend.default_sampling = {"max_tokens": 99}  # nor are a checkpoint's
+        await submit(frontend, [1] * 20, SamplingParams(max_tokens=99))
+        assert [request.max_tokens for request in link.enqueued()] == [80, 80, 5, 80]
+        with pytest.raises(PromptTooLong):
+            frontend.submit([1] * 100, SamplingParams(max_tokens=90), request_id="r")
+
+    run(tokenizer, scenario)
+
+
+def test_what_a_client_does_not_take_is_joined(tokenizer):
+    async def scenario(frontend, link, clock):
+        generation, names = await submit(frontend, params=SamplingParams(n=2, max_tokens=90))
+        for start in range(90):
+            for name in names:
+                link.report(TokenOutput(name, [5 + start], start=start))
+        link.report(*(TokenOutput(name, [7], start=90, finish=FinishReason.LENGTH) for name in names))
+        await until(lambda: not frontend.traffic.held)
+        assert len(generation._deltas) <= 22
+        deltas = generation.take()
+        for index in range(2):
+            own = [delta for delta in deltas if delta.index == index]
+            assert [token for delta in own for token in delta.tokens] == [*range(5, 95), 7]
+            assert [delta.finish_reason for delta in own if delta.finish_reason] == ["length"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.service.generation.MOST_DELTAS", 20)
+        run(tokenizer, scenario)
 
 
 def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
@@ -620,7 +757,7 @@ def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
         link.report(TokenOutput(name, [20]))
         await one(generation)
         link.say(LinkLost("burnt"))
-        await until(lambda: frontend.lost)
+        await until(lambda: lost(frontend))
         assert len(frontend.traffic._waiting) == 1
         generation.cancel()
         assert not frontend.traffic._waiting
@@ -637,7 +774,7 @@ def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
         link.report(TokenOutput(name, [20]))
         await until(lambda: frontend.traffic.held[name].flight.received)
         link.say(LinkLost("burnt"))
-        await until(lambda: frontend.lost)
+        await until(lambda: lost(frontend))
         clock.advance(PATIENCE - 0.1)
         frontend.traffic.tick()
         frontend.placement.prefill, link.life = [ready(life=2).peer], 2
@@ -721,7 +858,7 @@ def test_places_that_are_all_gone_are_asked_for_once_each_and_then_waited_for(to
     async def scenario(frontend, links, clock):
         for link in links.values():
             link.say(LinkLost("gone"))
-        await until(lambda: frontend.lost)
+        await until(lambda: lost(frontend))
         links["b"].say(ready("b", 2))
         await until(lambda: frontend.ready)
         generation = frontend.submit([1], SamplingParams(), request_id="r")
@@ -760,14 +897,6 @@ def test_only_modelled_engines_make_a_modelled_model(tokenizer):
         links["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         assert frontend.modelled == {"first_token_id": 3, "last_token_id": 9}
-
-    run(tokenizer, scenario, "a", "b")
-
-
-def test_engines_of_its_own_are_told_to_stop(tokenizer):
-    async def scenario(frontend, links, clock):
-        frontend.traffic.stop_engines()
-        assert [link.sent[-1] for link in links.values()] == [Shutdown()] * 2
 
     run(tokenizer, scenario, "a", "b")
 

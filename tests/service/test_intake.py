@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.sampling import SamplingParams
-from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]))
 
@@ -48,9 +48,59 @@ def test_stop_ids():
         ([1] * 100, {}, PromptTooLong, "prompt"),
         ([1], {"stop_token_ids": [50]}, InvalidRequest, "stop_token_ids"),
         ([1], {"logit_bias": {77: 1.0}}, InvalidRequest, "logit_bias"),
+        ([1], {"allowed_token_ids": [1, 50]}, InvalidRequest, "allowed_token_ids"),
     ],
 )
 def test_what_cannot_be_served_names_its_field(prompt, params, error, field):
     with pytest.raises(error) as caught:
         make(prompt, **params)
     assert caught.value.field == field
+
+
+def test_what_is_told_beside_the_parameters_reaches_every_sequence():
+    made = make_sequences(
+        "r", [1], SamplingParams(n=2), LIMITS, random.Random(0), bad_words=((4, 5), (6,)), cache_salt="mine"
+    )
+    assert [(s.bad_words, s.cache_salt) for s in made] == [(((4, 5), (6,)), "mine")] * 2
+
+
+def test_there_must_always_be_a_token_that_may_be_drawn():
+    def left(bad_words=(), **params):
+        make_sequences("r", [1], SamplingParams(**params), LIMITS, random.Random(0), bad_words=bad_words)
+
+    left(allowed_token_ids=[3])  # an output of nothing but its end
+    left(allowed_token_ids=[3, 4], min_tokens=2)
+    left(allowed_token_ids=[4, 5], bad_words=((5, 4),))
+    left(allowed_token_ids=[3, 5], min_tokens=2, ignore_eos=True, stop_token_ids=[5])
+    for params in (
+        {"allowed_token_ids": [3], "min_tokens": 1},
+        {"allowed_token_ids": [4, 5], "bad_words": ((4,), (1, 5))},
+        {"allowed_token_ids": [3, 4], "min_tokens": 1, "bad_words": ((4,),)},
+        {"stop_token_ids": list(range(50)), "min_tokens": 1},
+    ):
+        field = "allowed_token_ids" if "allowed_token_ids" in params else "bad_words"
+        with pytest.raises(InvalidRequest, match=rf"^{field}: .* no token left to draw") as caught:
+            left(**params)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "kept"),
+    [(None, 16, 100), (1, 16, 1), (7, 16, 7), (100, 16, 100), (-1, 16, 84), (-1, None, 99), (-1, 500, 1)],
+)
+def test_truncation_keeps_the_end(count, max_tokens, kept):
+    prompt = list(range(100))
+    params = SamplingParams(truncate_prompt_tokens=count, max_tokens=max_tokens)
+    assert truncated(prompt, params, 100) == prompt[100 - kept :]
+    assert truncated([1], params, 100) == [1]
+
+
+def test_truncation_to_more_than_the_model_takes_is_refused():
+    with pytest.raises(InvalidRequest, match=r"^truncate_prompt_tokens: 101, allowed is .* 1 to 100$"):
+        truncated([1], SamplingParams(truncate_prompt_tokens=101), 100)
+
+
+@pytest.mark.parametrize("salt", ["", 3, True, None, ["a"], "x" * 1025, "\u00e9" * 513, "\ud800"])
+def test_what_is_no_salt(salt):
+    with pytest.raises(InvalidRequest, match=r"^cache_salt: .* allowed is a string of 1 to 1024 bytes"):
+        check_salt(salt)

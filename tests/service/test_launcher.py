@@ -61,7 +61,7 @@ def lines(path):
 
 
 def test_a_killed_process_comes_back_and_a_signal_ends_all(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "penstock.up")
+    caplog.set_level(logging.INFO, "penstock.launcher")
     pids = tmp_path / "pids"
 
     def drive():
@@ -231,3 +231,27 @@ def test_on_a_gpu_there_is_no_keeper_and_no_transport():
     assert told["engine-0"]["keeper"] is None
     assert told["engine-0"]["transport"] is None
     assert programs["engine-0"].needs is None
+
+
+def test_the_last_words_of_an_engine_are_told(capfd, caplog):
+    script = "echo first >&2; echo 'CUDA out of memory' >&2; echo >&2; exit 3"
+    assert launch([shell("engine-0", script, "engine")], limit=0) == 1
+    assert "engine-0 ended once, the last time with exit code 3; its last words: CUDA out of memory" in caplog.text
+    assert "first\nCUDA out of memory\n" in capfd.readouterr().err
+
+
+def test_an_engine_whose_pulse_stops_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("penstock.service.vitals.STILL", 0.3)
+    monkeypatch.setattr("penstock.service.launcher.LOOK_CLOSELY", 0.1)
+    pids = tmp_path / "pids"
+
+    def drive():
+        until(lambda: lines(pids))
+        os.kill(int(lines(pids)[0]), signal.SIGSTOP)
+        until(lambda: len(lines(pids)) == 2)
+        terminate()
+
+    engine = shell("engine-0", f"echo $$ >> {pids}; {STAY}", "engine", pulse=tmp_path / "pulse")
+    assert launch([engine], drive) == 0
+    assert "engine-0 is stuck: a signal has kept it from running" in caplog.text
+    assert "engine-0 ended with SIGKILL (a signal has kept it" in caplog.text

@@ -30,7 +30,7 @@ def running():
     """A supervisor of which everything runs since 0."""
     fresh = supervisor()
     said(fresh, 0)
-    fresh.is_up("keeper")
+    fresh.is_up("keeper", 0)
     said(fresh, 0)
     return fresh
 
@@ -39,7 +39,7 @@ def test_engines_start_when_their_keeper_can_be_reached():
     fresh = supervisor()
     assert said(fresh, 0) == ["start keeper", "start master", "start frontend-0"]
     assert said(fresh, 1) == []
-    fresh.is_up("keeper")
+    fresh.is_up("keeper", 0)
     assert said(fresh, 1) == ["start engine-0", "start engine-1"]
     assert said(fresh, 1) == []
 
@@ -103,7 +103,7 @@ def test_what_was_served_before_is_tried_again():
     """A restart may find less memory, or a port still taken, than there was at the start."""
     ours = supervisor([replace(ENGINES[0], needs=None, socket=Path("engine-0")), FRONTEND])
     said(ours, 0)
-    ours.is_up("engine-0")
+    ours.is_up("engine-0", 0)
     assert "SIGKILL and starts again in 1 s" in ours.exited("engine-0", -9, 1000)
     now = 1001.0
     for delay in (2, 4):
@@ -123,6 +123,46 @@ def test_a_long_start_is_no_service():
     assert "it cannot be served" in ours.exited("master", 2, STEADY)
 
 
+def test_a_long_start_is_no_success():
+    ours = supervisor([replace(ENGINES[0], needs=None, socket=Path("engine-0"))], limit=2)
+    now = 0.0
+    for _ in range(3):
+        said(ours, now)
+        ours.is_up("engine-0", now + 10 * STEADY)
+        now += 10 * STEADY + 1
+        sentence = ours.exited("engine-0", -9, now, "out of memory")
+        now += 100
+    assert sentence.endswith("3 times in a row, the last time with SIGKILL; its last words: out of memory")
+
+
+def test_one_that_is_stuck_is_killed_and_that_is_a_death():
+    ours = running()
+    ours.is_stuck("engine-0", "it has done nothing for 10 s")
+    assert said(ours, 5) == ["kill engine-0"]
+    assert said(ours, 5) == []
+    told = ours.exited("engine-0", -9, 5)
+    assert told == "engine-0 ended with SIGKILL (it has done nothing for 10 s) and starts again in 1 s"
+    assert said(ours, 6) == ["start engine-0"]
+
+
+def test_an_engine_that_loads_hears_nobody_and_is_killed():
+    ours = supervisor([replace(ENGINES[0], needs=None, socket=Path("engine-0"))])
+    said(ours, 0)
+    ours.stop(1)
+    assert said(ours, 1) == ["kill engine-0"]
+    ours.exited("engine-0", -9, 1)
+    said(ours, 1)
+    assert (ours.over, ours.exit_code) == (True, 0)
+
+
+def test_a_crash_is_no_success_also_when_all_was_to_end():
+    ours = running()
+    ours.stop(1)
+    said(ours, 1)
+    ours.exited("frontend-0", -11, 2)
+    assert (ours.exit_code, ours.failure) == (1, "frontend-0 ended with SIGSEGV while everything was stopped")
+
+
 def test_engines_do_not_outlive_their_keeper():
     ours = running()
     ours.exited("keeper", -9, 5)
@@ -131,7 +171,7 @@ def test_engines_do_not_outlive_their_keeper():
     assert "because keeper did" in ours.exited("engine-0", -9, 5.1)
     assert said(ours, 5.9) == [], "the keeper is not back"
     assert said(ours, 6) == ["start keeper"]
-    ours.is_up("keeper")
+    ours.is_up("keeper", 6)
     assert said(ours, 6.1) == ["start engine-0"]
     ours.exited("engine-1", -9, 6.2)
     assert said(ours, 6.2) == ["start engine-1"], "it was not its fault, so it need not wait"
@@ -204,7 +244,7 @@ def test_whatever_happens_it_starts_what_does_not_run_and_ends(events):
         if what == "stop":
             ours.stop(now)
         elif what == "up" and name in alive:
-            ours.is_up(name)
+            ours.is_up(name, now)
         elif what.startswith("exit") and name in alive:
             alive.remove(name)
             ours.exited(name, int(what.split()[1]), now)

@@ -115,3 +115,16 @@ def test_a_stop_token_must_be_the_last(tokenizer: Tokenizer) -> None:
         assembler(tokenizer).push([1, 2], last=True, stop_token=1)
     with pytest.raises(AssertionError):
         assembler(tokenizer).push([1], stop_token=1)
+
+
+@pytest.mark.parametrize("min_tokens", range(8))
+def test_stop_strings_are_passed_over_before_min_tokens(tokenizer: Tokenizer, min_tokens: int) -> None:
+    ids = ids_of(tokenizer, "a b a b a b a b")
+    output = assembler(tokenizer, stop="b", min_tokens=min_tokens, max_tokens=None)
+    text = "".join(output.push([token]) for token in ids)
+    ends = [i + 1 for i in range(len(ids)) if tokenizer.decode(ids[: i + 1]).endswith("b")]
+    expected = next((end for end in ends if end > min_tokens), None)
+    assert output.consumed == (expected or len(ids))
+    assert (output.stop_match == "b") == (expected is not None)
+    if expected is not None:
+        assert text == tokenizer.decode(ids[:expected])[:-1]

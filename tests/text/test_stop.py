@@ -44,6 +44,23 @@ def test_any_chunking_gives_what_the_definition_says(chunks: list[str], stops: t
         assert shown == seen
 
 
+@given(st.lists(alphabet, max_size=3), st.lists(alphabet, max_size=3), stop_sets, st.booleans())
+def test_a_stop_string_counts_where_it_is_complete(
+    early: list[str], late: list[str], stops: tuple[str, ...], include: bool
+) -> None:
+    checker = StopStrings(stops, include)
+    shown = "".join([*(checker.push(c, may_end=False) for c in early), *map(checker.push, late)]) + checker.flush()
+    before, text = len("".join(early)), "".join(early + late)
+    for end in range(before + 1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            assert checker.matched == max(complete, key=len)
+            assert shown == text[: end if include else end - len(checker.matched)]
+            return
+    assert checker.matched is None
+    assert shown == text
+
+
 @pytest.mark.parametrize(
     ("stops", "text", "shown", "matched"),
     [

@@ -44,7 +44,7 @@ def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
     end = start + count
     sample = end == len(tokens)
     used = blocks_for(end)
-    return SequenceStep(
+    step = SequenceStep(
         request.id,
         start,
         tokens[start:end],
@@ -52,7 +52,13 @@ def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
         sample,
         request.params,
         request.seed,
-        tokens[:] if sample and request.params.penalised else None,
+        None,
         len(request.prompt),
         blocks[used:],
     )
+    if sequence.special:
+        if sample:
+            step.history = tokens[:] if request.params.penalised else None
+            step.banned = sequence.banned()
+        step.targets = sequence.targets(count)
+    return step

@@ -19,7 +19,7 @@ from operator import attrgetter
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
-from penstock.kv.keys import extend_keys
+from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.draft import Draft
 from penstock.sched.local.limits import Counters, Limits
@@ -146,7 +146,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
-        sequence = Sequence(request, self._arrivals, now)
+        sequence = Sequence(request, self._arrivals, now, self.root)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._pacing.join(sequence)
@@ -216,7 +216,7 @@ class Scheduler:
                 "prompt",
             )
         keys: list[bytes] = []
-        extend_keys(keys, self.root, context, length // BLOCK_TOKENS)
+        extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS)
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
@@ -246,6 +246,7 @@ class Scheduler:
         sequence = self._make(reservation.request, 0.0)
         sequence.computed = len(sequence.tokens)
         sequence.tokens += tokens
+        sequence.prompt_logprobs = None  # they left with the first token
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
         sequence.published = reservation.have
@@ -294,6 +295,8 @@ class Scheduler:
                 outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
             sequence.computed = step.start + len(step.tokens)
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
             if sequence.computed // BLOCK_TOKENS != sequence.published:
                 self.publish(sequence)
             if token is None:
@@ -306,6 +309,8 @@ class Scheduler:
             output = TokenOutput(request.id, [token], None if logprobs is None else [logprobs])
             output.cached_tokens = sequence.cached_tokens or 0
             output.start = generated
+            if sequence.prompt_logprobs is not None:
+                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             if token in request.stop_ids:
                 output.finish, output.stop_token = FinishReason.STOP, token
             elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
@@ -447,11 +452,12 @@ class Scheduler:
         return True
 
     def _prefix_hit(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted."""
-        if not self._prefix_cache:
+        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
+        every position's is."""
+        if not self._prefix_cache or sequence.prompt_logprobs is not None:
             return []
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-        extend_keys(sequence.keys, self.root, sequence.tokens, full)
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
         return self.pool.match(sequence.keys[:full])
 
     def _victims(self, missing: int, hit: list[int], lower: list[Sequence]) -> list[Sequence] | None:
@@ -491,6 +497,8 @@ class Scheduler:
         self._running.remove(victim)
         self._let_go(victim)
         victim.computed = victim.published = 0
+        if victim.prompt_logprobs is not None:
+            victim.prompt_logprobs = []
         self._enqueue(victim)
         self.counters.preemptions += 1
 
@@ -509,9 +517,9 @@ class Scheduler:
         full = sequence.computed // BLOCK_TOKENS
         if full == sequence.published or not self._prefix_cache:
             return
-        extend_keys(sequence.keys, self.root, sequence.tokens, full)
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
         for i in range(sequence.published, full):
-            parent = sequence.keys[i - 1] if i else self.root
+            parent = sequence.keys[i - 1] if i else sequence.root
             sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
         sequence.published = full
 

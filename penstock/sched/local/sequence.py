@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.request import Request
+from penstock.core.request import Request, TokenLogprobs
+from penstock.kv.keys import salted
 
 
 def blocks_for(tokens: int) -> int:
@@ -31,6 +32,9 @@ class Sequence:
             its next token is due like a first one, also when others were generated elsewhere.
         tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
+        special: it asks for something that steps of most sequences need not be told.
+        prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
+        root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
@@ -46,9 +50,12 @@ class Sequence:
         "departs",
         "first",
         "keys",
+        "prompt_logprobs",
         "published",
         "rank",
         "request",
+        "root",
+        "special",
         "tokens",
         "tpot",
         "travelling",
@@ -56,7 +63,7 @@ class Sequence:
         "turn",
     )
 
-    def __init__(self, request: Request, number: int, now: float) -> None:
+    def __init__(self, request: Request, number: int, now: float, root: bytes = b"") -> None:
         self.request = request
         self.rank = (*standing_of(request), number)
         self.turn: tuple[float, ...] = self.rank
@@ -64,6 +71,12 @@ class Sequence:
         self.ttft = inf if request.ttft_ms is None else request.ttft_ms / 1e3
         self.tpot = inf if request.tpot_ms is None else request.tpot_ms / 1e3
         self.first: float | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
+        params = request.params
+        self.special = bool(
+            params.penalised or params.min_tokens or request.bad_words or self.prompt_logprobs is not None
+        )
+        self.root = salted(root, request.cache_salt)
         self.tokens = list(request.context)
         self.computed = 0
         self.blocks: list[int] = []
@@ -105,6 +118,24 @@ class Sequence:
         if self.first is None:
             return self.arrived + self.ttft
         return self.first + self.tpot * self.generated
+
+    def banned(self) -> set[int]:
+        """Tokens that must not be drawn next: they would end the output too early, or complete a bad word."""
+        request, tokens = self.request, self.tokens
+        start = len(request.prompt)
+        generated = len(tokens) - start
+        banned = set(request.stop_ids) if generated < request.params.min_tokens else set()
+        for word in request.bad_words:
+            before = len(word) - 1
+            if before <= generated and tuple(tokens[len(tokens) - before :]) == word[:-1]:
+                banned.add(word[-1])
+        return banned
+
+    def targets(self, count: int) -> list[int]:
+        """Of the prompt's tokens that follow its next `count`: those whose log-probabilities are wanted."""
+        if self.prompt_logprobs is None:
+            return []
+        return self.tokens[self.computed + 1 : min(self.computed + count + 1, len(self.request.prompt))]
 
     def start_clock(self, now: float) -> None:
         """The tokens that it has count as if the last of them had been drawn now, right in time."""

@@ -190,7 +190,7 @@ class Prefiller:
             self._scheduler.pool.offer(block)
         full = (index + 1) * BLOCK_TOKENS <= sequence.computed
         if full:
-            extend_keys(sequence.keys, self._scheduler.root, sequence.tokens, index + 1)
+            extend_keys(sequence.keys, sequence.root, sequence.tokens, index + 1)
         generation, checksum = self._carrier.stamp(block)
         key = sequence.keys[index] if full else b""
         self._carrier.send(out.peer, Push(out.lease, index, key, block, generation, checksum))

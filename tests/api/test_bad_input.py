@@ -1,0 +1,135 @@
+"""What clients send that is wrong: each has its status, and a message that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.anyio
+JSON = {"content-type": "application/json"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+HUGE = 10**400
+DEEP = 100_000
+
+RAW = [  # path, bytes, status, a word of the message
+    (TEXT, b"", 400, "not valid JSON"),
+    (TEXT, b"{", 400, "not valid JSON"),
+    (TEXT, b'{"prompt": "a"}}', 400, "not valid JSON"),
+    (TEXT, b"{'prompt': 'a'}", 400, "not valid JSON"),
+    (TEXT, b'{"prompt": "\xff\xfe"}', 400, "not valid JSON"),
+    (TEXT, b'{"prompt": "\\ud800"}', 400, ""),
+    (TEXT, b'{"prompt": "\xed\xa0\x80"}', 400, "not valid JSON"),
+    (TEXT, b'"prompt"', 400, "an object"),
+    (TEXT, b"[]", 400, "an object"),
+    (TEXT, b"null", 400, "an object"),
+    (TEXT, b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}", 400, "JSON"),
+    (CHAT, b'{"messages": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}", 400, "JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": ' + b"[" * DEEP + b"]" * DEEP + b"}]}", 400, "JSON"),
+    (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (TEXT, b'{"prompt": "a", "temperature": Infinity}', 400, "temperature"),
+    (TEXT, b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+    (TEXT, b'{"prompt": "a", "slo": {"ttft_ms": -Infinity}}', 400, "slo.ttft_ms"),
+    (TEXT, b'{"prompt": "a", "logit_bias": {"1": NaN}}', 400, "logit_bias"),
+    (TEXT, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, ""),
+]
+FIELDS = [  # path, body, status, param
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "prompt"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": [[]]}, 400, "prompt"),
+    (TEXT, {"prompt": None}, 400, "prompt"),
+    (TEXT, {"prompt": 7}, 400, "prompt"),
+    (TEXT, {"prompt": {"text": "a"}}, 400, "prompt"),
+    (TEXT, {"prompt": ["a", 1]}, 400, "prompt"),
+    (TEXT, {"prompt": [-1]}, 400, "prompt"),
+    (TEXT, {"prompt": [257]}, 400, "prompt"),
+    (TEXT, {"prompt": [HUGE]}, 400, "prompt"),
+    (TEXT, {"prompt": [1.5]}, 400, "prompt"),
+    (TEXT, {"prompt": [True]}, 400, "prompt"),
+    (TEXT, {"prompt": ["a"] * 1025}, 400, "prompt"),
+    (TEXT, {"prompt": "a", "model": "gpt"}, 404, "model"),
+    (TEXT, {"prompt": "a", "model": ["tiny"]}, 400, "model"),
+    (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": HUGE}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "temperature": -0.1}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "temperature": HUGE}, 400, "temperature"),
+    (TEXT, {"prompt": "a", "top_p": 0}, 400, "top_p"),
+    (TEXT, {"prompt": "a", "top_p": 1.1}, 400, "top_p"),
+    (TEXT, {"prompt": "a", "top_k": -2}, 400, "top_k"),
+    (TEXT, {"prompt": "a", "min_p": 2}, 400, "min_p"),
+    (TEXT, {"prompt": "a", "n": 0}, 400, "n"),
+    (TEXT, {"prompt": "a", "n": 10**9}, 400, "n"),
+    (TEXT, {"prompt": "a", "stop": [1]}, 400, "stop[0]"),
+    (TEXT, {"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    (TEXT, {"prompt": "a", "stop_token_ids": [257]}, 400, "stop_token_ids"),
+    (TEXT, {"prompt": "a", "logit_bias": {"257": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "logit_bias": {"1": "x"}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "stream": "yes"}, 400, "stream"),
+    (TEXT, {"prompt": "a", "slo": {"ttft_ms": 0}}, 400, "slo.ttft_ms"),
+    (TEXT, {"prompt": "a", "slo": {"speed": 1}}, 400, "slo.speed"),
+    (TEXT, {"prompt": "a", "service_tier": "gold"}, 400, "service_tier"),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages"),
+    (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "top_logprobs"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt"),
+    ("/detokenize", {"tokens": [257]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert "Traceback" not in response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) < 500  # however long what was sent is
+    return error
+
+
+@pytest.mark.parametrize(("path", "content", "status", "word"), RAW, ids=[repr(c[1][:40]) for c in RAW])
+async def test_bytes(client: httpx.AsyncClient, path: str, content: bytes, status: int, word: str) -> None:
+    error = error_of(await client.post(path, content=content, headers=JSON), status)
+    assert word in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), FIELDS, ids=[str(case[1])[:50] for case in FIELDS])
+async def test_fields(client: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str) -> None:
+    error = error_of(await client.post(path, content=json.dumps(body), headers=JSON), status)
+    assert error["param"] == param
+    assert error["message"].startswith((param, param.split("[", maxsplit=1)[0], "exactly"))
+
+
+async def test_arguments_of_tool_calls_that_are_nested_without_end(client: httpx.AsyncClient) -> None:
+    call = {"function": {"name": "f", "arguments": "[" * DEEP}}
+    messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    error = error_of(await client.post(CHAT, json={"messages": messages}), 400)
+    assert "tool_calls[0].function.arguments" in error["message"]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize", "/detokenize", "/v1/models"])
+async def test_ten_megabytes(client: httpx.AsyncClient, path: str) -> None:
+    content = b'{"prompt": "' + b"a" * (10 * 2**20) + b'"}'
+    response = await client.request("GET" if "models" in path else "POST", path, content=content, headers=JSON)
+    error = error_of(response, 413)
+    assert str(len(content)) in error["message"]
+    assert str(8 * 2**20) in error["message"]
+
+
+async def test_keys_come_before_everything_else(make_client: Callable[..., httpx.AsyncClient]) -> None:
+    async with make_client(api_keys=("k",)) as client:
+        error_of(await client.post(TEXT, content=b"{" * 100, headers=JSON), 401)

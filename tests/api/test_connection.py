@@ -1,0 +1,140 @@
+"""What a connection may send, and how long it may take: over the real server's protocol, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.api import connection
+from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
+
+pytestmark = pytest.mark.anyio
+PATIENCE = 20.0
+BODY = b'{"prompt": "a"}'
+
+
+class Hasty(Connection):
+    request_seconds = 0.3
+
+
+@pytest.fixture(params=[Connection])
+def protocol(request: pytest.FixtureRequest) -> type[Connection]:
+    return request.param
+
+
+@pytest.fixture
+async def port(make_app: Callable[..., FastAPI], protocol: type[Connection]) -> AsyncIterator[int]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    options: dict[str, Any] = {"log_level": "critical", "lifespan": "off", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(make_app(max_body_bytes=10**6), http=protocol, **options))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    await serving
+
+
+async def exchange(port: int, *pieces: bytes, pause: float = 0.0) -> tuple[int, dict[str, Any]]:
+    """Status and body of the first answer; the pieces are sent one by one until there is one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(PATIENCE):
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause)
+        except ConnectionError:
+            pass
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length"))
+        body = json.loads(await reader.readexactly(length))
+        writer.close()
+    return int(head.split()[1]), body
+
+
+def post(*headers: bytes, length: int = len(BODY)) -> bytes:
+    own = (b"host: x", b"content-type: application/json", b"content-length: %d" % length)
+    return b"POST /v1/completions HTTP/1.1\r\n" + b"\r\n".join((*own, *headers)) + b"\r\n\r\n"
+
+
+async def test_an_ordinary_request_in_pieces(port: int) -> None:
+    whole = post(b"x-long: " + b"a" * 30_000) + BODY
+    status, body = await exchange(port, *(whole[i : i + 5000] for i in range(0, len(whole), 5000)))
+    assert (status, body["object"]) == (200, "text_completion")
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [post(*(b"h-%d: 1" % i for i in range(MAX_HEADERS)))],
+        [post(b"x: " + b"a" * MAX_HEAD_BYTES)],
+        [b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n"],
+    ],
+    ids=["many", "long", "path"],
+)
+async def test_heads_that_are_too_large(port: int, pieces: list[bytes]) -> None:
+    status, body = await exchange(port, *pieces)
+    assert (status, body["error"]["code"]) == (431, "request_header_fields_too_large")
+    assert str(MAX_HEADERS) in body["error"]["message"] or str(MAX_HEAD_BYTES) in body["error"]["message"]
+
+
+@pytest.mark.parametrize("piece", [b"a" * 4096, b"x: " + b"a" * 500 + b"\r\n"], ids=["one header", "headers"])
+async def test_a_head_without_an_end_is_cut_off(port: int, piece: bytes) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nx: ")
+
+    async def send() -> None:
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(send(), PATIENCE)
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"hello there\r\n\r\n"])
+async def test_what_is_no_http(port: int, garbage: bytes) -> None:
+    status, body = await exchange(port, garbage)
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
+
+
+async def test_ten_megabytes_are_refused_before_they_are_read(port: int, frontend: Any) -> None:
+    status, body = await exchange(port, post(length=10 * 2**20))  # and not a byte of it
+    assert (status, body["error"]["code"]) == (413, "request_too_large")
+    assert "10485760 bytes, at most 1000000" in body["error"]["message"]
+    chunked = post().replace(b"content-length: %d" % len(BODY), b"transfer-encoding: chunked")
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    status, body = await exchange(port, chunked, *[piece] * 160)
+    assert status == 413
+    assert "at most 1000000" in body["error"]["message"]
+    assert not frontend.submitted
+
+
+@pytest.mark.parametrize("protocol", [Hasty], indirect=True)
+@pytest.mark.parametrize(
+    "pieces", [[], [b"\r\n"], [b"POST /v1/comp"], [post()], [post(), BODY[:3]]], ids=["", "lf", "line", "head", "body"]
+)
+async def test_requests_that_do_not_arrive(port: int, pieces: list[bytes], frontend: Any) -> None:
+    status, body = await exchange(port, *pieces, pause=0.01)
+    assert (status, body["error"]["code"]) == (408, "request_timeout")
+    assert not frontend.submitted
+
+
+@pytest.mark.parametrize("protocol", [Hasty], indirect=True)
+async def test_an_answer_may_take_longer_than_a_request(port: int, frontend: Any) -> None:
+    frontend.script = lambda generation: asyncio.get_running_loop().call_later(1.0, generation.say, "late", 0, "stop")
+    status, body = await exchange(port, post() + BODY, b"POST /v1/completions HT")  # the next one is begun already
+    assert (status, body["choices"][0]["text"]) == (200, "late")
+
+
+def test_the_limits_are_what_is_documented() -> None:
+    assert (connection.MAX_HEAD_BYTES, connection.MAX_HEADERS, connection.REQUEST_SECONDS) == (65536, 128, 60.0)

@@ -1,0 +1,49 @@
+"""The server against its own OpenAPI document: whatever the document allows is answered, never with a fault of ours,
+and with no status that the document does not have."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from penstock.api.app import create_app
+from penstock.obs.metrics import Metrics
+from tests.helpers.documented import CHECKS
+
+SCRIPTED = importlib.import_module("tests.api.conftest").ScriptedFrontend  # fixtures come too late for a schema
+RELAXED: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+def application() -> Any:
+    return create_app(cast(Any, SCRIPTED()), Metrics("org/tiny", ["engine-0"]))
+
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", application())
+
+
+@schema.parametrize()
+@settings(max_examples=15, **RELAXED)
+def test_nothing_that_is_undocumented_comes_back(case: Any) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@settings(max_examples=400, **RELAXED)
+def test_nor_after_many_more(case: Any) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+def test_the_document_has_every_status_and_no_loose_ends() -> None:
+    document = application().openapi()
+    assert document["paths"]["/v1/chat/completions"]["post"]["responses"].keys() == {
+        *("200", "400", "401", "404", "408", "413", "429", "431", "500", "503"),
+    }
+    text = str(document)
+    assert "$defs" not in text
+    assert "422" not in text
+    assert {"Error", "Targets"} <= document["components"]["schemas"].keys()

@@ -1,0 +1,203 @@
+"""What a server stands: an engine that dies or stands still, more work than it can do, clients that do not read."""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.servers import QUICK, serving
+
+LONG = {"model": "demo", "prompt": "a", "max_tokens": 500, "temperature": 0, "stream": True, "ignore_eos": True}
+
+
+def until(condition, timeout=60, what="it did not happen"):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def text_of(lines):
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def health(server):
+    return httpx.get(server.url + "/health", timeout=10)
+
+
+def stuck_or_dead(server, how, timeout):
+    """Send the engine a signal in the middle of a stream, which goes on to the end when the next one is there."""
+    whole = httpx.post(server.url + "/v1/completions", json=LONG | {"stream": False}, timeout=120).json()
+    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=timeout) as answer:
+        lines = answer.iter_lines()
+        came = [next(lines)]
+        first, killed = server.engine_pid(), time.monotonic()
+        os.kill(first, how)
+        if how == signal.SIGKILL:
+            until(lambda: health(server).status_code == 503, 2, "/health does not know")
+            assert time.monotonic() - killed < 2
+            refused = httpx.post(server.url + "/v1/completions", json=LONG, timeout=10)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+        came += [line for line in lines if line]
+    assert came[-1] == "data: [DONE]"
+    assert text_of(came) == whole["choices"][0]["text"]
+    assert server.engine_pid() != first
+    assert health(server).status_code == 200
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_stream_goes_on_when_a_killed_engine_is_back():
+    with serving("demo", *QUICK, "--dtype", "float32") as server:
+        stuck_or_dead(server, signal.SIGKILL, 60)
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_killed_and_started_again():
+    with serving("demo", *QUICK, "--dtype", "float32") as server:
+        stuck_or_dead(server, signal.SIGSTOP, 60)
+        assert any("engine-0 is stuck: a signal has kept it from running" in line for line in server.lines)
+        assert server.stop() == 0
+
+
+def test_three_deaths_in_a_row_end_the_server_with_the_cause():
+    with serving("demo", *QUICK) as server:
+        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            dead = None
+            for _ in range(3):
+                until(lambda dead=dead: server.has_engine(dead))
+                dead = server.engine_pid()
+                os.kill(dead, signal.SIGKILL)
+            rest = [line for line in lines if line]
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert error["type"] == "server_error"
+        assert "engine-0" in error["message"]
+        assert "can be sent again" in error["message"]
+        assert server.process.wait(30) == 1
+        until(lambda: any("the server ends: engine-0 ended 3 times in a row" in line for line in server.lines), 5)
+        (cause,) = [line for line in server.lines if "the server ends" in line]
+        assert "the last time with SIGKILL" in cause
+        assert "Traceback" not in "".join(server.lines)
+
+
+# --- more work than it can do
+
+BURST = 40  # clients at once, where there is room for four
+
+
+async def burst(url, rounds):
+    """Every client asks again as soon as it has an answer, whatever that was; all answers."""
+    ask = {"model": "demo", "prompt": "Return the " * 40, "max_tokens": 4, "ignore_eos": True}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+
+        async def one():
+            return [await client.post(url + "/v1/completions", json=ask) for _ in range(rounds)]
+
+        return [answer for answers in await asyncio.gather(*(one() for _ in range(BURST))) for answer in answers]
+
+
+@pytest.mark.parametrize("limit", [("--max-queued-requests", "4"), ("--max-queued-tokens", "300")], ids=lambda f: f[0])
+def test_ten_times_too_much_is_refused_and_nothing_is_lost(limit):
+    with serving("demo", *QUICK, *limit) as server:
+        asyncio.run(burst(server.url, 3))
+        before = server.memory()
+        answers = asyncio.run(burst(server.url, 6))
+        assert server.memory() - before < 24 << 20
+        good = [answer for answer in answers if answer.status_code == 200]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert len(good) + len(refused) == len(answers) == 6 * BURST
+        assert all(answer.json()["usage"]["completion_tokens"] == 4 for answer in good)
+        assert good
+        assert len(refused) > BURST
+        assert all(1 <= int(answer.headers["retry-after"]) <= 120 for answer in refused)
+        assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
+        until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
+        assert httpx.post(server.url + "/v1/completions", json=LONG | {"max_tokens": 2}, timeout=30).status_code == 200
+        assert server.stop() == 0
+
+
+def test_a_signal_under_load_loses_nothing():
+    with serving("demo", *QUICK) as server:
+        ends = {}
+
+        def ask(number):
+            body = LONG | {"max_tokens": 200}
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+                ends[number] = [line for line in answer.iter_lines() if line][-1]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 12)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("draining")
+        refused = httpx.get(server.url + "/ready", timeout=10)
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (503, True)
+        for thread in threads:
+            thread.join()
+        assert list(ends.values()) == ["data: [DONE]"] * 12
+        assert server.process.wait(60) == 0
+
+
+# --- clients that do not read, and such that do not ask
+
+
+def connect(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    ours = socket.socket()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    ours.connect((host, int(port)))
+    return ours
+
+
+def test_a_client_that_hardly_reads_slows_nobody_and_is_not_waited_for():
+    with serving("demo", *QUICK) as server, contextlib.closing(connect(server)) as slow:
+        body = json.dumps(LONG | {"max_tokens": 1500, "logprobs": 5}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        slow.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        assert slow.recv(1) == b"H"
+        before = server.memory()
+        ask = LONG | {"max_tokens": 20, "stream": False}
+        for byte in b"TTP":
+            answer = httpx.post(server.url + "/v1/completions", json=ask, timeout=30)
+            assert answer.json()["usage"]["completion_tokens"] == 20
+            assert slow.recv(1) == bytes([byte])
+        assert server.metric("num_requests_running") == 1, "it should still run, or this shows nothing"
+        until(lambda: server.metric("num_requests_running") == 0, 60, "the engine waits for the client")
+        assert server.memory() - before < 48 << 20
+        assert slow.recv(1) == b"/", "what was computed is kept for it"
+        slow.close()
+        assert server.stop() == 0  # and nobody waits for it at the end
+
+
+def test_a_thousand_connections_that_say_nothing():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))  # what the server inherits is too few
+    try:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(serving("demo", *QUICK))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+            for _ in range(1000):
+                stack.enter_context(contextlib.closing(connect(server)))
+            files = Path(f"/proc/{server.process.pid}/fd")
+            until(lambda: len(list(files.iterdir())) > 1000, 30, "they are not accepted")
+            answer = httpx.post(server.url + "/v1/completions", json=LONG | {"stream": False}, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 500
+            assert health(server).status_code == 200
+            assert server.stop() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,105 @@
+"""Request fields through HTTP, with one engine and with two between which a request goes over."""
+
+import json
+
+import httpx
+import pytest
+
+LONG = "def read(path):\n    return open(path).read()\n" * 20
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    def ask(path="completions", **body):
+        body = {"model": "demo", "temperature": 0, **body}
+        response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+        if not body.get("stream"):
+            return response.json()
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    return ask
+
+
+def test_min_tokens_and_bad_words(post):
+    (free,) = post(prompt="import os", max_tokens=20, return_token_ids=True)["choices"]
+    stop = free["token_ids"][2]
+    for stream in (False, True):
+        ask = {"prompt": "import os", "max_tokens": 20, "stop_token_ids": [stop], "return_token_ids": True}
+        answer = post(**ask, min_tokens=10, stream=stream)
+        choices = [choice for event in answer for choice in event["choices"]] if stream else answer["choices"]
+        tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
+        assert len(tokens) >= 10
+        assert stop not in tokens[:9]
+    word = next(word for word in free["text"].split() if word.isalpha())
+    (without,) = post(prompt="import os", max_tokens=20, bad_words=[word], return_token_ids=True)["choices"]
+    assert without["token_ids"] != free["token_ids"]
+
+
+def test_a_prompt_is_scored_the_same_however_it_is_asked(post):
+    scored = post(prompt=LONG, max_tokens=3, prompt_logprobs=0, return_token_ids=True)["choices"][0]
+    assert scored["prompt_logprobs"][0] is None
+    values = [
+        entry[str(token)]["logprob"]
+        for token, entry in zip(scored["prompt_token_ids"][1:], scored["prompt_logprobs"][1:], strict=True)
+    ]
+    assert len(values) > 128
+    whole = post(prompt=LONG, echo=True, logprobs=0, max_tokens=0)
+    assert whole["choices"][0]["text"] == LONG
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    streamed = post(prompt=LONG, echo=True, logprobs=0, max_tokens=0, stream=True)
+    found = [choice["logprobs"] for event in streamed for choice in event["choices"] if choice["logprobs"]]
+    for logprobs in (whole["choices"][0]["logprobs"], *found):
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1:] == pytest.approx(values, abs=1e-3)
+        assert "".join(logprobs["tokens"]) == LONG
+    assert len(found) == 1
+
+
+def test_salts_keep_prefixes_apart(post):
+    def cached(salt):
+        ask = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 2}
+        answer = post("chat/completions", **ask, **({"cache_salt": salt} if salt else {}))
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("a"), cached("b"), cached(None)] == [0, 0, 0]
+    assert min(cached("a"), cached("b"), cached(None)) >= 64
+
+
+def test_a_chat_goes_on_with_its_last_message(post):
+    talk = [{"role": "user", "content": "What does os.path.join do?"}, {"role": "assistant", "content": "It joins"}]
+    ask = {"messages": talk, "max_tokens": 4, "return_token_ids": True}
+    going_on = post("chat/completions", **ask, continue_final_message=True)
+    anew = post("chat/completions", **ask)
+    assert len(going_on["prompt_token_ids"]) < len(anew["prompt_token_ids"])
+    assert anew["prompt_token_ids"][: len(going_on["prompt_token_ids"])] == going_on["prompt_token_ids"]
+    wrong = post("chat/completions", **ask, continue_final_message=True, add_generation_prompt=True)
+    assert wrong["error"]["param"] == "continue_final_message"
+
+
+def test_usage_so_far_and_truncation(post):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = post(
+        prompt=LONG, max_tokens=6, stream=True, stream_options=options, truncate_prompt_tokens=7, ignore_eos=True
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert last["usage"]["prompt_tokens"] == 7
+    assert last["usage"]["completion_tokens"] == counts[-1] == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_tokens", 17),
+        ("bad_words", [""]),
+        ("allowed_token_ids", [10**6]),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_what_cannot_be_served_is_named(post, field, value):
+    error = post(prompt="a", **{field: value})["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(field)

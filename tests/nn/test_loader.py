@@ -1,0 +1,176 @@
+"""Checkpoints that are broken, or that would have us run their code: each is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.core.errors import ConfigError
+from penstock.nn.loader import INDEX, load_model
+from penstock.service.checkpoint import DEMO
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "dtype": "float32"},
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (32, 16),
+    "model.norm.weight": (16,),
+    "model.layers.0.input_layernorm.weight": (16,),
+    "model.layers.0.post_attention_layernorm.weight": (16,),
+    "model.layers.0.self_attn.q_proj.weight": (16, 16),
+    "model.layers.0.self_attn.k_proj.weight": (8, 16),
+    "model.layers.0.self_attn.v_proj.weight": (8, 16),
+    "model.layers.0.self_attn.o_proj.weight": (16, 16),
+    "model.layers.0.mlp.gate_proj.weight": (24, 16),
+    "model.layers.0.mlp.up_proj.weight": (24, 16),
+    "model.layers.0.mlp.down_proj.weight": (16, 24),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole checkpoint."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({name: torch.ones(shape) for name, shape in SHAPES.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model(folder, CPU)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_whole_one_loads(folder: Path) -> None:
+    assert load_model(folder, CPU).config.num_layers == 1
+
+
+@pytest.mark.parametrize("kept", [0, 4, 60, 1200, -1])
+def test_truncated_weights(folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{file}: corrupt or truncated" in refused(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 4096, b"\x80\x04K\x01." * 100, b"\x08\0\0\0\0\0\0\0[1,2,3] "])
+def test_weights_that_are_something_else(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    assert f"{folder / 'model.safetensors'}: corrupt" in refused(folder)
+
+
+def test_a_configuration_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert f"{folder}: no weights" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_and_never_opened(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).mkdir()  # opening it would fail in another way
+    assert f"{folder / name}: a pickle" in refused(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\udcff", "[" * 100_000, '{"architectures": 3}'])
+def test_a_configuration_that_is_none(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content, errors="surrogateescape")
+    assert str(folder / "config.json") in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": "small"},
+        {"hidden_size": 10**12, "intermediate_size": 10**12, "head_dim": 16},
+        {"hidden_size": 0},
+        {"num_hidden_layers": "two"},
+        {"rope_scaling": 7},
+        {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
+        {"rope_theta": [1]},
+        {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+        {"dtype": "pickle"},
+    ],
+)
+def test_configurations_with_values_that_cannot_be(folder: Path, change: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | change))
+    assert "config.json" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.norm.weight", torch.ones(17)),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(16, 24)),
+        ("model.layers.7.mlp.up_proj.weight", torch.ones(24, 16)),
+        ("lm_head.weight", torch.ones(31, 16)),
+    ],
+)
+def test_weights_of_another_shape_or_name(folder: Path, name: str, change: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: change}, file)
+    message = refused(folder)
+    assert str(file) in message
+    assert name in message
+
+
+def test_weights_that_are_missing(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "norm" not in name}, file)
+    assert f"{folder}: 3 weights are missing" in refused(folder)
+
+
+def indexed(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/../../model.safetensors", "pytorch_model.bin", "\0.safetensors"]
+)
+def test_an_index_stays_in_its_folder(folder: Path, name: str) -> None:
+    indexed(folder, {"model.norm.weight": name})
+    assert str(folder / INDEX) in refused(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 1}, "x"])
+def test_an_index_that_is_none(folder: Path, weight_map: object) -> None:
+    indexed(folder, weight_map)
+    assert f"{folder / INDEX}: has no weight_map" in refused(folder)
+
+
+def test_a_shard_that_is_missing(folder: Path) -> None:
+    indexed(folder, dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors"))
+    assert f"{folder / 'model-00001-of-00002.safetensors'}: not found" in refused(folder)
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    blob = tmp_path_factory.mktemp("blobs") / "abc"
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model-1.safetensors").symlink_to(blob)
+    indexed(folder, dict.fromkeys(SHAPES, "model-1.safetensors"))
+    assert load_model(folder, CPU).config.vocab_size == 32
+
+
+def test_the_command_line_says_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(DEMO, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", str(folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "model.safetensors" in line]
+    assert line.startswith(f"penstock: {file}: corrupt or truncated")

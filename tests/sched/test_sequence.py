@@ -1,0 +1,110 @@
+"""What a step is told of a sequence: which tokens must not be drawn, and which tokens of the prompt to report."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.plan import StepResult
+from penstock.core.request import TokenLogprobs
+from penstock.core.wire import codec
+from penstock.core.wire.engine import Enqueue, StepReport, decode_command, decode_event
+from penstock.core.wire.handoff import Lease, Reserve, decode_peer
+from penstock.kv.keys import block_key, root_key, salted
+from penstock.kv.pool import BlockPool
+from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.sequence import Sequence
+from tests.helpers.engines import make_request
+from tests.helpers.scripted import STATS
+
+TOKENS = st.integers(0, 3)
+WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
+
+
+def completed(output, words):
+    """Last tokens that would make the output end with one of the words, by the definition."""
+    return {word[-1] for word in words if tuple([*output, word[-1]][-len(word) :]) == word}
+
+
+@given(
+    st.lists(TOKENS, min_size=1, max_size=8),
+    st.lists(TOKENS, max_size=8),
+    WORDS,
+    st.sets(TOKENS),
+    st.integers(0, 6),
+    st.data(),
+)
+def test_banned_is_what_would_end_too_early_or_complete_a_bad_word(prompt, output, words, stops, min_tokens, data):
+    request = make_request("r", prompt, stop_ids=stops, min_tokens=min_tokens, max_tokens=20)
+    request = replace(request, bad_words=words)
+    # however many of the output's tokens were drawn elsewhere
+    elsewhere = data.draw(st.integers(0, len(output)))
+    sequence = Sequence(replace(request, generated=tuple(output[:elsewhere])), 0, 0.0)
+    sequence.tokens += output[elsewhere:]
+    assert sequence.banned() == completed(output, words) | (stops if len(output) < min_tokens else set())
+    assert sequence.special or not sequence.banned()
+
+
+@given(st.integers(1, 300), st.integers(1, 100), st.booleans())
+def test_every_token_of_the_prompt_but_the_first_is_reported_once(length, budget, prefix_cache):
+    limits = Limits(token_budget=budget, max_sequences=1, max_model_len=400)
+    scheduler = Scheduler(limits, BlockPool(range(16)), prefix_cache=prefix_cache)
+    prompt = [i % 50 for i in range(length)]
+    for name in "ab":  # the second could find the first one's blocks
+        scheduler.add(make_request(name, prompt, prompt_logprobs=0, max_tokens=2))
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            reports = {
+                s.request_id: [TokenLogprobs(float(t), s.start + i, []) for i, t in enumerate(s.targets, start=1)]
+                for s in plan.sequences
+                if s.targets
+            }
+            drawn = sum(s.sample for s in plan.sequences)
+            for output in scheduler.update(plan, StepResult([7] * drawn, [None] * drawn, reports)):
+                assert (output.prompt_logprobs is not None) == (output.start == 0)
+                if output.prompt_logprobs is not None:
+                    # (token, its position)
+                    assert [(r.chosen, r.rank) for r in output.prompt_logprobs] == list(
+                        zip(map(float, prompt[1:]), range(1, length), strict=True)
+                    )
+            scheduler.check()
+
+
+def test_a_salt_changes_the_root_and_the_empty_one_does_not():
+    root = root_key("model", "bfloat16")
+    roots = [root, salted(root, "a"), salted(root, "b"), salted(root_key("other"), "a")]
+    assert len({block_key(r, range(64)) for r in roots}) == len(roots)
+    assert salted(root, "") == root
+
+
+def test_reserved_room_finds_blocks_of_its_own_salt_only():
+    limits = Limits(token_budget=512, max_sequences=4, max_model_len=512)
+    scheduler = Scheduler(limits, BlockPool(range(16)), root=b"root")
+    mine = replace(make_request("a", [1] * 200, max_tokens=1), cache_salt="mine")
+    scheduler.add(mine)
+    plan = scheduler.schedule()
+    scheduler.update(plan, StepResult([1], [None]))
+    for salt, have in (("mine", 3), ("yours", 0), ("", 0)):
+        reservation = scheduler.reserve(replace(mine, id="b", cache_salt=salt))
+        assert reservation is not None
+        assert reservation.have == have
+        scheduler.unreserve(reservation)
+
+
+def test_everything_about_a_request_crosses_the_wire():
+    params = {"min_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [1, 2], "prompt_logprobs": 3}
+    request = replace(make_request("r", [1, 2], **params), bad_words=((5, 6), (7,)), cache_salt="s", generated=(1,))
+    for back in (
+        decode_command(codec.encode(Enqueue(1, request))).request,
+        decode_peer(codec.encode(Reserve(Lease("r", 0), request, "f"))).request,
+    ):
+        assert back.params == request.params
+        assert (back.bad_words, back.cache_salt, back.stop_ids) == (request.bad_words, "s", request.stop_ids)
+    limits = Limits(token_budget=8, max_sequences=1, max_model_len=64)
+    scheduler = Scheduler(limits, BlockPool(range(4)))
+    scheduler.add(replace(request, generated=()))
+    plan = scheduler.schedule()
+    reports = {"r": [TokenLogprobs(-1.5, 2, [(3, -0.5)])]}
+    outputs = scheduler.update(plan, StepResult([2], [None], reports))
+    assert decode_event(codec.encode(StepReport(1, outputs, STATS))).outputs == outputs
+    assert outputs[0].prompt_logprobs == reports["r"]

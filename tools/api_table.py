@@ -1,0 +1,178 @@
+"""The tables of docs/api.md: every request field that OpenAI's or vLLM's clients know, and what becomes of it here.
+
+Whether a field is served is what `penstock.api.schema` says; what there is to know about it is said below.
+
+usage: python tools/api_table.py [--write | --check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.api.schema import NOT_YET, REMOVED_PREFIXES, Body, ChatBody, CompletionBody, field_table
+from penstock.core.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
+BODIES: dict[str, type[Body]] = {"chat": ChatBody, "completions": CompletionBody}
+WORDS = {"served": "yes", "not yet": "refused", "ignored": "ignored", None: ""}
+
+OPENAI, VLLM, PENSTOCK = "OpenAI", "vLLM", "penstock"
+SECTIONS = {
+    "The prompt": (
+        ("messages", OPENAI, "text only: parts of other types are refused by name"),
+        ("prompt", OPENAI, "a text, token ids, or a list of either"),
+        ("suffix", OPENAI, ""),
+        ("echo", OPENAI, "with `logprobs` also those of the prompt; with `max_tokens: 0` nothing else"),
+        ("add_special_tokens", VLLM, "for a text; true by default. A chat template brings its own"),
+        ("truncate_prompt_tokens", VLLM, "keeps the last so many; -1 as many as fit beside `max_tokens`"),
+        ("add_generation_prompt", VLLM, "true, unless `continue_final_message` is"),
+        ("continue_final_message", VLLM, "the answer goes on with the last message"),
+        ("chat_template_kwargs", VLLM, "variables for the model's chat template"),
+        ("chat_template", VLLM, "the server's own holds: see `--chat-template`"),
+        ("documents", VLLM, ""),
+        ("reasoning_effort", OPENAI, "`chat_template_kwargs` reach the template"),
+        ("prompt_embeds", VLLM, ""),
+        ("mm_processor_kwargs", VLLM, ""),
+        ("media_io_kwargs", VLLM, ""),
+        ("audio", OPENAI, ""),
+        ("prediction", OPENAI, ""),
+        ("web_search_options", OPENAI, ""),
+    ),
+    "Which tokens": (
+        ("temperature", OPENAI, "below 1e-5 is greedy"),
+        ("top_p", OPENAI, ""),
+        ("top_k", VLLM, "0 or -1 is all"),
+        ("min_p", VLLM, ""),
+        ("seed", OPENAI, "the same tokens whatever else runs, and wherever; output i is drawn with seed + i"),
+        ("presence_penalty", OPENAI, ""),
+        ("frequency_penalty", OPENAI, ""),
+        ("repetition_penalty", VLLM, ""),
+        ("logit_bias", OPENAI, ""),
+        ("allowed_token_ids", VLLM, "draw from these alone"),
+        (
+            "bad_words",
+            VLLM,
+            f"at most {MAX_BAD_WORDS}; the tokens of each, with and without a space in front, are never completed "
+            "within the output",
+        ),
+        ("logits_processors", VLLM, ""),
+        ("response_format", OPENAI, "`text` only"),
+        ("structured_outputs", VLLM, ""),
+        ("tools", OPENAI, ""),
+        ("tool_choice", OPENAI, ""),
+        ("parallel_tool_calls", OPENAI, "changes nothing without tools"),
+        ("functions", OPENAI, ""),
+        ("function_call", OPENAI, ""),
+    ),
+    "How many": (
+        ("max_tokens", OPENAI, "16 for completions, else what fits; cut to what fits"),
+        ("max_completion_tokens", OPENAI, "goes before `max_tokens`"),
+        ("min_tokens", VLLM, "nothing ends the output before: no stop token is drawn, stop strings are passed over"),
+        ("stop", OPENAI, f"at most {MAX_STOP_STRINGS} strings"),
+        ("stop_token_ids", VLLM, ""),
+        ("ignore_eos", VLLM, ""),
+        ("include_stop_str_in_output", VLLM, ""),
+        ("n", OPENAI, f"at most {MAX_N}"),
+        ("best_of", OPENAI, ""),
+        ("use_beam_search", VLLM, ""),
+        ("length_penalty", VLLM, ""),
+        ("thinking_token_budget", VLLM, ""),
+    ),
+    "The answer": (
+        ("stream", OPENAI, ""),
+        ("stream_options", OPENAI, "only with `stream`"),
+        ("stream_options.include_usage", OPENAI, ""),
+        ("stream_options.continuous_usage_stats", VLLM, "with `include_usage`: every event says what was used so far"),
+        ("stream_options.include_obfuscation", OPENAI, "events are never padded"),
+        ("logprobs", OPENAI, f"of the raw logits; for completions a number from 0 to {MAX_LOGPROBS}"),
+        ("top_logprobs", OPENAI, f"0 to {MAX_LOGPROBS}, with `logprobs`"),
+        (
+            "prompt_logprobs",
+            VLLM,
+            f"0 to {MAX_LOGPROBS}, not with `stream`; the prompt is computed as a whole, whatever is cached",
+        ),
+        ("return_token_ids", VLLM, "`prompt_token_ids` and `token_ids` in the answer, streamed ones too"),
+        ("return_tokens_as_token_ids", VLLM, ""),
+        ("skip_special_tokens", VLLM, ""),
+        ("spaces_between_special_tokens", VLLM, ""),
+        ("include_reasoning", VLLM, ""),
+        ("modalities", OPENAI, ""),
+        ("verbosity", OPENAI, ""),
+    ),
+    "How it is served": (
+        ("model", OPENAI, "may be left out"),
+        ("priority", VLLM, "lower runs first"),
+        ("slo", PENSTOCK, "`{ttft_ms, tpot_ms}`, or the headers `x-llm-d-slo-ttft-ms` and `x-llm-d-slo-tpot-ms`"),
+        ("service_tier", OPENAI, "`flex` is offline work"),
+        ("cache_salt", VLLM, "cached prefixes are shared only among requests with the same one"),
+        ("prompt_cache_key", OPENAI, "requests with the same one go to the same instance where that pays"),
+        ("prompt_cache_retention", OPENAI, ""),
+        ("kv_transfer_params", VLLM, "the service decides where a request runs"),
+        ("vllm_xargs", VLLM, ""),
+        ("user", OPENAI, "read, and not used"),
+        ("metadata", OPENAI, "read, and not used"),
+        ("safety_identifier", OPENAI, ""),
+        ("store", OPENAI, "nothing is stored"),
+        ("request_id", VLLM, "the header `X-Request-Id` does"),
+    ),
+}
+
+
+def tables() -> str:
+    """Markdown. Raises AssertionError when the fields above are not exactly those that the bodies know."""
+    status = {name: field_table(body) for name, body in BODIES.items()}
+    listed = [field for rows in SECTIONS.values() for field, _, _ in rows]
+    known = {field for table in status.values() for field in table}
+    assert sorted(listed) == sorted(known), f"not one row each: {sorted(known ^ set(listed)) or 'some come twice'}"
+    return "\n".join(_section(title, status) for title, status in ((title, status) for title in SECTIONS))
+
+
+def _section(title: str, status: dict[str, dict[str, str]]) -> str:
+    lines = [
+        f"**{title}**\n",
+        "| field | from | " + " | ".join(BODIES) + " | |",
+        "|---|---|" + "---|" * len(BODIES) + "---|",
+    ]
+    for field, origin, remark in SECTIONS[title]:
+        words = [WORDS[table.get(field)] for table in status.values()]
+        notes = [remark] if remark else []
+        if "refused" in words and (harmless := NOT_YET[field]):
+            notes.append(f"passes as {' or '.join(f'`{_json(value)}`' for value in harmless)}")
+        lines.append(f"| `{field}` | {origin} | {' | '.join(words)} | {'; '.join(notes)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _json(value: object) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def removed() -> str:
+    """One sentence."""
+    names = ", ".join(f"`{prefix}*`" for prefix in REMOVED_PREFIXES)
+    return f"Fields of older servers are refused by the beginning of their names: {names}.\n"
+
+
+def page() -> str:
+    """The page as it should be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + tables() + "\n" + removed() + "\n" + END + after
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    elif "--check" in sys.argv:
+        if page() != PAGE.read_text():
+            sys.exit(f"{PAGE} is not what the code says; run python tools/api_table.py --write")
+    else:
+        print(tables())
