@@ -83,7 +83,7 @@ COMPARISONS = (
     Comparison(
         "hfx-4task",
         ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified", "unified_scaling", "round_robin@eight"),
-        (30, 60, 90),
+        (60, 90),
     ),
     Comparison("hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90)),
     Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (84, 96)),
@@ -102,7 +102,7 @@ COMPARISONS = (
     Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
     Comparison("cache-mooncake-conversation", PROMPT_MACHINES, (13.6,)),
     Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
-    Comparison("roles-azure-code", ("xllm", "unified"), (81,)),
+    Comparison("roles-azure-code", ("least_loaded", "least_loaded@split-7-1", "xllm", "unified"), (54, 81)),
     *(
         Comparison(scenario, policies, rates, changed, change)
         for scenario, policies, rates in (

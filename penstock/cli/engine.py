@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from penstock.transfer.transports import Transport
 
 log = logging.getLogger("penstock.engine")
+# Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
+# to megabytes: with oneDNN's own limit of 1024 an engine grows by a gigabyte in its first hour.
+KERNELS_KEPT = 64
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -50,6 +53,7 @@ def main(settings: dict[str, Any]) -> int:
     # a terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group, and the server drains first
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
     from penstock.core.clock import SystemClock
     from penstock.core.pulse import Pulse
     from penstock.engine.server import EngineServer
