@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.engine")
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with oneDNN's own limit of 1024 an engine grows by a gigabyte in its first hour.
-KERNELS_KEPT = 64
+KERNELS_KEPT = 16
 
 
 def main(settings: dict[str, Any]) -> int:
