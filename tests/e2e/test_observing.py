@@ -1,15 +1,13 @@
 """What operators see of a real server: several keys, vLLM's metrics, JSON lines, a trace; and what no client may do."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.helpers.documented import CHECKS
 from tests.helpers.servers import QUICK, serving
+from tests.helpers.traces import receiving
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 ASK = {"prompt": "secret-word", "max_tokens": 5, "ignore_eos": True, "slo": {"ttft_ms": 60000}}
@@ -17,24 +15,8 @@ ASK = {"prompt": "secret-word", "max_tokens": 5, "ignore_eos": True, "slo": {"tt
 
 @pytest.fixture
 def receiver():
-    got = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            got.append(ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", got
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with receiving() as address_and_got:
+        yield address_and_got
 
 
 def commands(command, url, folder):
@@ -68,7 +50,7 @@ def test_a_request_leaves_one_line_one_trace_and_vllms_metrics(command, receiver
     assert line["ttft"] > 0 < line["tpot"]
     assert line["instance"].startswith("engine-0")
     assert not any("secret-word" in line for line in server.lines)
-    spans = [s for message in got for r in message.resource_spans for scope in r.scope_spans for s in scope.spans]
+    spans = [s for _, message in got for r in message.resource_spans for scope in r.scope_spans for s in scope.spans]
     assert {s.name for s in spans if s.trace_id.hex() == TRACE} == {
         *("POST /v1/completions", "text_completion demo", "queue", "prefill", "decode"),
     }

@@ -133,15 +133,25 @@ async def soak(server: Server, made: list[Ask]) -> tuple[list[str], list[int]]:
     return problems, memory
 
 
-@pytest.mark.xfail(reason="all are answered rightly, but the engine's heap grows to a gigabyte: not understood yet")
-def test_two_thousand_requests():
+@pytest.fixture(scope="module")
+def memory():
+    """After every hundredth request, once all of them were answered rightly and the server has ended well."""
     with serving("demo", "--max-model-len", str(LONGEST), "--kv-cache-memory", "256M") as server:
-        problems, memory = asyncio.run(soak(server, asks(seed=0)))
+        problems, found = asyncio.run(soak(server, asks(seed=0)))
         assert not problems, f"{len(problems)}: " + "\n".join(problems[:10])
         assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
         assert server.metric("kv_cache_usage_perc") == 0
-        half = len(memory) // 2
-        assert memory[-1] < GROWTH * memory[half], [round(m / 1e6) for m in memory]
         assert server.process.poll() is None
         assert server.get("/health")
         assert server.stop() == 0
+    return found
+
+
+def test_two_thousand_requests_are_answered(memory):
+    assert len(memory) == REQUESTS // 100
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="kernels kept for every number of rows grow the heap")
+def test_and_memory_stays_flat(memory):
+    half = len(memory) // 2
+    assert memory[-1] < GROWTH * memory[half], [round(m / 1e6) for m in memory]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -19,6 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import RequestRecord
 from penstock.obs.tracing import Tracing, current_trace, otlp_tracing
+from tests.helpers.traces import receiving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GIVEN = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -119,27 +117,9 @@ except tracing.ConfigError as error:
 
 
 @pytest.fixture
-def receiver() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest]]]]:
-    """An OTLP receiver: its address, and (path, message) of what came."""
-    got: list[tuple[str, ExportTraceServiceRequest]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", got
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def receiver() -> Iterator[tuple[str, list[Any]]]:
+    with receiving() as address_and_got:
+        yield address_and_got
 
 
 def test_spans_reach_a_receiver_before_the_end(receiver: tuple[str, list[Any]], monkeypatch: Any) -> None:
