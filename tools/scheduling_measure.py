@@ -2,6 +2,7 @@
 
     python tools/scheduling_measure.py                     # all that has no result yet: many hours of one core
     python tools/scheduling_measure.py roles hfx-4task     # of these scenarios only
+    python tools/scheduling_measure.py hfx-4task.search    # of this one, only the greatest rates
     python tools/scheduling_measure.py --list              # what there is, and what is missing
 
 A result is written when it is whole, so it can be stopped at any time and goes on where it was. `scheduling_report.py`
@@ -141,10 +142,14 @@ class Measurement:
 
 
 def measurements(folder: Path, names: Sequence[str] = ()) -> Iterator[Measurement]:
-    """Of the scenarios whose names begin with one of these, in the order in which they matter."""
+    """Those whose titles begin with one of these names, in the order of the names, then in that in which they matter."""
+    every = list(_every(folder))
+    chosen = [one for name in names for one in every if one.title.startswith(name)] if names else every
+    yield from dict.fromkeys(chosen)
+
+
+def _every(folder: Path) -> Iterator[Measurement]:
     for of in COMPARISONS:
-        if names and not of.scenario.startswith(tuple(names)):
-            continue
         words = [of.scenario, *([of.changed] if of.changed else []), "rates" if of.rates else "search"]
         for policy in of.policies:
             yield Measurement(of, policy, folder / f"{'.'.join((*words, policy))}.json")
@@ -201,14 +206,14 @@ def measure(wanted: Sequence[Measurement], seeds: int, jobs: int, traces: str | 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 when something could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenarios", nargs="*", help="names, or how they begin (default: all)")
+    parser.add_argument("names", nargs="*", help="of what --list lists, or how they begin (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)")
     parser.add_argument("--traces", help="the folder of traces, as for `penstock sim`")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument("--list", action="store_true", help="measure nothing, and tell what has a result")
     args = parser.parse_args(arguments)
-    every = list(measurements(ROOT / "docs" / "scheduling" / "results", args.scenarios))
+    every = list(measurements(ROOT / "docs" / "scheduling" / "results", args.names))
     if args.list:
         table = Table("", "result")
         for one in every:
