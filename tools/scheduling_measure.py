@@ -142,7 +142,7 @@ class Measurement:
 
 
 def measurements(folder: Path, names: Sequence[str] = ()) -> Iterator[Measurement]:
-    """Those whose titles begin with one of these names, in the order of the names, then in that in which they matter."""
+    """Those whose titles begin with a name, in the order of the names, then in that in which they matter."""
     every = list(_every(folder))
     chosen = [one for name in names for one in every if one.title.startswith(name)] if names else every
     yield from dict.fromkeys(chosen)

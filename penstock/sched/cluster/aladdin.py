@@ -38,6 +38,7 @@ class Aladdin:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
+        self._roominess: dict[str, tuple[InstanceLoad, float, float]] = {}  # for as long as a load is the same object
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         if not view.queue:
@@ -70,22 +71,34 @@ class Aladdin:
     def _latest_start(self, demand: Demand) -> float:
         return demand.deadline - self._prompts.seconds(demand.prompt_tokens)
 
-    def _fullest(self, view: ClusterView) -> list[InstanceLoad]:
-        """The fullest first, without those on which not even the smallest sequence keeps the pace or has room."""
+    def _fullest(self, view: ClusterView) -> list[tuple[float, InstanceLoad]]:
+        """(emptiness, instance), the fullest first, without those on which not even the smallest sequence keeps the
+        pace or has room."""
+        if len(self._roominess) > 2 * len(view.instances):
+            self._roominess.clear()
         smallest = min(d.prompt_tokens for d in view.queue)
         able: list[tuple[float, int]] = []
         for place, load in enumerate(view.instances):
-            pace = self._foresight.pace(load)
-            slow = pace.step > load.tpot > pace.alone
-            if load.pool == "prefill" or not load.requests or not (slow or room(load, 0.0) < smallest):
-                able.append((-pace.full, place))
+            known = self._roominess.get(load.name)
+            if known is None or known[0] is not load:
+                known = self._roominess[load.name] = (load, *self._roomy(load))
+            if known[2] >= smallest:
+                able.append((known[1], place))
         able.sort()
-        return [view.instances[place] for _, place in able]
+        return [(emptiness, view.instances[place]) for emptiness, place in able]
+
+    def _roomy(self, load: InstanceLoad) -> tuple[float, float]:
+        """(emptiness, tokens of the longest prompt for which to look at it more closely; 0 for none)."""
+        pace = self._foresight.pace(load)
+        if load.pool == "prefill" or not load.requests:
+            return -pace.full, inf
+        slow = pace.step > load.tpot > pace.alone
+        return -pace.full, 0.0 if slow else room(load, 0.0)
 
     def _place(
         self,
         candidates: Candidates,
-        fullest: Sequence[InstanceLoad],
+        fullest: Sequence[tuple[float, InstanceLoad]],
         demand: Demand,
         hurried: bool,
         barred: str | None,
@@ -93,8 +106,8 @@ class Aladdin:
         view = candidates.view
         start = self._latest_start(demand)
         costs: dict[str, float] = {}
-        for load in fullest:
-            costs[load.name] = -self._foresight.pace(load).full
+        for emptiness, load in fullest:
+            costs[load.name] = emptiness
             # (a); nothing stands before one that is late, and it stands before nobody
             if load.name == barred or load.free_at > (start if hurried else view.now):
                 continue
