@@ -17,6 +17,7 @@ from penstock.nn.batch import Batch
 from penstock.nn.ops import OPS
 from penstock.nn.ops.attention import sdpa
 from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
+from penstock.nn.packed import PackedWeight, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = [
@@ -24,7 +25,7 @@ BACKENDS = [
     for name, op in OPS.items()
     for backend in op.backends
     for device in DEVICES
-    if backend.serves(device)
+    if backend.serves(device) and (not name.startswith("packed") or packs(torch.device(device), torch.float32))
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -68,6 +69,14 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     rows, width = data.draw(st.integers(1, 9)), 2 * data.draw(st.integers(1, 33))
     if name == "linear":
         return (rand(rows, width), rand(7, width), data.draw(st.sampled_from([None, rand(7)]))), []
+    if name == "packed_linear":
+        outs, wide = data.draw(st.sampled_from([1, 16, 63, 64, 150])), data.draw(st.booleans())
+        width += data.draw(st.integers(0, 1))
+        weight, bias = PackedWeight.of(rand(outs, width)), data.draw(st.sampled_from([None, rand(outs)]))
+        return (rand(rows, width), weight, bias, torch.float32 if wide else dtype), []
+    if name == "packed_rows":
+        weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
+        return (weight, torch.randint(0, 150, (rows,))), []
     if name == "rms_norm":
         return (rand(rows, width), rand(width), 1e-6), []
     if name == "add_rms_norm":

@@ -18,6 +18,7 @@ from penstock.nn.native.build import BuildError, build_library
 
 log = logging.getLogger("penstock.native")
 DTYPES = (torch.bfloat16, torch.float32)  # that the kernels compute with
+SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of functions' names
 ARGUMENTS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -54,6 +55,13 @@ def function(name: str, arguments: str) -> Callable[..., Any]:
     return found
 
 
+def panel_groups() -> int:
+    """How a packed weight is laid out: see gemm.h."""
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    return int(library.penstock_panel_groups())
+
+
 def threads() -> int:
     """How many threads a kernel runs on."""
     library = _load()
@@ -65,3 +73,16 @@ def set_threads(count: int) -> None:
     library = _load()
     if isinstance(library, ctypes.CDLL):
         library.penstock_set_threads(count)
+
+
+def read(memory: torch.Tensor) -> None:
+    """Read a contiguous tensor once, as fast as the machine can."""
+    function("penstock_read", "pn")(memory.data_ptr(), memory.nbytes)
+
+
+def multiply(times: int, dtype: torch.dtype) -> int:
+    """Multiply and add on all threads as fast as the machine can. Returns how many of these operations that were."""
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    library.penstock_multiply.argtypes = [ctypes.c_int64, ctypes.c_int]
+    return 2 * 16 * times * library.penstock_multiply(times, dtype == torch.bfloat16) * threads()

@@ -9,6 +9,7 @@ from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.gumbel import gumbel_noise
 from penstock.nn.ops.linear import linear
+from penstock.nn.ops.packed_linear import packed_linear, packed_rows
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
 from penstock.nn.ops.silu_mul import silu_mul
@@ -21,6 +22,8 @@ __all__ = [
     "attention",
     "gumbel_noise",
     "linear",
+    "packed_linear",
+    "packed_rows",
     "rms_norm",
     "rotary",
     "silu_mul",
