@@ -10,6 +10,7 @@ from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.gumbel import gumbel_noise
 from penstock.nn.ops.linear import linear
 from penstock.nn.ops.packed_linear import packed_linear, packed_rows
+from penstock.nn.ops.qkv_to_cache import qkv_to_cache
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
 from penstock.nn.ops.silu_mul import silu_mul
@@ -24,6 +25,7 @@ __all__ = [
     "linear",
     "packed_linear",
     "packed_rows",
+    "qkv_to_cache",
     "rms_norm",
     "rotary",
     "silu_mul",
