@@ -75,3 +75,19 @@ class PackedWeight(nn.Module):
                 lines = part.view(-1, self.steps, groups, LANES, self.in_word)
                 rows.append(lines.permute(0, 2, 3, 1, 4).reshape(-1, self.steps * self.in_word))
         return torch.cat(rows)[: self.shape[0], : self.shape[1]]
+
+
+Weight = nn.Parameter | PackedWeight  # [outs, ins]
+
+
+def put(weight: Weight, first: int, rows: Tensor) -> None:
+    """Set rows [first, first + len(rows)) of a weight."""
+    if isinstance(weight, PackedWeight):
+        weight.put(first, rows)
+    else:
+        weight[first : first + len(rows)] = rows
+
+
+def dense(weight: Weight) -> Tensor:
+    """[outs, ins], a copy where it is packed."""
+    return weight.unpacked() if isinstance(weight, PackedWeight) else weight
