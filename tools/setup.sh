@@ -36,3 +36,4 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 echo "setup: installing penstock[$extras]"
 pip install --quiet --editable ".[$extras]"
+.venv/bin/python -m penstock.nn.native

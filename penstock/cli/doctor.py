@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -62,8 +61,7 @@ def examine(save: Path | None = None, model: str | None = None) -> Iterator[Row]
     yield from _speed(save, model)
     yield from _packages()
     yield from _demo()
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    yield "C++ compiler", "ok" if compiler else "note", compiler or "none; kernels would run as plain torch ops"
+    yield from _kernels()
 
 
 def _processor() -> Iterator[Row]:
@@ -102,6 +100,18 @@ def _torch() -> Iterator[Row]:
         using.setdefault(op.backend_on(device).name, []).append(name)
     for backend, names in using.items():
         yield f"{backend} ops on {device}", "ok", ", ".join(names)
+
+
+def _kernels() -> Iterator[Row]:
+    try:
+        from penstock.nn import native
+    except ImportError:
+        return  # torch is missing, which has been said
+    reason = native.missing()
+    if reason is None:
+        yield "kernels", "ok", f"compiled for this machine, {native.threads()} threads"
+    else:
+        yield "kernels", "note", f"none, they run as plain torch ops: {reason}"
 
 
 def _speed(save: Path | None, model: str | None) -> Iterator[Row]:

@@ -161,6 +161,22 @@ class Batch:
                 groups.setdefault(1 << (len(span.ids) - 1).bit_length(), []).append(span)
         return [DecodeGroup(spans, padded) for padded, spans in sorted(groups.items())]
 
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """([sequences, 4], [ids]) int64: first row, rows, start, and where a sequence's blocks are.
+
+        The latter is its first block where they are consecutive, and otherwise -1 - (its first place among the ids).
+        """
+        ids: list[int] = []
+        spans: list[tuple[int, int, int, int]] = []
+        for span in self.spans:
+            consecutive = isinstance(span.ids, range)
+            spans.append((span.row, span.rows, span.start, span.ids[0] if consecutive else -1 - len(ids)))
+            if not consecutive:
+                ids += span.ids
+        device = self.tokens.device
+        return torch.tensor(spans, device=device), torch.tensor(ids, dtype=torch.int64, device=device)
+
     @property
     def prefills(self) -> list[Span]:
         """Every sequence that has several rows in this step."""

@@ -1,4 +1,4 @@
-"""The parts that decoders are built from. Weights are plain parameters; mathematics is in `nn.ops`."""
+"""The parts that decoders are built from. Weights are parameters, some of them packed; mathematics is in `nn.ops`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
+from penstock.nn.packed import PackedWeight, Weight
 from penstock.nn.rope import frequencies
+
+
+def project(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x @ weight.T + bias, in x's dtype unless another is asked for."""
+    if isinstance(weight, PackedWeight):
+        return ops.packed_linear(x, weight, bias, dtype)
+    return ops.linear(x, weight, bias).to(dtype or x.dtype)
 
 
 class Linear(nn.Module):
@@ -21,11 +29,11 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, outs: tuple[int, ...], bias: bool) -> None:
         super().__init__()
         self.outs = outs
-        self.weight = nn.Parameter(torch.empty(sum(outs), in_features), requires_grad=False)
+        self.weight: Weight = nn.Parameter(torch.empty(sum(outs), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(outs)), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return project(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -45,10 +53,18 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
+        self.weight: Weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.weight, PackedWeight):
+            return ops.packed_rows(self.weight, tokens)
         return self.weight[tokens]
+
+
+def hold(module: Linear | Embedding, weight: Weight) -> None:
+    """Have a module compute with another weight."""
+    del module.weight  # torch puts no module where a parameter is
+    module.weight = weight
 
 
 class Rotation:

@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.nn.layers import Linear
+from penstock.nn.layers import Linear, hold
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.packed import PackedWeight, Weight, packs, put
 from penstock.nn.rope import frequencies
 
 # a checkpoint's projection -> the fused one it is part of, and its place there
@@ -32,9 +33,6 @@ FUSED = {
 }
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
-INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
@@ -81,7 +79,12 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
     try:
         with torch.device("meta"):
             model = cls(config).to(dtype)
+            if packs(device, dtype):
+                model.pack()
         model.to_empty(device=device)
+        for module in model.modules():
+            if isinstance(module, PackedWeight):
+                module.prepare()
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         reason = str(error).splitlines()[0]
         where = directory / "config.json"
@@ -167,9 +170,9 @@ def identity(directory: Path) -> str:
 
 def fill(model: Decoder, directory: Path) -> None:
     """Copy every weight to its place. Raises ConfigError unless each place is filled exactly once."""
-    parameters = dict(model.named_parameters())
+    places = _places(model)
     head, head_path = None, directory
-    missing = {(name, part) for name in parameters for part in range(_parts(model, name))}
+    missing = {(name, part) for name in places for part in range(_parts(model, name))}
     for path, name, tensor in weights(directory):
         if name.endswith(IGNORED):
             continue
@@ -177,16 +180,16 @@ def fill(model: Decoder, directory: Path) -> None:
             head, head_path = tensor, path
             continue
         target, part = _place(name)
-        if target not in parameters:
+        if target not in places:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
         if (target, part) not in missing:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        slot = _slice(model, target, part, parameters[target])
-        if slot.shape != tensor.shape:
-            raise ConfigError(
-                f"{path}: {name!r} is {list(tensor.shape)}, config.json makes it {list(slot.shape)}", "model"
-            )
-        slot.copy_(tensor)
+        place = places[target]
+        first, rows = _rows(model, target, part, place)
+        shape = torch.Size((rows, *place.shape[1:]))
+        if shape != tensor.shape:
+            raise ConfigError(f"{path}: {name!r} is {list(tensor.shape)}, config.json makes it {list(shape)}", "model")
+        put(place, first, tensor)
         missing.discard((target, part))
     if missing:
         names = sorted(name for name, _ in missing)
@@ -195,15 +198,29 @@ def fill(model: Decoder, directory: Path) -> None:
         _untie(model, head, head_path)
 
 
+def _places(model: Decoder) -> dict[str, Weight]:
+    """By name, whatever holds a weight: a parameter, or a packed one."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+    plain = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] not in packed}
+    return {**plain, **packed}
+
+
 def _untie(model: Decoder, head: Tensor, path: Path) -> None:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
     embedding = model.model.embed_tokens.weight
     if head.shape != embedding.shape:
         raise ConfigError(f"{path}: 'lm_head.weight' is {list(head.shape)}, not {list(embedding.shape)}", "model")
-    head = head.to(embedding)
-    if not torch.equal(head, embedding):
-        model.lm_head = Linear(head.shape[1], (head.shape[0],), bias=False)
-        model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    head = head.to(embedding.device, embedding.dtype)
+    if isinstance(embedding, PackedWeight):
+        packed = PackedWeight.of(head)
+        same = torch.equal(packed.memory, embedding.memory)
+    else:
+        same = torch.equal(head, embedding)
+    if not same:
+        with torch.device("meta"):
+            model.lm_head = Linear(head.shape[1], (head.shape[0],), bias=False)
+        weight = packed if isinstance(embedding, PackedWeight) else torch.nn.Parameter(head, requires_grad=False)
+        hold(model.lm_head, weight)
 
 
 def _place(name: str) -> tuple[str, int]:
@@ -218,9 +235,9 @@ def _parts(model: Decoder, name: str) -> int:
     return len(module.outs) if isinstance(module, Linear) else 1
 
 
-def _slice(model: Decoder, name: str, part: int, parameter: Tensor) -> Tensor:
+def _rows(model: Decoder, name: str, part: int, place: Weight) -> tuple[int, int]:
+    """Where in its place a part begins, and how many rows it has."""
     module = model.get_submodule(name.rpartition(".")[0])
     if not isinstance(module, Linear):
-        return parameter
-    start = sum(module.outs[:part])
-    return parameter[start : start + module.outs[part]]
+        return 0, place.shape[0]
+    return sum(module.outs[:part]), module.outs[part]

@@ -1,5 +1,7 @@
 """Every backend of every op against its reference, over odd shapes, wherever it runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -12,11 +14,12 @@ from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import as_blocks
-from penstock.nn import ops
+from penstock.nn import native, ops
 from penstock.nn.batch import Batch
 from penstock.nn.ops import OPS
 from penstock.nn.ops.attention import sdpa
 from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
+from penstock.nn.packed import PackedWeight, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BACKENDS = [
@@ -24,12 +27,13 @@ BACKENDS = [
     for name, op in OPS.items()
     for backend in op.backends
     for device in DEVICES
-    if backend.serves(device)
+    if backend.serves(device) and (not name.startswith("packed") or packs(torch.device(device), torch.float32))
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
+EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
 
 BLOCKS = 150
+HEADS = [(1, 1, 8), (2, 3, 16), (4, 2, 24), (2, 8, 80), (1, 2, 128)]  # of K and V, queries for each, and their size
 
 
 def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> Batch:
@@ -68,6 +72,14 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     rows, width = data.draw(st.integers(1, 9)), 2 * data.draw(st.integers(1, 33))
     if name == "linear":
         return (rand(rows, width), rand(7, width), data.draw(st.sampled_from([None, rand(7)]))), []
+    if name == "packed_linear":
+        outs, wide = data.draw(st.sampled_from([1, 16, 63, 64, 150])), data.draw(st.booleans())
+        width += data.draw(st.integers(0, 1))
+        weight, bias = PackedWeight.of(rand(outs, width)), data.draw(st.sampled_from([None, rand(outs)]))
+        return (rand(rows, width), weight, bias, torch.float32 if wide else dtype), []
+    if name == "packed_rows":
+        weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
+        return (weight, torch.randint(0, 150, (rows,))), []
     if name == "rms_norm":
         return (rand(rows, width), rand(width), 1e-6), []
     if name == "add_rms_norm":
@@ -83,10 +95,14 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 2, 65, 600])), min_size=1, max_size=5)
     )
     batch = batch_of(lengths, device, consecutive=data.draw(st.booleans()))
-    kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
+    kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
     order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
     cache = cache_of(order, kv_heads, dim, padding, device, dtype)
     total = sum(n for _, n in lengths)
+    if name == "qkv_to_cache":
+        norms = data.draw(st.sampled_from([None, (rand(dim), rand(dim))]))
+        rotation = rand(total, dim // 2), rand(total, dim // 2)
+        return (rand(total, kv_heads * (group + 2) * dim), norms, 1e-6, rotation, cache, batch), [4]
     if name == "store_kv":
         return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
     if name == "attention":
@@ -108,17 +124,106 @@ def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
 def agree(op, name, backend, device, data, dtype):
     torch.manual_seed(0)
     arguments, changed = case(name, data, device, dtype)
-    copies = tuple(a.clone() if i in changed else a for i, a in enumerate(arguments))
+    copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
     with op.using(backend):
         ours = op.on(device)(*arguments)
     with op.using("reference"):
         theirs = op.on(device)(*copies)
     pairs = [(arguments[i], copies[i]) for i in changed]
-    if not changed:
-        pairs += list(zip(ours, theirs, strict=True)) if isinstance(ours, tuple) else [(ours, theirs)]
+    if isinstance(ours, tuple):
+        pairs += zip(ours, theirs, strict=True)
+    elif ours is not None:
+        pairs.append((ours, theirs))
     for a, b in pairs:
         assert a.dtype == b.dtype
         assert torch.allclose(a.float(), b.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def step_of(start: int, rows: int, blocks) -> SequenceStep:
+    return SequenceStep("", start, list(range(rows)), blocks, True, SamplingParams(), 0)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = native.threads()
+    native.set_threads(count)
+    try:
+        yield
+    finally:
+        native.set_threads(before)
+
+
+@pytest.mark.parametrize("device", [device for name, _, device in EXACT if name == "attention"])
+@pytest.mark.parametrize("order", ["block", "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data):
+    """One sequence over two splits of the kernel: whole, in chunks, row by row, beside others, on one thread."""
+    kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
+    length = data.draw(st.sampled_from([70, 1000, 1100, 2100]))
+    torch.manual_seed(0)
+    q = torch.randn(length, kv_heads * group, dim).to(device, dtype)
+    cache = cache_of(order, kv_heads, dim, 0, device, dtype)
+    (span,) = batch_of([(0, length)], device, consecutive=False).spans
+
+    def compute(start: int, rows: int, others=()):
+        steps = [step_of(start, rows, tuple(span.ids)), *others]
+        mine = q[start : start + rows]
+        rest = torch.randn(sum(len(s.tokens) for s in others), *q.shape[1:]).to(q)
+        batch = Batch(steps, torch.device(device))
+        return ops.attention(torch.cat((mine, rest)), cache, batch, dim**-0.5, window)[:rows]
+
+    with OPS["attention"].using("native"):
+        whole = compute(0, length)
+        for rows in (1, 2, 3, 64, 65, 500):
+            start = data.draw(st.integers(0, length - min(rows, length)))
+            part = compute(start, min(rows, length), [step_of(i, 1 + i % 2, (7, 9)) for i in range(60, 70)])
+            assert torch.equal(part, whole[start : start + rows]), (start, rows)
+            with threads(1):
+                assert torch.equal(compute(start, min(rows, length)), part), (start, rows)
+        where = range(20, 20 + len(span.ids))  # the same blocks in consecutive places
+        cache[list(where)] = cache[list(span.ids)].clone()
+        batch = Batch([step_of(length - 1, 1, where)], torch.device(device))
+        assert torch.equal(ops.attention(q[-1:], cache, batch, dim**-0.5, window)[0], whole[-1])
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), EXACT)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
+def test_threads_change_no_bit(name, backend, device, data, dtype):
+    torch.manual_seed(0)
+    arguments, changed = case(name, data, device, dtype)
+    copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+    with OPS[name].using(backend):
+        ours = OPS[name].on(device)(*arguments)
+        with threads(1):
+            theirs = OPS[name].on(device)(*copies)
+    for i in changed:
+        assert torch.equal(arguments[i], copies[i])
+    if ours is not None:
+        assert all(map(torch.equal, *((x if isinstance(x, tuple) else (x,)) for x in (ours, theirs))))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("normed", [False, True])
+def test_one_pass_is_the_same_to_the_bit_as_its_parts(normed, dtype):
+    if native.missing():
+        pytest.skip("no kernels")
+    torch.manual_seed(0)
+    batch = batch_of([(0, 100), (63, 1)], "cpu", consecutive=False)
+    qkv = torch.randn(101, (6 + 2 * 2) * 24).to(dtype)
+    rotation = torch.randn(101, 12).to(dtype), torch.randn(101, 12).to(dtype)
+    norms = (torch.randn(24).to(dtype), torch.randn(24).to(dtype)) if normed else None
+    cache = cache_of("block", 2, 24, 0, "cpu", dtype)
+    other = cache.clone()
+    q, k, v = qkv.clone().unflatten(1, (10, 24)).split((6, 2, 2), dim=1)
+    if norms:
+        q, k = ops.rms_norm(q, norms[0], 1e-6), ops.rms_norm(k, norms[1], 1e-6)
+    ops.store_kv(ops.rotary(k, *rotation), v, other, batch)
+    assert torch.equal(ops.qkv_to_cache(qkv, norms, 1e-6, rotation, cache, batch), ops.rotary(q, *rotation))
+    assert torch.equal(cache, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)

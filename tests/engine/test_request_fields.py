@@ -9,6 +9,7 @@ import torch
 
 from penstock.engine import runner
 from penstock.nn.loader import load_model
+from penstock.nn.packed import put
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
@@ -236,7 +237,7 @@ def test_a_prompt_of_one_token_has_nothing_to_report(model):
 def test_a_prompt_whose_scores_are_no_numbers_ends_with_an_error(model):
     spoiled = copy.deepcopy(model)
     with torch.no_grad():
-        spoiled.lm_head.weight[7] = float("inf")
+        put(spoiled.lm_head.weight, 7, torch.full((1, spoiled.config.hidden_size), float("inf")))
     engine = make_engine(spoiled, budget=64)
     engine.add(asked())
     (output,) = engine.step()[0]  # before anything is drawn

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
-from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation
+from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
+from penstock.nn.packed import PackedWeight
 
 
 class Layer(nn.Module):
@@ -55,6 +55,14 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
         self._rotation: Rotation | None = None
 
+    def pack(self) -> None:
+        """Hold what products read in the kernels' layout; what weights held is gone."""
+        for module in list(self.modules()):
+            # an embedding is only looked up in, unless it is the head too
+            if isinstance(module, Linear) or (isinstance(module, Embedding) and self.lm_head is None):
+                outs, ins = module.weight.shape
+                hold(module, PackedWeight(outs, ins, module.weight.dtype, module.weight.device))
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
@@ -85,4 +93,4 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return ops.linear(hidden, head.weight).float()
+        return project(hidden, head.weight, dtype=torch.float32)

@@ -3,10 +3,16 @@
 from torch import Tensor
 
 from penstock.nn.batch import Batch
-from penstock.nn.ops.attention import reference, sdpa
+from penstock.nn.native import missing
+from penstock.nn.ops.attention import native, reference, sdpa
 from penstock.nn.ops.backends import Backend, Op
 
-OP = Op("attention", Backend("sdpa", sdpa.attention), Backend("reference", reference.attention))
+OP = Op(
+    "attention",
+    Backend("native", native.attention, frozenset({"cpu"}), missing),
+    Backend("sdpa", sdpa.attention),
+    Backend("reference", reference.attention),
+)
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:

@@ -2,11 +2,20 @@
 
 from torch import Tensor
 
+from penstock.nn.native import missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.ops.rms_norm import reference
+from penstock.nn.ops.rms_norm import native, reference
 
-OP = Op("rms_norm", Backend("reference", reference.rms_norm))
-ADD_OP = Op("add_rms_norm", Backend("reference", reference.add_rms_norm))
+OP = Op(
+    "rms_norm",
+    Backend("native", native.rms_norm, frozenset({"cpu"}), missing),
+    Backend("reference", reference.rms_norm),
+)
+ADD_OP = Op(
+    "add_rms_norm",
+    Backend("native", native.add_rms_norm, frozenset({"cpu"}), missing),
+    Backend("reference", reference.add_rms_norm),
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,10 +2,15 @@
 
 from torch import Tensor
 
+from penstock.nn.native import missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.ops.rotary import reference
+from penstock.nn.ops.rotary import native, reference
 
-OP = Op("rotary", Backend("reference", reference.rotary))
+OP = Op(
+    "rotary",
+    Backend("native", native.rotary, frozenset({"cpu"}), missing),
+    Backend("reference", reference.rotary),
+)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

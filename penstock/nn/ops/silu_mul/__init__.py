@@ -2,10 +2,15 @@
 
 from torch import Tensor
 
+from penstock.nn.native import missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.ops.silu_mul import reference
+from penstock.nn.ops.silu_mul import native, reference
 
-OP = Op("silu_mul", Backend("reference", reference.silu_mul))
+OP = Op(
+    "silu_mul",
+    Backend("native", native.silu_mul, frozenset({"cpu"}), missing),
+    Backend("reference", reference.silu_mul),
+)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

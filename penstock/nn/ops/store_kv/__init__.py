@@ -3,10 +3,15 @@
 from torch import Tensor
 
 from penstock.nn.batch import Batch
+from penstock.nn.native import missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.ops.store_kv import reference
+from penstock.nn.ops.store_kv import native, reference
 
-OP = Op("store_kv", Backend("reference", reference.store_kv))
+OP = Op(
+    "store_kv",
+    Backend("native", native.store_kv, frozenset({"cpu"}), missing),
+    Backend("reference", reference.store_kv),
+)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:

@@ -1,0 +1,88 @@
+"""Kernels in C++ for the CPU: compiled for this machine when they are first needed, called through ctypes.
+
+ctypes lets go of the interpreter's lock while a kernel runs. A kernel is given raw pointers, so whoever calls one makes
+sure of devices, dtypes, shapes and strides first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.nn.native.build import BuildError, build_library
+
+log = logging.getLogger("penstock.native")
+DTYPES = (torch.bfloat16, torch.float32)  # that the kernels compute with
+SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of functions' names
+ARGUMENTS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        library = ctypes.CDLL(str(build_library()))
+    except (BuildError, OSError) as error:
+        log.warning("kernels run as plain torch ops: %s", error)
+        return str(error)
+    library.penstock_set_threads(torch.get_num_threads())
+    return library
+
+
+def missing() -> str | None:
+    """Why kernels cannot be used on this machine, or None. The first call may compile them."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def function(name: str, arguments: str) -> Callable[..., Any]:
+    """A function of the library that returns nothing.
+
+    Args:
+        arguments: a letter for each: "p" a pointer (an int, or None), "n" a number, "f" a float.
+    """
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    found = library[name]
+    found.argtypes = [ARGUMENTS[letter] for letter in arguments]
+    found.restype = None
+    return found
+
+
+def panel_groups() -> int:
+    """How a packed weight is laid out: see gemm.h."""
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    return int(library.penstock_panel_groups())
+
+
+def threads() -> int:
+    """How many threads a kernel runs on."""
+    library = _load()
+    return library.penstock_threads() if isinstance(library, ctypes.CDLL) else 1
+
+
+def set_threads(count: int) -> None:
+    """As many as torch has, unless this says otherwise."""
+    library = _load()
+    if isinstance(library, ctypes.CDLL):
+        library.penstock_set_threads(count)
+
+
+def read(memory: torch.Tensor) -> None:
+    """Read a contiguous tensor once, as fast as the machine can."""
+    function("penstock_read", "pn")(memory.data_ptr(), memory.nbytes)
+
+
+def multiply(times: int, dtype: torch.dtype) -> int:
+    """Multiply and add on all threads as fast as the machine can. Returns how many of these operations that were."""
+    library = _load()
+    assert isinstance(library, ctypes.CDLL), library
+    library.penstock_multiply.argtypes = [ctypes.c_int64, ctypes.c_int]
+    return 2 * 16 * times * library.penstock_multiply(times, dtype == torch.bfloat16) * threads()

@@ -1,0 +1,570 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "lanes.h"
+#include "pack.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace penstock {
+namespace {
+
+constexpr int SPLIT_BLOCKS = 16;  // positions are summed up in pieces of so many blocks, then the pieces are
+constexpr int TILE = 128;         // queries (row and head) for which a block of K and V is packed once
+constexpr int MOST = 6;           // queries whose sums are in registers together
+constexpr int FEW = 4;            // queries for which K and V are read where they are, not packed
+constexpr int64_t PACKING = 6;    // queries that reading and packing a block costs as much as
+constexpr int64_t ALONE = 64;     // queries times blocks that a thread computes before another is worth waking
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Products are made of units of 32 bits: one float, or two bfloat16.
+struct Single {
+    static constexpr int EACH = 1;
+    static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
+        float x;
+        std::memcpy(&x, a, 4);
+        return fma(splat(x), b, sum);
+    }
+};
+
+#ifdef __AVX512BF16__
+struct Pair {
+    static constexpr int EACH = 2;
+    static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
+        int x;
+        std::memcpy(&x, a, 4);
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)b);
+    }
+};
+#else
+using Pair = Single;  // bfloat16 is widened
+#endif
+
+template <class E>
+using UnitOf = std::conditional_t<std::is_same_v<E, bf16>, Pair, Single>;
+
+// Whether elements must be widened to become units.
+template <class E>
+constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4;
+
+// One head's K and V of a block in the cache, as far as the sequence has come.
+template <class E>
+struct Source {
+    const E *keys, *values;
+    int64_t stride, dim;  // from token to token; of a head
+    int count;            // tokens that are there
+    int64_t next;         // from here to the block that will be visited next, 0 where there is none
+
+    // 16 units of 16 tokens, as columns of a unit each; tokens that are not there are 0.
+    void keys_at(int64_t token, int64_t unit, f32x16 (&columns)[16]) const {
+        constexpr int EACH = UnitOf<E>::EACH;
+        const E* from = keys + token * stride + unit * EACH;
+        const int64_t units = dim / EACH - unit;
+        if (!WIDENED<E> && token + 16 <= count && units >= 16) {
+#pragma GCC unroll 16
+            for (int r = 0; r < 16; r++) columns[r] = load(reinterpret_cast<const float*>(from + r * stride));
+        } else {
+            for (int r = 0; r < 16; r++) {
+                if (token + r >= count)
+                    columns[r] = f32x16{};
+                else if constexpr (WIDENED<E>)
+                    columns[r] = units >= 16 ? load(from + r * stride) : load(from + r * stride, static_cast<int>(units));
+                else
+                    columns[r] = load_units(from + r * stride, units);
+            }
+        }
+        transpose(columns);
+    }
+
+    // N vectors of units from dimension `d` on; a unit is of as many tokens as it has elements.
+    template <int N>
+    void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
+        const E* row = values + token * stride + d;
+        if constexpr (UnitOf<E>::EACH == 2) {
+            interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, dim - d, columns);
+        } else {
+            for (int n = 0; n < N; n++) {
+                int64_t there = token < count ? dim - d - 16 * n : 0;
+                columns[n] = there >= 16  ? load(row + 16 * n)
+                             : there <= 0 ? f32x16{}
+                                          : load(row + 16 * n, static_cast<int>(there));
+            }
+        }
+    }
+
+    // Have some tokens of the next block's K or V on their way while this one's are computed with.
+    void fetch(const E* kind, int64_t from, int64_t to) const {
+        if (next == 0) return;
+        for (int64_t token = from; token < to; token++)
+            for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(E)))
+                __builtin_prefetch(kind + next + token * stride + d);
+    }
+};
+
+// The same in working memory: K as [unit][token], V as [unit of tokens][dimension], for many queries to be read from.
+template <class E>
+struct Packed {
+    using U = UnitOf<E>;
+    float *keys, *values;
+    int64_t units, width;
+
+    static int64_t floats(int64_t dim, int64_t width) { return BLOCK_TOKENS * (dim + width) / U::EACH; }
+
+    Packed(float* memory, int64_t dim, int64_t width)
+        : keys(memory), values(memory + BLOCK_TOKENS * dim / U::EACH), units(dim / U::EACH), width(width) {}
+
+    void fill(const Source<E>& source) {
+        for (int64_t unit = 0; unit < units; unit += 16) {
+            for (int64_t token = 0; token < BLOCK_TOKENS; token += 16) {
+                f32x16 columns[16];
+                source.keys_at(token, unit, columns);
+                if (unit == 0) source.fetch(source.keys, token, token + 16);
+                float* to = keys + unit * BLOCK_TOKENS + token;
+                int64_t there = std::min<int64_t>(16, units - unit);
+                for (int64_t c = 0; c < there; c++) store(to + c * BLOCK_TOKENS, columns[c]);
+            }
+        }
+        for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
+            float* to = values + token / U::EACH * width;
+            source.fetch(source.values, token, token + U::EACH);
+            int64_t d = 0;
+            for (; d + 32 <= width; d += 32) {
+                f32x16 columns[2];
+                source.values_at(token, d, columns);
+                store(to + d, columns[0]);
+                store(to + d + 16, columns[1]);
+            }
+            if (d < width) {
+                f32x16 columns[1];
+                source.values_at(token, d, columns);
+                store(to + d, columns[0]);
+            }
+        }
+    }
+};
+
+// Scores of R queries: q . k, summed over units in order.
+template <class E, int R>
+inline void multiply_keys(const Packed<E>& block, const uint32_t* const* q, f32x16 (&scores)[R][4]) {
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 4; n++) scores[r][n] = f32x16{};
+    for (int64_t unit = 0; unit < block.units; unit++) {
+        f32x16 columns[4];
+        for (int n = 0; n < 4; n++) columns[n] = load(block.keys + unit * BLOCK_TOKENS + 16 * n);
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < 4; n++) scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit, columns[n]);
+    }
+}
+
+template <class E, int R>
+inline void multiply_keys(const Source<E>& block, const uint32_t* const* q, f32x16 (&scores)[R][4]) {
+    const int64_t units = block.dim / UnitOf<E>::EACH;
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 4; n++) scores[r][n] = f32x16{};
+    for (int64_t unit = 0; unit < units; unit += 16) {
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) {
+            f32x16 columns[16];
+            block.keys_at(16 * n, unit, columns);
+            const int64_t done = (unit / 16 * 4 + n) * 64, steps = ceil_div(units, 16) * 4;
+            block.fetch(block.keys, done / steps, (done + 64) / steps);
+            if (units - unit >= 16) {
+#pragma GCC unroll 16
+                for (int c = 0; c < 16; c++)
+                    for (int r = 0; r < R; r++)
+                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
+            } else {
+                for (int c = 0; c < units - unit; c++)
+                    for (int r = 0; r < R; r++)
+                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
+            }
+        }
+    }
+}
+
+template <int N, class E>
+inline void values_at(const Packed<E>& block, int64_t token, int64_t d, f32x16 (&columns)[N]) {
+    for (int n = 0; n < N; n++) columns[n] = load(block.values + token / UnitOf<E>::EACH * block.width + d + 16 * n);
+}
+
+template <int N, class E>
+inline void values_at(const Source<E>& block, int64_t token, int64_t d, f32x16 (&columns)[N]) {
+    block.values_at(token, d, columns);
+    if (d == 0) block.fetch(block.values, token, token + UnitOf<E>::EACH);
+}
+
+// Weighted sums of V over some positions, of several queries: sum exp(score - most) v, and of the weights, as 16 parts.
+struct Sums {
+    float *most, *weight, *value;  // [queries], [queries, 16], [queries, width]
+
+    static int64_t floats(int64_t queries, int64_t width) { return queries * (32 + width); }
+
+    Sums(float* memory, int64_t queries) : most(memory), weight(memory + 16 * queries), value(memory + 32 * queries) {}
+
+    void clear(int64_t queries, int64_t width) const {
+        std::fill(most, most + queries, NOTHING);
+        std::fill(weight, weight + queries * (16 + width), 0.0f);
+    }
+};
+
+// Add one query's sums to those of the positions before.
+void merge(const Sums& total, const Sums& part, int64_t query, int64_t width) {
+    const float before = total.most[query], now = part.most[query];
+    if (now == NOTHING) return;
+    const f32x16 most = max(splat(before), splat(now));
+    const f32x16 keep = exp2(splat(before) - most), add = exp2(splat(now) - most);
+    total.most[query] = most[0];
+    auto combine = [&](float* a, const float* b) { store(a, fma(load(a), keep, load(b) * add)); };
+    combine(total.weight + 16 * query, part.weight + 16 * query);
+    for (int64_t d = 0; d < width; d += 16) combine(total.value + query * width + d, part.value + query * width + d);
+}
+
+// What all items of a call share.
+template <class E>
+struct Call {
+    const AttentionBatch& batch;
+    const E *q, *cache;
+    int64_t q_stride;
+    E* out;
+    float scale;  // with log2(e), since weights are powers of 2
+    int64_t window, group, width;
+};
+
+// What a thread computes at once: some heads' splits [from, to) of a tile, which is some rows of a sequence. Where
+// `shared` is not negative, other items compute the tile's other splits, each leaves its sums, and the one that ends
+// last adds them up.
+struct Item {
+    int64_t cost, span, row, rows, head, heads, from, to, shared;
+};
+
+// A tile whose splits are computed apart; their sums lie one after the other.
+struct Shared {
+    int64_t place, first, splits;
+};
+
+// Queries are numbered row * group + head of the group, for each head of K and V by itself.
+template <class E>
+class Tile {
+    using U = UnitOf<E>;
+
+   public:
+    Tile(const Call<E>& call, const Item& item, float* scratch)
+        : call_(call),
+          cache_(call.batch.cache),
+          span_(call.batch.spans[item.span]),
+          item_(item),
+          position_(span_.start + item.row),
+          queries_(item.rows * call.group),
+          packed_(scratch, cache_.dim, call.width),
+          wide_(scratch + Packed<E>::floats(cache_.dim, call.width)) {
+        if constexpr (WIDENED<E>) {
+            for (int64_t h = 0; h < item.heads; h++)
+                for (int64_t i = 0; i < queries_; i++)
+                    for (int64_t d = 0; d < cache_.dim; d++)
+                        wide_[(h * queries_ + i) * cache_.dim + d] = widen(query(h, i)[d]);
+        }
+    }
+
+    // Of working memory.
+    static int64_t floats(int64_t dim, int64_t width, int64_t queries, int64_t heads) {
+        return Packed<E>::floats(dim, width) + (WIDENED<E> ? heads * queries * dim : 0);
+    }
+
+    int64_t sums_size() const { return Sums::floats(queries_, call_.width); }
+
+    // Each split by itself and then together, in order. `total` and `part` have room for every head's sums, one after
+    // the other; `part` is where a split is summed up that is not the first.
+    void sum(float* total, float* part) {
+        for (int64_t split = item_.from; split < item_.to; split++) {
+            float* sums = split == item_.from ? total : part;
+            for (int64_t h = 0; h < item_.heads; h++) at(sums, h).clear(queries_, call_.width);
+            add_split(split, sums);
+            if (sums == total) continue;
+            for (int64_t h = 0; h < item_.heads; h++)
+                for (int64_t i = 0; i < queries_; i++) merge(at(total, h), at(part, h), i, call_.width);
+        }
+    }
+
+    Sums at(float* sums, int64_t head) const { return Sums(sums + head * sums_size(), queries_); }
+
+    void write(float* total) const {
+        const int64_t out_stride = call_.batch.heads * cache_.dim;
+        for (int64_t h = 0; h < item_.heads; h++) {
+            const Sums sums = at(total, h);
+            for (int64_t i = 0; i < queries_; i++) {
+                const f32x16 share = splat(1.0f / sum_lanes(load(sums.weight + 16 * i)));
+                E* to = call_.out + (span_.row + item_.row + i / call_.group) * out_stride +
+                        ((item_.head + h) * call_.group + i % call_.group) * cache_.dim;
+                const float* from = sums.value + i * call_.width;
+                int64_t d = 0;
+                for (; d + 16 <= cache_.dim; d += 16) store(to + d, load(from + d) * share);
+                if (d < cache_.dim) store(to + d, load(from + d) * share, static_cast<int>(cache_.dim - d));
+            }
+        }
+    }
+
+   private:
+    const E* query(int64_t h, int64_t i) const {
+        return call_.q + (span_.row + item_.row + i / call_.group) * call_.q_stride +
+               ((item_.head + h) * call_.group + i % call_.group) * cache_.dim;
+    }
+
+    const E* keys(int64_t h, int64_t block) const {
+        const int64_t slot = span_.place >= 0 ? span_.place + block : call_.batch.ids[block - 1 - span_.place];
+        return call_.cache + slot * cache_.block + (item_.head + h) * cache_.head;
+    }
+
+    void add_split(int64_t split, float* sums) {
+        const int64_t end = std::min((split + 1) * SPLIT_BLOCKS, ceil_div(position_ + item_.rows, BLOCK_TOKENS));
+        const int64_t lowest = call_.window ? std::max<int64_t>(0, position_ - call_.window + 1) / BLOCK_TOKENS : 0;
+        for (int64_t block = std::max(split * SPLIT_BLOCKS, lowest); block < end; block++) {
+            const int64_t left = std::min<int64_t>(BLOCK_TOKENS, position_ + item_.rows - block * BLOCK_TOKENS);
+            for (int64_t h = 0; h < item_.heads; h++) {
+                const E* here = keys(h, block);
+                const E* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : here;
+                const Source<E> source{here,       here + cache_.kind,     cache_.token,
+                                       cache_.dim, static_cast<int>(left), next - here};
+                visit(h, block, source, at(sums, h));
+            }
+        }
+    }
+
+    void visit(int64_t h, int64_t block, const Source<E>& source, const Sums& sums) {
+        const int64_t first = block * BLOCK_TOKENS;
+        // rows that see some of it
+        const int64_t from = std::max<int64_t>(0, first - position_);
+        const int64_t to =
+            call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
+        if (queries_ <= FEW) {
+            dispatch(h, from * call_.group, to * call_.group, first, source, sums);
+        } else {
+            packed_.fill(source);
+            for (int64_t i = from * call_.group, end = to * call_.group; i < end; i += MOST)
+                dispatch(h, i, std::min(i + MOST, end), first, packed_, sums);
+        }
+    }
+
+    template <class B>
+    void dispatch(int64_t h, int64_t from, int64_t to, int64_t first, const B& block, const Sums& sums) {
+        switch (to - from) {
+            case 1: return attend<1>(h, from, first, block, sums);
+            case 2: return attend<2>(h, from, first, block, sums);
+            case 3: return attend<3>(h, from, first, block, sums);
+            case 4: return attend<4>(h, from, first, block, sums);
+            case 5: return attend<5>(h, from, first, block, sums);
+            case 6: return attend<6>(h, from, first, block, sums);
+            default: return;
+        }
+    }
+
+    // A block's part of R queries from the i-th on.
+    template <int R, class B>
+    void attend(int64_t h, int64_t i, int64_t first, const B& block, const Sums& sums) {
+        const uint32_t* units[R];
+        for (int r = 0; r < R; r++) {
+            const void* q = query(h, i + r);
+            if constexpr (WIDENED<E>) q = wide_ + (h * queries_ + i + r) * cache_.dim;
+            units[r] = static_cast<const uint32_t*>(q);
+        }
+        f32x16 scores[R][4];
+        multiply_keys<E, R>(block, units, scores);
+        alignas(64) uint32_t weights[R][BLOCK_TOKENS / U::EACH];
+        f32x16 keep[R];
+        for (int r = 0; r < R; r++) {
+            for (auto& s : scores[r]) s = s * splat(call_.scale);
+            hide(scores[r], position_ + (i + r) / call_.group - first);
+            const f32x16 before = splat(sums.most[i + r]);
+            f32x16 most = max(max(scores[r][0], scores[r][1]), max(scores[r][2], scores[r][3]));
+            most = max(before, max_lanes(most));
+            keep[r] = exp2(before - most);
+            sums.most[i + r] = most[0];
+            for (auto& s : scores[r]) s = exp2(s - most);
+            float* weight = sums.weight + 16 * (i + r);
+            store(weight, fma(load(weight), keep[r], put(weights[r], scores[r])));
+            units[r] = weights[r];
+        }
+        int64_t d = 0;
+        float* to = sums.value + i * call_.width;
+        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, keep, d, to);
+        switch ((call_.width - d) / 16) {
+            case 1: return add_values<R, 1>(block, units, keep, d, to);
+            case 2: return add_values<R, 2>(block, units, keep, d, to);
+            case 3: return add_values<R, 3>(block, units, keep, d, to);
+            default: return;
+        }
+    }
+
+    // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.
+    void hide(f32x16 (&scores)[4], int64_t at) const {
+        if (at < BLOCK_TOKENS - 1)
+            for (int n = 0; n < 4; n++)
+                scores[n] = where(lane_numbers() + 16 * n > int(at), splat(NOTHING), scores[n]);
+        if (call_.window && at >= call_.window)
+            for (int n = 0; n < 4; n++)
+                scores[n] = where(lane_numbers() + 16 * n <= int(at - call_.window), splat(NOTHING), scores[n]);
+    }
+
+    // The weights as units; returns their sum, of what rounding has made of them.
+    static f32x16 put(uint32_t* to, f32x16 (&weights)[4]) {
+        for (int n = 0; n < 4; n++) {
+            if constexpr (U::EACH == 2) {
+                bf16* place = reinterpret_cast<bf16*>(to) + 16 * n;
+                store(place, weights[n]);
+                weights[n] = load(place);
+            } else {
+                store(reinterpret_cast<float*>(to) + 16 * n, weights[n]);
+            }
+        }
+        return (weights[0] + weights[1]) + (weights[2] + weights[3]);
+    }
+
+    template <int R, int N, class B>
+    void add_values(const B& block, const uint32_t* const* weights, const f32x16* keep, int64_t d, float* to) const {
+        f32x16 found[R][N];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) found[r][n] = f32x16{};
+        for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
+            f32x16 columns[N];
+            values_at<N>(block, token, d, columns);
+            for (int r = 0; r < R; r++)
+                for (int n = 0; n < N; n++)
+                    found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH, columns[n]);
+        }
+        for (int r = 0; r < R; r++) {
+            for (int n = 0; n < N; n++) {
+                float* place = to + r * call_.width + d + 16 * n;
+                store(place, fma(load(place), keep[r], found[r][n]));
+            }
+        }
+    }
+
+    const Call<E>& call_;
+    const Cache& cache_;
+    const Span& span_;
+    const Item& item_;
+    const int64_t position_, queries_;
+    Packed<E> packed_;
+    float* wide_;
+};
+
+struct Work {
+    std::vector<Item> items;  // the longest first
+    std::vector<Shared> shared;
+    int64_t cost = 0, floats = 0;  // all items'; of the sums that shared tiles leave
+};
+
+// Who computes what does not change what is computed, so it may depend on the number of threads.
+void plan(const AttentionBatch& batch, int64_t window, int64_t group, int64_t width, Work& work) {
+    work.items.clear();
+    work.shared.clear();
+    work.cost = work.floats = 0;
+    const int64_t kv_heads = batch.cache.kv_heads, most_rows = std::max<int64_t>(1, TILE / group);
+    // heads that follow one another are neighbours in the cache: few rows read them together if there is enough to share
+    const int64_t together = std::clamp<int64_t>(batch.count * kv_heads / (4 * threads()), 1, kv_heads);
+    for (int64_t s = 0; s < batch.count; s++) {
+        const Span& span = batch.spans[s];
+        for (int64_t row = 0; row < span.rows; row += most_rows) {
+            const int64_t rows = std::min(most_rows, span.rows - row), first = span.start + row, queries = rows * group;
+            const int64_t to = ceil_div(first + rows, BLOCK_TOKENS);
+            const int64_t from = window ? std::max<int64_t>(0, first - window + 1) / BLOCK_TOKENS : 0;
+            const int64_t split_from = from / SPLIT_BLOCKS, splits = ceil_div(to, SPLIT_BLOCKS) - split_from;
+            const bool few = queries <= FEW, apart = few && splits > 1;
+            const int64_t step = apart ? 1 : splits, heads = few ? together : 1;
+            for (int64_t head = 0; head < kv_heads; head += heads) {
+                const int64_t own = std::min(heads, kv_heads - head);
+                if (apart) {
+                    work.shared.push_back({work.floats, split_from, splits});
+                    work.floats += splits * own * Sums::floats(queries, width);
+                }
+                for (int64_t split = split_from; split < split_from + splits; split += step) {
+                    const int64_t end = std::min(to, (split + step) * SPLIT_BLOCKS);
+                    const int64_t cost = (end - std::max(from, split * SPLIT_BLOCKS)) * own * (queries + PACKING);
+                    const int64_t shared = apart ? static_cast<int64_t>(work.shared.size()) - 1 : -1;
+                    work.cost += cost;
+                    work.items.push_back({cost, s, row, rows, head, own, split, split + step, shared});
+                }
+            }
+        }
+    }
+    std::sort(work.items.begin(), work.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+}
+
+// Memory that a thread keeps, from the start of a cache line.
+float* take(std::vector<float>& memory, int64_t floats) {
+    if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    return memory.data() + (-address & 63) / 4;
+}
+
+template <class E>
+void compute(const Call<E>& call, const Item& item, const Work& work, float* left, std::atomic<int64_t>* missing) {
+    static thread_local std::vector<float> memory;
+    const int64_t queries = item.rows * call.group;
+    const int64_t sums = item.heads * Sums::floats(queries, call.width);
+    const int64_t scratch = Tile<E>::floats(call.batch.cache.dim, call.width, queries, item.heads);
+    float* own = take(memory, 2 * sums + scratch);
+    Tile<E> tile(call, item, own + 2 * sums);
+    if (item.shared < 0) {
+        tile.sum(own, own + sums);
+        tile.write(own);
+        return;
+    }
+    const Shared& shared = work.shared[item.shared];
+    float* first = left + shared.place;
+    tile.sum(first + (item.from - shared.first) * sums, own);
+    if (missing[item.shared].fetch_sub(1) > 1) return;
+    for (int64_t split = 1; split < shared.splits; split++)
+        for (int64_t h = 0; h < item.heads; h++)
+            for (int64_t i = 0; i < queries; i++)
+                merge(tile.at(first, h), tile.at(first + split * sums, h), i, call.width);
+    tile.write(first);
+}
+
+template <class E>
+void run(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_stride, void* out, float scale,
+         int64_t window) {
+    static thread_local Work kept;
+    static thread_local std::vector<float> memory;
+    const int64_t group = batch.heads / batch.cache.kv_heads, width = ceil_div(batch.cache.dim, 16) * 16;
+    plan(batch, window, group, width, kept);
+    const Work& work = kept;
+    float* left = take(memory, work.floats);
+    std::unique_ptr<std::atomic<int64_t>[]> missing(new std::atomic<int64_t>[work.shared.size()]);
+    for (size_t i = 0; i < work.shared.size(); i++) missing[i] = work.shared[i].splits;
+    const E* cache = static_cast<const E*>(batch.cache.base) + layer * batch.cache.layer;
+    const Call<E> call{batch, static_cast<const E*>(q), cache, q_stride, static_cast<E*>(out), scale * LOG2_E,
+                       window, group,                   width};
+    auto task = [&](int index) { compute(call, work.items[index], work, left, missing.get()); };
+    const int count = static_cast<int>(work.items.size());
+    if (work.cost < ALONE)
+        for (int i = 0; i < count; i++) task(i);
+    else
+        parallel_for(count, task);
+}
+
+}  // namespace
+
+void attention(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_stride, void* out, float scale,
+               int64_t window) {
+    if (batch.cache.is_bf16)
+        run<bf16>(batch, layer, q, q_stride, out, scale, window);
+    else
+        run<float>(batch, layer, q, q_stride, out, scale, window);
+}
+
+}  // namespace penstock
+
+extern "C" void penstock_attention(const penstock::Span* spans, int64_t count, const int64_t* ids,
+                                   const penstock::Cache* cache, int64_t heads, const void* q, int64_t q_stride,
+                                   void* out, float scale, int64_t window) {
+    penstock::attention({spans, count, ids, *cache, heads}, 0, q, q_stride, out, scale, window);
+}

@@ -1,0 +1,316 @@
+#include "gemm.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+#include "pool.h"
+
+namespace penstock {
+namespace {
+
+// What is summed at once in registers: ROWS rows by GROUPS groups of outputs.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, GROUPS = 4;
+#else
+constexpr int ROWS = 3, GROUPS = 2;
+#endif
+constexpr int PANEL = GROUPS * LANES;
+constexpr int64_t FEW_STEPS = 256 / GROUPS;    // 16 KiB of lines
+constexpr int64_t MANY_STEPS = 4096 / GROUPS;  // 256 KiB, which second caches have room for
+constexpr int64_t MANY_TILES = 8;
+constexpr int64_t ROWS_AT_ONCE = 32 * ROWS;
+constexpr int64_t AHEAD = 8192 / sizeof(Line);  // lines that are asked for before they are used
+constexpr int64_t ALONE = 2048;                 // lines times rows that are not worth waking another thread for
+constexpr int64_t TASK = 16384;                 // lines that a task has at most, where there are many
+
+template <class T>
+constexpr int IN_WORD = 4 / sizeof(T);  // inputs in a 32-bit word
+
+inline uint32_t word_at(const char* x) {
+    uint32_t word;
+    std::memcpy(&word, x, 4);
+    return word;
+}
+
+template <class T>
+f32x16 multiply_add(f32x16 sum, uint32_t word, const Line& line);
+
+template <>
+inline f32x16 multiply_add<float>(f32x16 sum, uint32_t word, const Line& line) {
+    float x;
+    std::memcpy(&x, &word, 4);
+    return fma(splat(x), load(reinterpret_cast<const float*>(line.words)), sum);
+}
+
+template <>
+inline f32x16 multiply_add<bf16>(f32x16 sum, uint32_t word, const Line& line) {
+#if defined(__AVX512BF16__)
+    const __m512i weights = _mm512_load_si512(line.words);
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)), reinterpret_cast<__m512bh>(weights));
+#else
+    u32x16 weights;
+    std::memcpy(&weights, line.words, sizeof weights);
+    const u32x16 even = u32x16{} + (word << 16), odd = u32x16{} + (word & 0xffff0000);
+    sum = fma(reinterpret_cast<f32x16>(even), reinterpret_cast<f32x16>(weights << 16), sum);
+    return fma(reinterpret_cast<f32x16>(odd), reinterpret_cast<f32x16>(weights & 0xffff0000), sum);
+#endif
+}
+
+// Adds `steps` words of M rows times G groups to sums [M][PANEL], which begin as zeros if `first`. In each step FETCH
+// lines from `ahead` on are asked for.
+template <class T, int M, int G, int FETCH>
+void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float* sums, bool first, const Line* ahead) {
+    f32x16 sum[M][G];
+    for (int m = 0; m < M; m++)
+        for (int g = 0; g < G; g++) sum[m][g] = first ? f32x16{} : load(sums + m * PANEL + g * LANES);
+    for (int64_t step = 0; step < steps; step++) {
+        for (int f = 0; f < FETCH; f++) __builtin_prefetch(ahead + f, 0, 3);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            const uint32_t word = word_at(x + m * stride);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) sum[m][g] = multiply_add<T>(sum[m][g], word, lines[g]);
+        }
+        x += 4;
+        lines += G;
+        ahead += FETCH;
+    }
+    for (int m = 0; m < M; m++)
+        for (int g = 0; g < G; g++) store(sums + m * PANEL + g * LANES, sum[m][g]);
+}
+
+using Tile = void (*)(const char*, int64_t, const Line*, int64_t, float*, bool, const Line*);
+
+template <class T, int G, int FETCH>
+Tile tile_of_rows(int rows) {
+    static constexpr Tile TILES[] = {
+        tile<T, 1, G, FETCH>,
+        tile<T, 2, G, FETCH>,
+        tile<T, 3, G, FETCH>,
+#if defined(__AVX512F__)
+        tile<T, 4, G, FETCH>,
+        tile<T, 5, G, FETCH>,
+        tile<T, 6, G, FETCH>,
+#endif
+    };
+    static_assert(sizeof TILES / sizeof *TILES == ROWS);
+    return TILES[rows - 1];
+}
+
+// `fetch` is 0, 1, 2 or `groups`.
+template <class T>
+Tile tile_of(int rows, int groups, int fetch) {
+    if (groups == GROUPS) {
+        switch (fetch) {
+            case 0: return tile_of_rows<T, GROUPS, 0>(rows);
+            case 1: return tile_of_rows<T, GROUPS, 1>(rows);
+            case 2: return tile_of_rows<T, GROUPS, 2>(rows);
+            default: return tile_of_rows<T, GROUPS, GROUPS>(rows);
+        }
+    }
+    switch (groups) {
+        case 1: return tile_of_rows<T, 1, 0>(rows);
+        case 2: return tile_of_rows<T, 2, 0>(rows);
+        default: return tile_of_rows<T, 3, 0>(rows);
+    }
+}
+
+template <class T>
+int64_t steps_of(const Packed<T>& weight) {
+    return (weight.ins + IN_WORD<T> - 1) / IN_WORD<T>;
+}
+
+// Where a group of 16 outputs has its first line, and how many lines its next is away.
+template <class T>
+const Line* group_of(const Packed<T>& weight, int64_t group, int64_t* apart) {
+    const int64_t groups = (weight.outs + LANES - 1) / LANES, panel = group / GROUPS;
+    *apart = std::min<int64_t>(GROUPS, groups - panel * GROUPS);
+    return weight.lines + panel * GROUPS * steps_of(weight) + group % GROUPS;
+}
+
+template <class T, class Out>
+struct Product {
+    const Packed<T>& weight;
+    const char* x;
+    int64_t x_stride;  // bytes
+    const T* bias;
+    Out* out;
+    int64_t out_stride;
+
+    // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last).
+    void operator()(int64_t row, int64_t rows, int64_t first, int64_t last) const {
+        const Line* end = weight.lines + last * GROUPS * steps_of(weight);
+        for (int64_t panel = first; panel < last; panel++) one(row, rows, panel, panel == first, end);
+    }
+
+    // Lines come from memory once, also when several tiles use them: a block of them stays in a cache while one tile
+    // after the other adds it to its sums, and each asks for its share of the next block, which may be the next panel's.
+    // `cold` is a panel whose first block nobody has asked for; `end` is where nobody will have use for lines.
+    void one(int64_t row, int64_t rows, int64_t panel, bool cold, const Line* end) const {
+        alignas(64) static thread_local float sums[ROWS_AT_ONCE * PANEL];
+        const int64_t steps = steps_of(weight);
+        int64_t groups;
+        const Line* lines = group_of(weight, panel * GROUPS, &groups);
+        const int64_t tiles = (rows + ROWS - 1) / ROWS;
+        const int64_t most = tiles == 1 ? steps : tiles < MANY_TILES ? FEW_STEPS : MANY_STEPS;
+        const int64_t blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
+        for (int64_t from = 0; from < steps; from += block) {
+            const int64_t count = std::min(block, steps - from);
+            const Line *here = lines + from * groups, *next = here + count * groups;
+            const bool streams = tiles == 1 || (cold && from == 0);  // the first tile reads from memory
+            const int64_t shares = tiles - streams;
+            const int share = shares == 1 ? GROUPS : shares < GROUPS ? 2 : 1;
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t first = rows * t / tiles, m = rows * (t + 1) / tiles - first;
+                const int64_t fetched = (t - streams) * share * count;
+                const bool fetches = fetched < block * groups && next + fetched < end;
+                const bool stream = streams && t == 0;
+                tile_of<T>(m, groups, stream ? GROUPS : fetches ? share : 0)(
+                    x + (row + first) * x_stride + from * 4, x_stride, here, count, sums + first * PANEL, from == 0,
+                    stream ? here + AHEAD : next + fetched);
+            }
+        }
+        finish(sums, row, rows, panel * PANEL);
+    }
+
+    void finish(const float* sums, int64_t row, int64_t rows, int64_t column) const {
+        const int64_t columns = std::min<int64_t>(PANEL, weight.outs - column);
+        for (int64_t r = 0; r < rows; r++) {
+            Out* to = out + (row + r) * out_stride + column;
+            for (int64_t c = 0; c < columns; c += LANES) {
+                const int64_t count = std::min<int64_t>(LANES, columns - c);
+                f32x16 sum = load(sums + r * PANEL + c);
+                if (count == LANES) {
+                    if (bias) sum += load(bias + column + c);
+                    store(to + c, sum);
+                } else {
+                    if (bias) sum += load(bias + column + c, count);
+                    store(to + c, sum, count);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace
+
+template <class T, class Out>
+void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
+            int64_t out_stride) {
+    const int64_t steps = steps_of(weight), ins = steps * IN_WORD<T>;
+    std::vector<T> padded;
+    if (ins != weight.ins) {  // the last word must not reach into the next row, which may be no number
+        padded.resize(rows * ins, T{});
+        for (int64_t r = 0; r < rows; r++) std::memcpy(&padded[r * ins], x + r * x_stride, weight.ins * sizeof(T));
+        x = padded.data();
+        x_stride = ins;
+    }
+    const Product<T, Out> product{
+        weight, reinterpret_cast<const char*>(x), x_stride * static_cast<int64_t>(sizeof(T)), bias, out, out_stride};
+    const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = steps * GROUPS;
+    const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int64_t block = blocks ? ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS : 0;
+    int64_t per_task = std::max<int64_t>(1, std::min(TASK / lines, panels * blocks / (8 * threads())));
+    if (panels * lines * rows <= ALONE) per_task = panels;
+    const int64_t chunks = (panels + per_task - 1) / per_task;
+    parallel_for(chunks * blocks, [&](int task) {
+        const int64_t row = task / chunks * block, first = task % chunks * per_task;
+        if (row < rows) product(row, std::min(block, rows - row), first, std::min(panels, first + per_task));
+    });
+}
+
+template void linear(const Packed<float>&, const float*, int64_t, int64_t, const float*, float*, int64_t);
+template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
+template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
+
+template <class T>
+void gather(const Packed<T>& weight, const int64_t* tokens, int64_t count, T* out) {
+    const int64_t steps = steps_of(weight);
+    const auto one = [&](int i) {
+        int64_t apart;
+        const Line* line = group_of(weight, tokens[i] / LANES, &apart);
+        const int64_t lane = tokens[i] % LANES;
+        char* to = reinterpret_cast<char*>(out + i * weight.ins);
+        const int64_t whole = weight.ins / IN_WORD<T>;
+        for (int64_t step = 0; step < whole; step++) std::memcpy(to + step * 4, &line[step * apart].words[lane], 4);
+        if (whole < steps) std::memcpy(to + whole * 4, &line[whole * apart].words[lane], sizeof(T));
+    };
+    if (count * steps * LANES <= ALONE * 8) {
+        for (int i = 0; i < count; i++) one(i);
+    } else {
+        parallel_for(count, one);
+    }
+}
+
+template void gather(const Packed<float>&, const int64_t*, int64_t, float*);
+template void gather(const Packed<bf16>&, const int64_t*, int64_t, bf16*);
+
+// Rows [first, first + rows) of a weight that has weight.outs of them, into its lines.
+template <class T>
+void pack(const Packed<T>& weight, const T* from, int64_t first, int64_t rows) {
+    const int64_t whole = weight.ins / IN_WORD<T>, steps = steps_of(weight);
+    parallel_for((first + rows + LANES - 1) / LANES - first / LANES, [&](int task) {
+        const int64_t group = first / LANES + task;
+        int64_t apart;
+        Line* lines = const_cast<Line*>(group_of(weight, group, &apart));
+        const int64_t begin = std::max(first, group * LANES), end = std::min(first + rows, (group + 1) * LANES);
+        const T* row = from + (begin - first) * weight.ins;
+        const int64_t lane = begin % LANES, lanes = end - begin;
+        for (int64_t step = 0; step < whole; step++)
+            for (int64_t i = 0; i < lanes; i++)
+                std::memcpy(&lines[step * apart].words[lane + i], row + i * weight.ins + step * IN_WORD<T>, 4);
+        if (whole < steps)
+            for (int64_t i = 0; i < lanes; i++) {
+                uint32_t word = 0;
+                std::memcpy(&word, row + i * weight.ins + whole * IN_WORD<T>, sizeof(T));
+                lines[whole * apart].words[lane + i] = word;
+            }
+    });
+}
+
+}  // namespace penstock
+
+extern "C" {
+
+using namespace penstock;
+
+// Groups of a panel.
+int penstock_panel_groups() { return GROUPS; }
+
+// Memory that is read from end to end in every step is better off with large pages. To be called before it is touched.
+void penstock_advise_large_pages(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 2 << 20, begin = reinterpret_cast<uintptr_t>(memory), end = begin + bytes;
+    const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // may fail, is only advice
+#endif
+}
+
+void penstock_pack_bf16(void* lines, int64_t outs, int64_t ins, const void* from, int64_t first, int64_t rows) {
+    pack<bf16>({static_cast<Line*>(lines), outs, ins}, static_cast<const bf16*>(from), first, rows);
+}
+void penstock_pack_f32(void* lines, int64_t outs, int64_t ins, const void* from, int64_t first, int64_t rows) {
+    pack<float>({static_cast<Line*>(lines), outs, ins}, static_cast<const float*>(from), first, rows);
+}
+
+void penstock_gather_bf16(const void* lines, int64_t outs, int64_t ins, const int64_t* tokens, int64_t count, void* out) {
+    gather<bf16>({static_cast<const Line*>(lines), outs, ins}, tokens, count, static_cast<bf16*>(out));
+}
+void penstock_gather_f32(const void* lines, int64_t outs, int64_t ins, const int64_t* tokens, int64_t count, void* out) {
+    gather<float>({static_cast<const Line*>(lines), outs, ins}, tokens, count, static_cast<float*>(out));
+}
+
+#define LINEAR(NAME, T, OUT)                                                                                          \
+    void NAME(const void* lines, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t rows, const T* bias, \
+              OUT* out, int64_t out_stride) {                                                                         \
+        linear<T, OUT>({static_cast<const Line*>(lines), outs, ins}, x, x_stride, rows, bias, out, out_stride);       \
+    }
+LINEAR(penstock_linear_f32, float, float)
+LINEAR(penstock_linear_bf16, bf16, bf16)
+LINEAR(penstock_linear_bf16_wide, bf16, float)
+#undef LINEAR
+}

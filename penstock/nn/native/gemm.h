@@ -1,0 +1,38 @@
+// x @ weight.T + bias over packed weights.
+//
+// Packed, a weight [outs, ins] is a row of panels of GROUPS * 16 outputs, the last of as many groups as are left. A
+// panel is [steps][groups] lines of 64 bytes, and is read from its first byte to its last. A line holds, for 16 outputs,
+// what one 32-bit word of an input row is multiplied with: one float32, or two neighbouring bfloat16. Outputs and inputs
+// that fill up a line are zeros.
+//
+// Every output is one sum in float32 over the inputs in their order, however many rows there are: a row's results do not
+// depend on the others, to the bit.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace penstock {
+
+struct alignas(64) Line {
+    uint32_t words[LANES];
+};
+
+// A weight of T, float or bf16, as it is packed.
+template <class T>
+struct Packed {
+    const Line* lines;
+    int64_t outs, ins;
+};
+
+// Rows of x, row by row `x_stride` elements apart, to rows of out, of T or float. `bias` may be null.
+template <class T, class Out>
+void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
+            int64_t out_stride);
+
+// Rows of the weight, as an embedding looks them up: [tokens] -> [tokens, ins].
+template <class T>
+void gather(const Packed<T>& weight, const int64_t* tokens, int64_t count, T* out);
+
+}  // namespace penstock

@@ -1,0 +1,26 @@
+// A pool of threads that share the tasks of one loop at a time.
+//
+// Tasks are handed out one by one, so a thread that another process keeps from running takes fewer of them, and the
+// caller never waits for one that has not begun. So which thread computes a task must not matter for its result.
+#pragma once
+
+#include <type_traits>
+
+namespace penstock {
+
+// How many threads take part, the calling one included.
+int threads();
+void set_threads(int count);
+
+void run_tasks(int tasks, void (*task)(void*, int), void* context);
+
+// f(task) for every task in [0, tasks), in any order and on any thread; returns when all are done. A single task, and
+// loops inside of tasks or beside another caller's loop, run on the calling thread alone.
+template <class F>
+void parallel_for(int tasks, F&& f) {
+    using Function = std::remove_reference_t<F>;
+    run_tasks(tasks, [](void* context, int task) { (*static_cast<Function*>(context))(task); },
+              const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+}  // namespace penstock

@@ -1,0 +1,20 @@
+// Rows of logits to tokens. A row's token depends on that row and its parameters alone.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+// How one row is drawn; the fields are SamplingParams' own.
+struct Draw {
+    double temperature, top_p, min_p;
+    int64_t top_k, key;  // of the noise: see ops/gumbel
+};
+
+// The first largest entry of each row [rows, vocab], a NaN being none, and whether all of the row are finite.
+void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, uint8_t* finite);
+
+// A token per row: temperature, min_p, top_k, top_p, then the largest sum of logit and noise; greedy at temperature 0.
+void sample(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens);
+
+}  // namespace penstock

@@ -1,0 +1,103 @@
+// Sixteen lanes of float32, and bfloat16 as it lies in memory.
+//
+// GCC's vector extensions: +, -, *, / and comparisons work lane by lane, and the compiler splits vectors that are wider
+// than the machine's. The library is compiled with -ffp-contract=off, so a * b + c rounds twice and `fma` once,
+// everywhere alike: the same arithmetic in two places gives the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace penstock {
+
+constexpr int LANES = 16;
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float widen(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+inline float widen(float x) { return x; }
+
+// Rounds to the nearest, ties to even; NaNs stay NaNs.
+inline bf16 narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 64)};
+    return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    union {
+        f32x16 whole;
+        __m256 half[2];
+    } x{a}, y{b}, z{c};
+    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return z.whole;
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    union {
+        f32x16 whole;
+        float32x4_t part[4];
+    } x{a}, y{b}, z{c};
+    for (int i = 0; i < 4; i++) z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
+    return z.whole;
+#else
+    return a * b + c;
+#endif
+}
+
+// Loads and stores need no alignment. `count` < 16 fills the rest with zeros, and leaves memory behind it alone.
+inline f32x16 load(const float* from) {
+    f32x16 x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+inline f32x16 load(const bf16* from) {
+    u16x16 x;
+    std::memcpy(&x, from, sizeof x);
+    return reinterpret_cast<f32x16>(__builtin_convertvector(x, u32x16) << 16);
+}
+template <class T>
+inline f32x16 load(const T* from, int count) {
+    T padded[LANES] = {};
+    std::memcpy(padded, from, count * sizeof(T));
+    return load(padded);
+}
+
+inline void store(float* to, f32x16 x) { std::memcpy(to, &x, sizeof x); }
+inline void store(bf16* to, f32x16 x) {
+    const u32x16 bits = reinterpret_cast<u32x16>(x);
+    const u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const u32x16 nan = reinterpret_cast<u32x16>((bits & 0x7fffffff) > 0x7f800000);
+    const u16x16 y = __builtin_convertvector((nan & (bits >> 16 | 64)) | (~nan & rounded), u16x16);
+    std::memcpy(to, &y, sizeof y);
+}
+template <class T>
+inline void store(T* to, f32x16 x, int count) {
+    T padded[LANES];
+    store(padded, x);
+    std::memcpy(to, padded, count * sizeof(T));
+}
+
+}  // namespace penstock

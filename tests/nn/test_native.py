@@ -1,0 +1,62 @@
+"""Kernels are compiled once, by whoever needs them first, and nothing breaks where that fails."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.nn import native
+from penstock.nn.native import build as builder
+
+needs_kernels = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Sources that compile at once."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int penstock_one() { return 1; }')
+    monkeypatch.setattr(builder, "SOURCES", sources)
+    return sources
+
+
+@needs_kernels
+def test_a_library_is_kept_and_made_again_when_its_sources_change(tiny, tmp_path):
+    first = builder.build_library(tmp_path)
+    assert builder.build_library(tmp_path) == first
+    written = first.stat().st_mtime_ns
+    (tiny / "one.cpp").write_text('extern "C" int penstock_one() { return 2; }')
+    assert builder.build_library(tmp_path) != first
+    assert first.stat().st_mtime_ns == written
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".so", ".so"]
+
+
+@needs_kernels
+def test_sources_that_do_not_compile_are_told_in_a_line_and_leave_nothing(tiny, tmp_path):
+    (tiny / "two.cpp").write_text("int x = ;")
+    with pytest.raises(builder.BuildError, match="error: expected primary-expression") as told:
+        builder.build_library(tmp_path)
+    assert "\n" not in str(told.value)
+    assert [path for path in tmp_path.iterdir() if path != tiny] == []
+
+
+def test_without_a_compiler_everything_runs_as_plain_torch(monkeypatch, caplog):
+    monkeypatch.setattr(builder, "COMPILERS", ("no-such-compiler",))
+    native._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.missing() == native.missing() == "no C++ compiler (no-such-compiler)"
+        assert len(caplog.records) == 1
+        assert native.threads() == 1
+    finally:
+        native._load.cache_clear()
+
+
+@needs_kernels
+def test_the_command_says_where_the_library_is():
+    command = [sys.executable, "-m", "penstock.nn.native"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert Path(done.stdout.removeprefix("kernels: ").strip()).suffix == ".so"
