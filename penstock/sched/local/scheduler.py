@@ -23,6 +23,7 @@ from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.draft import Draft
 from penstock.sched.local.limits import Counters, Limits
+from penstock.sched.local.memory import Memory
 from penstock.sched.local.pacing.base import Allowance, Pacing
 from penstock.sched.local.pacing.fcfs import Fcfs
 from penstock.sched.local.queue import Queue
@@ -59,6 +60,7 @@ class Scheduler:
         self.pool = pool
         self.root = root
         self.counters = Counters()
+        self.memory = Memory(pool, limits, prefix_cache)
         self._prefix_cache = prefix_cache
         self._pacing = Fcfs() if pacing is None else pacing
         self._sequences: dict[str, Sequence] = {}
@@ -253,7 +255,7 @@ class Scheduler:
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
         self._answered.append(sequence)
-        self.publish(sequence)
+        self.memory.publish(sequence)
         return sequence
 
     def _crowd(self) -> int:
@@ -298,7 +300,7 @@ class Scheduler:
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
             if sequence.computed // BLOCK_TOKENS != sequence.published:
-                self.publish(sequence)
+                self.memory.publish(sequence)
             if token is None:
                 continue
             request, tokens = sequence.request, sequence.tokens
@@ -392,34 +394,12 @@ class Scheduler:
             draft.fresh[sequence] = blocks
 
     def set_aside(self, sequence: Sequence, count: int) -> list[int]:
-        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
-        anything. Returns those that are new."""
-        end = sequence.computed + count
-        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS:
-            return []  # it decodes, and even its next token has its place
-        missing = blocks_for(end) - len(sequence.blocks)
-        missing = max(0, missing) + self._ahead(sequence, count)
-        blocks = self.pool.allocate(missing) if missing else []
-        sequence.blocks += blocks
-        return blocks
-
-    def _ahead(self, sequence: Sequence, count: int) -> int:
-        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
-        them can be made ready while this step runs."""
-        end = sequence.computed + count
-        rest = len(sequence.tokens) - end
-        if rest == 0:  # it decodes: one more token, unless this step's is the last
-            rest = int(not sequence.departs and sequence.generated + 1 < sequence.request.max_tokens)
-        goal = blocks_for(min(end + min(rest, self.limits.token_budget), self.limits.max_model_len))
-        have = max(len(sequence.blocks), blocks_for(end))
-        if goal <= have:
-            return 0
-        spare = self.pool.unused - (have - len(sequence.blocks)) - self._promised(self._running)
-        return goal - have if goal - have <= spare else 0
+        """See `Memory.set_aside`."""
+        return self.memory.set_aside(sequence, count, self._running)
 
     def _admit(self, draft: Draft, allowance: Allowance, sequence: Sequence) -> bool:
         """Start or resume the first in the queue; False when it has to wait."""
-        hit = self._prefix_hit(sequence)
+        hit = self.memory.prefix_hit(sequence)
         cached = len(hit) * BLOCK_TOKENS
         rest = len(sequence.tokens) - cached
         count = allowance.chunk(sequence, cached, min(rest, draft.budget))
@@ -451,15 +431,6 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
-    def _prefix_hit(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
-        every position's is."""
-        if not self._prefix_cache or sequence.prompt_logprobs is not None:
-            return []
-        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        return self.pool.match(sequence.keys[:full])
-
     def _victims(self, missing: int, hit: list[int], lower: list[Sequence]) -> list[Sequence] | None:
         """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
 
@@ -481,17 +452,7 @@ class Scheduler:
         stay = [s for s in self._running if s not in victims] if victims else self._running
         freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
-        return needed <= self.pool.available + gained - self._promised(stay)
-
-    @staticmethod
-    def _promised(sequences: list[Sequence]) -> int:
-        """Blocks that these still need for the tokens they have."""
-        promised = 0
-        for s in sequences:
-            missing = blocks_for(len(s.tokens)) - len(s.blocks)
-            if missing > 0:
-                promised += missing
-        return promised
+        return needed <= self.pool.available + gained - self.memory.promised(stay)
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
@@ -503,28 +464,11 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _let_go(self, sequence: Sequence) -> None:
-        # what is on its way is checked where it arrives, and asked for again
-        self.pool.end_transfer(sequence.blocks[: sequence.travelling])
-        self.pool.release(sequence.blocks)
-        sequence.travelling = 0
-        sequence.blocks = []
+        self.memory.let_go(sequence)
         self._released.append(sequence.id)
 
-    # --- after a step
-
-    def publish(self, sequence: Sequence) -> None:
-        """What it has computed can be found by others."""
-        full = sequence.computed // BLOCK_TOKENS
-        if full == sequence.published or not self._prefix_cache:
-            return
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        for i in range(sequence.published, full):
-            parent = sequence.keys[i - 1] if i else sequence.root
-            sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
-        sequence.published = full
-
     def _enqueue(self, sequence: Sequence) -> None:
-        self._pacing.wait(sequence, lambda s: len(self._prefix_hit(s)) * BLOCK_TOKENS)
+        self._pacing.wait(sequence, lambda s: len(self.memory.prefix_hit(s)) * BLOCK_TOKENS)
         self._waiting.add(sequence)
 
     def check(self) -> None:
