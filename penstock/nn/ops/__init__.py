@@ -7,6 +7,7 @@ says that it keeps it to the bit.
 
 from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
+from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.gumbel import gumbel_noise
 from penstock.nn.ops.linear import linear
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
@@ -19,6 +20,7 @@ __all__ = [
     "Op",
     "add_rms_norm",
     "attention",
+    "branch_attention",
     "gumbel_noise",
     "linear",
     "rms_norm",

@@ -38,9 +38,9 @@ class Memory:
             running: all that run, whose needs come before that step.
         """
         end = sequence.computed + count
-        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS:
+        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching:
             return []  # it decodes, and even its next token has its place
-        missing = blocks_for(end) - len(sequence.blocks)
+        missing = sequence.blocks_until(end) - len(sequence.blocks)
         missing = max(0, missing) + self._ahead(sequence, count, running)
         blocks = self._pool.allocate(missing) if missing else []
         sequence.blocks += blocks
@@ -52,7 +52,9 @@ class Memory:
         end = sequence.computed + count
         rest = len(sequence.tokens) - end
         if rest == 0:  # it decodes: one more token, unless this step's is the last
-            rest = int(not sequence.departs and sequence.generated + 1 < sequence.request.max_tokens)
+            rest = sequence.upcoming
+        if rest == 0:
+            return 0
         goal = blocks_for(min(end + min(rest, self._limits.token_budget), self._limits.max_model_len))
         have = max(len(sequence.blocks), blocks_for(end))
         if goal <= have:
@@ -65,14 +67,14 @@ class Memory:
         """Blocks that these still need for the tokens they have."""
         promised = 0
         for s in sequences:
-            missing = blocks_for(len(s.tokens)) - len(s.blocks)
+            missing = s.demand - len(s.blocks)
             if missing > 0:
                 promised += missing
         return promised
 
     def publish(self, sequence: Sequence) -> None:
         """What it has computed can be found by others."""
-        full = sequence.computed // BLOCK_TOKENS
+        full = sequence.findable // BLOCK_TOKENS
         if full == sequence.published or not self._prefix_cache:
             return
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)

@@ -17,11 +17,12 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.draft import Draft
+from penstock.sched.local.group import BeamGroup, check_group
 from penstock.sched.local.limits import Counters, Limits
 from penstock.sched.local.memory import Memory
 from penstock.sched.local.pacing.base import Allowance, Pacing
@@ -128,7 +129,8 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never fit, even alone.
-            InvalidRequest: a request of that id is here already, the prompt is empty, or nothing is left to generate.
+            InvalidRequest: a request of that id is here already, the prompt is empty, nothing is left to generate, or a
+                beam search is wider or longer than what ever runs at once.
         """
         length, longest = len(request.context), self.limits.max_model_len
         if not request.prompt:
@@ -143,12 +145,18 @@ class Scheduler:
             raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        if request.params.use_beam_search:
+            check_group(request, self.limits, self.pool.num_blocks)
         sequence = self._make(request, now)
         sequence.departs = departs
         self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
-        sequence = Sequence(request, self._arrivals, now, self.root)
+        sequence = (
+            BeamGroup(request, self._arrivals, now, self.root, self.limits)
+            if request.params.use_beam_search
+            else Sequence(request, self._arrivals, now, self.root)
+        )
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._pacing.join(sequence)
@@ -223,7 +231,7 @@ class Scheduler:
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
         # those who wait here already come first
-        ahead = sum(blocks_for(len(s.tokens)) for s in self._waiting if s.standing <= standing)
+        ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = [] if request.offline else [s for s in self._running if s.offline]
         victims = self._victims(missing + ahead, hit, offline)
         if victims is None:
@@ -259,8 +267,8 @@ class Scheduler:
         return sequence
 
     def _crowd(self) -> int:
-        """Sequences that run here or soon will, or whose departure may fail."""
-        return len(self._running) + len(self._leaving) + len(self._reserved)
+        """Sequences that run here or soon will, or whose departure may fail; of a beam search as many as it is wide."""
+        return sum([s.rows for s in self._running]) + len(self._leaving) + len(self._reserved)
 
     # --- steps
 
@@ -296,6 +304,10 @@ class Scheduler:
                 self.cancel(sequence.id)  # its blocks of this step were not published
                 outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
+            if step.candidates:
+                assert isinstance(sequence, BeamGroup)
+                outputs += self._search_on(sequence, step, result)
+                continue
             sequence.computed = step.start + len(step.tokens)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
@@ -324,6 +336,17 @@ class Scheduler:
                 self._leaving[sequence.id] = sequence
             outputs.append(output)
         return outputs
+
+    def _search_on(self, group: BeamGroup, step: SequenceStep, result: StepResult) -> list[TokenOutput]:
+        output = group.advance(step, result)
+        self.memory.publish(group)
+        if group.first is None:
+            self._answered.append(group)
+        if output is None:
+            return []
+        if output.finish is not None:
+            self.cancel(group.id)
+        return [output]
 
     # --- filling a step
 
@@ -366,7 +389,8 @@ class Scheduler:
         grants = draft.grants
         for sequence in sequences:
             # most have room for this token and the next one: the rest is passed over
-            if draft.budget and sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and sequence not in grants:
+            ready = sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching
+            if draft.budget and ready and sequence not in grants:
                 grants[sequence] = 1
                 draft.budget -= 1
             else:
@@ -374,14 +398,14 @@ class Scheduler:
 
     def _grant_running(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
-        if not draft.budget or not sequence.blocks or sequence in draft.grants:
+        if draft.budget < sequence.cost(count) or not sequence.blocks or sequence in draft.grants:
             return False
-        missing = blocks_for(sequence.computed + count) - len(sequence.blocks)
+        missing = sequence.blocks_until(sequence.computed + count) - len(sequence.blocks)
         while missing > 0 and self.pool.available < missing:
             draft.short = True
             victim = max(self._running, key=_rank)
-            self._preempt(victim)
             draft.forget(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         self._grant(draft, sequence, count)
@@ -389,7 +413,7 @@ class Scheduler:
 
     def _grant(self, draft: Draft, sequence: Sequence, count: int) -> None:
         draft.grants[sequence] = count
-        draft.budget -= count
+        draft.budget -= sequence.cost(count)
         if blocks := self.set_aside(sequence, count):
             draft.fresh[sequence] = blocks
 
@@ -409,12 +433,12 @@ class Scheduler:
         # together would starve each other
         standing = sequence.standing
         lower = [s for s in self._running if s.rank[:2] > standing]
-        victims = self._victims(blocks_for(len(sequence.tokens)) - len(hit), hit, lower)
+        victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None:
             return False
         for victim in victims:
-            self._preempt(victim)
             draft.forget(victim)
+            self._preempt(victim)
         if victims:  # their tokens are left over
             count = allowance.chunk(sequence, cached, min(rest, draft.budget))
         self._waiting.remove(sequence)
@@ -431,23 +455,24 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
-    def _victims(self, missing: int, hit: list[int], lower: list[Sequence]) -> list[Sequence] | None:
+    def _victims(self, missing: int, hit: list[int], lower: list[Sequence], rows: int = 1) -> list[Sequence] | None:
         """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
 
         Args:
             missing: blocks that it needs besides `hit`, which it found in the cache.
+            rows: places that it takes.
         """
         needed = missing + sum(map(self.pool.idle, hit))
         lower.sort(key=_rank)
         victims: list[Sequence] = []
-        while not self._fits_without(victims, needed, hit):
+        while not self._fits_without(victims, needed, hit, rows):
             if not lower:
                 return None
             victims.append(lower.pop())
         return victims
 
-    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int]) -> bool:
-        if self._crowd() - len(victims) >= self.limits.max_sequences:
+    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
+        if self._crowd() - sum([v.rows for v in victims]) + rows > self.limits.max_sequences:
             return False
         stay = [s for s in self._running if s not in victims] if victims else self._running
         freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
@@ -457,9 +482,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self._let_go(victim)
-        victim.computed = victim.published = 0
-        if victim.prompt_logprobs is not None:
-            victim.prompt_logprobs = []
+        victim.restart()
         self._enqueue(victim)
         self.counters.preemptions += 1
 
@@ -486,5 +509,5 @@ class Scheduler:
             assert s.travelling <= len(s.blocks)
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
-            assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens) + 1)
+            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
