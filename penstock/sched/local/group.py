@@ -104,6 +104,13 @@ class BeamGroup(Sequence):
         return None if step.branches else output
 
 
+def make_sequence(request: Request, number: int, now: float, root: bytes, limits: Limits) -> Sequence:
+    """Of whichever kind the request is."""
+    if request.params.use_beam_search:
+        return BeamGroup(request, number, now, root, limits)
+    return Sequence(request, number, now, root)
+
+
 def longest_beam(request: Request, limits: Limits) -> int:
     """Tokens of a beam at most."""
     return min(request.max_tokens, limits.max_model_len - len(request.prompt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.plan import BLOCK_TOKENS
@@ -61,6 +62,18 @@ class Memory:
             return 0
         spare = self._pool.unused - (have - len(sequence.blocks)) - self.promised(running)
         return goal - have if goal - have <= spare else 0
+
+    def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
+        """Blocks that could be handed out if these victims ran no longer, beside what all others of `running` still
+        need.
+
+        Args:
+            hit: blocks that are wanted as they are.
+        """
+        stay = [s for s in running if s not in victims] if victims else running
+        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
+        gained = sum(count == self._pool.holders(block) for block, count in freed.items())
+        return self._pool.available + gained - self.promised(stay)
 
     @staticmethod
     def promised(sequences: Iterable[Sequence]) -> int:

@@ -22,7 +22,7 @@ from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.draft import Draft
-from penstock.sched.local.group import BeamGroup, check_group
+from penstock.sched.local.group import BeamGroup, check_group, make_sequence
 from penstock.sched.local.limits import Counters, Limits
 from penstock.sched.local.memory import Memory
 from penstock.sched.local.pacing.base import Allowance, Pacing
@@ -152,11 +152,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
-        sequence = (
-            BeamGroup(request, self._arrivals, now, self.root, self.limits)
-            if request.params.use_beam_search
-            else Sequence(request, self._arrivals, now, self.root)
-        )
+        sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._pacing.join(sequence)
@@ -474,10 +470,7 @@ class Scheduler:
     def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
         if self._crowd() - sum([v.rows for v in victims]) + rows > self.limits.max_sequences:
             return False
-        stay = [s for s in self._running if s not in victims] if victims else self._running
-        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
-        gained = sum(count == self.pool.holders(block) for block, count in freed.items())
-        return needed <= self.pool.available + gained - self.memory.promised(stay)
+        return needed <= self.memory.room_without(victims, hit, self._running)
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
