@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.core.sampling import SamplingParams
-    from penstock.llm import LLM
+    from penstock.llm import LLM, BeamSearchParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -16,6 +16,10 @@ def __getattr__(name: str) -> object:
         from penstock.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from penstock.llm import BeamSearchParams
+
+        return BeamSearchParams
     if name == "SamplingParams":
         from penstock.core.sampling import SamplingParams
 

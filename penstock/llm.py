@@ -10,17 +10,17 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, cast
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, InvalidRequest
-from penstock.core.request import TokenLogprobs
+from penstock.core.request import TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
-from penstock.service.output import OutputStream
+from penstock.service.output import OutputStream, outputs_of
 from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
@@ -36,6 +36,7 @@ class CompletionOutput:
         logprobs: one per token, when asked for.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or stop token id that ended it, or None.
+        cumulative_logprob: of a beam search's result, of all its tokens.
     """
 
     index: int
@@ -44,6 +45,57 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """What a beam search is for: see the fields of the same names of `SamplingParams`.
+
+    Attributes:
+        beam_width: how many beams live at a time, and how many results there are; its `n`.
+    """
+
+    beam_width: int
+    max_tokens: int | None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        """Raises InvalidRequest naming the first wrong field."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "beam_width"}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, **chosen)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One result of a beam search.
+
+    Attributes:
+        tokens, text: the prompt's and the output's, one after the other.
+        cum_logprob: of the output's tokens together.
+        logprobs: one per token of the output, when asked for.
+        finish_reason: "stop" or "length".
+        stop_reason: the token of `stop_token_ids` that ended it, or None.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What was found for one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
@@ -92,7 +144,14 @@ class LLM:
             built.pool.close()  # nobody else is to see it, and the cache has a mapping of its own
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = built.runner.vocab_size
-        self._limits = ModelLimits(self.max_model_len, self.vocab_size, self._defaults.eos_ids)
+        scheduler = self._engine.scheduler
+        self._limits = ModelLimits(
+            self.max_model_len,
+            self.vocab_size,
+            self._defaults.eos_ids,
+            scheduler.limits.max_sequences,
+            scheduler.pool.num_blocks,
+        )
         self._count = 0
 
     @property
@@ -130,6 +189,30 @@ class LLM:
         jobs = [self._job(prompt, p) for prompt, p in zip(listed, each, strict=True)]
         self._run(jobs, progress)
         return [job.output for job in jobs]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the continuations of every prompt that are the likeliest as a whole; all prompts run together.
+
+        Args:
+            prompts: as for `generate`.
+
+        Raises:
+            InvalidRequest, PromptTooLong: then nothing was run.
+        """
+        found = self.generate(prompts, params.sampling(), progress=progress)
+        return [BeamSearchOutput([self._searched(one, output) for one in output.outputs]) for output in found]
+
+    def _searched(self, one: CompletionOutput, of: RequestOutput) -> BeamSearchSequence:
+        return BeamSearchSequence(
+            of.prompt_token_ids + one.token_ids,
+            self.tokenizer.decode(of.prompt_token_ids) + one.text,
+            cast(float, one.cumulative_logprob),
+            one.logprobs,
+            one.finish_reason,
+            one.stop_reason,
+        )
 
     def chat(
         self,
@@ -179,18 +262,7 @@ class LLM:
             ended = 0
             for output in self._engine.step()[0]:
                 job = owner[output.request_id]
-                index = job.index[output.request_id]
-                delta = job.streams[index].feed(output)
-                job.output.cached_tokens = max(job.output.cached_tokens, output.cached_tokens)
-                if delta.prompt_logprobs is not None:
-                    job.output.prompt_logprobs = [None, *delta.prompt_logprobs]
-                result = job.output.outputs[index]
-                result.text += delta.text
-                result.token_ids += delta.tokens
-                if result.logprobs is not None:
-                    result.logprobs += delta.logprobs or []
-                result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
-                if delta.finish_reason is not None:
+                if job.receive(output):
                     ended += 1
                     self._engine.cancel([output.request_id])
             yield ended
@@ -208,6 +280,24 @@ class _Job:
     sequences: list[Any]
     streams: list[OutputStream]
     output: RequestOutput
+
+    def receive(self, output: TokenOutput) -> bool:
+        """What a step brought one of its sequences. Returns whether that has ended."""
+        self.output.cached_tokens = max(self.output.cached_tokens, output.cached_tokens)
+        ended = False
+        for index, own in outputs_of(self.index[output.request_id], output):
+            delta, result = self.streams[index].feed(own), self.output.outputs[index]
+            if delta.prompt_logprobs is not None:
+                self.output.prompt_logprobs = [None, *delta.prompt_logprobs]
+            result.text += delta.text
+            result.token_ids += delta.tokens
+            if result.logprobs is not None:
+                result.logprobs += delta.logprobs or []
+            result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
+            if output.hypotheses is not None:
+                result.cumulative_logprob = output.hypotheses[index].cumulative_logprob
+            ended = delta.finish_reason is not None
+        return ended
 
 
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:

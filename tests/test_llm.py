@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, BeamSearchParams, SamplingParams
 from penstock.core.errors import ConfigError, InvalidRequest, PromptTooLong
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -114,3 +114,36 @@ def test_prefixes_are_shared_within_a_salt(llm):
     for salt in ("", 3):
         with pytest.raises(InvalidRequest, match=r"^cache_salt: "):
             cached(cache_salt=salt)
+
+
+def test_beam_search(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=12, logprobs=0)
+    together = llm.beam_search(["import os", "class Thread"], params)
+    for prompt, output in zip(["import os", "class Thread"], together, strict=True):
+        found = output.sequences
+        assert len(found) == len({tuple(one.tokens) for one in found}) == 3
+        length = len(llm.tokenizer.encode(prompt))
+        for one in found:
+            assert one.text.startswith(prompt)
+            assert one.finish_reason in ("stop", "length")
+            assert len(one.logprobs) == len(one.tokens) - length
+            assert sum(report.chosen for report in one.logprobs) == pytest.approx(one.cum_logprob, abs=1e-3)
+        scores = [one.cum_logprob / (len(one.tokens) - (one.finish_reason == "stop")) for one in found]
+        assert scores == sorted(scores, reverse=True)
+        (alone,) = llm.beam_search(prompt, params)
+        assert [one.tokens for one in alone.sequences] == [one.tokens for one in found]
+    greedy = llm.generate("import os", GREEDY)[0].outputs[0]
+    (single,) = llm.beam_search("import os", BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True))[0].sequences
+    assert single.tokens == llm.tokenizer.encode("import os") + greedy.token_ids
+    assert llm.engine.scheduler.pool.used == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [({"beam_width": 17}, "n"), ({"beam_width": 0}, "n"), ({"beam_width": 2, "length_penalty": 99}, "length_penalty")],
+)
+def test_a_beam_search_that_cannot_be_is_refused(llm, params, field):
+    with pytest.raises(InvalidRequest) as caught:
+        llm.beam_search("import os", BeamSearchParams(max_tokens=5, **params))
+    assert caught.value.field == field
+    assert not llm.engine.has_work

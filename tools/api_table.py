@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.api.schema import NOT_YET, REMOVED_PREFIXES, Body, ChatBody, CompletionBody, field_table
 from penstock.core.sampling import (
     MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
@@ -81,8 +82,13 @@ SECTIONS = {
         ("include_stop_str_in_output", VLLM, ""),
         ("n", OPENAI, f"at most {MAX_N}"),
         ("best_of", OPENAI, ""),
-        ("use_beam_search", VLLM, ""),
-        ("length_penalty", VLLM, ""),
+        ("use_beam_search", VLLM, "not with `stream`; see below"),
+        (
+            "length_penalty",
+            VLLM,
+            f"-{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}, with `use_beam_search`; 1 by default",
+        ),
+        ("early_stopping", VLLM, 'true, false (by default) or `"never"`, with `use_beam_search`'),
         ("thinking_token_budget", VLLM, ""),
     ),
     "The answer": (

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
-from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
+from penstock.core.sampling import MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.service.intake import check_salt
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -45,8 +45,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     # which tokens, how many
     "logits_processors": ([],),
     "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "thinking_token_budget": (),
     # the prompt
     "suffix": ("",),
@@ -151,6 +149,9 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Annotated[bool | Literal["never"] | None, SkipValidation] = None  # `SamplingParams` says more
     return_token_ids: bool | None = None
     priority: Int32 | None = None
     slo: Targets | None = None
@@ -185,6 +186,8 @@ class GenerationBody(Body):
                 f"prompt_logprobs: {SHORT.repr(self.prompt_logprobs)}, allowed only without stream: true",
                 "prompt_logprobs",
             )
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest("use_beam_search: true, allowed only without stream: true", "use_beam_search")
         if self.cache_salt is not None:
             check_salt(self.cache_salt)
 
@@ -259,6 +262,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest(
                 f"min_tokens: {self.min_tokens}, allowed is at most max_tokens, which is 0", "min_tokens"
             )
+        if self.echo and self.logprobs is not None and self.use_beam_search:
+            raise InvalidRequest("echo: true with logprobs, allowed only without use_beam_search: true", "echo")
         if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
             raise InvalidRequest(
                 f"prompt_logprobs: {self.prompt_logprobs}, with echo and logprobs allowed is the same as logprobs, "
@@ -336,6 +341,8 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
         given["logit_bias"] = {_biased_token(key, vocab_size): bias for key, bias in given["logit_bias"].items()}
     for name in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(given.get(name, []), vocab_size, name)
+    if given.get("use_beam_search"):
+        defaults = {name: value for name, value in defaults.items() if name not in NOT_WITH_BEAMS}
     return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
 
 

@@ -13,6 +13,26 @@ from penstock.core.sampling import SamplingParams
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
 
 
+@dataclass(slots=True)
+class Branches:
+    """The live beams of a search: one row each, all at one position after the prompt that they share.
+
+    Beside the prompt's blocks the search has a region, whose places are numbered: the row r of the i-th step after the
+    prompt writes its K and V at place i * width + r. What a beam sees of that region is known by integers alone, and
+    nothing in it is ever moved or copied.
+
+    Attributes:
+        rows: for each beam, which row computed each of its tokens before this one, from the first after the prompt on:
+            as many as steps were before this.
+        width: rows that a step has at most.
+        blocks: ids of the blocks of the region, in order; the places of this step are in them.
+    """
+
+    rows: Sequence[Sequence[int]]
+    width: int
+    blocks: Sequence[int]
+
+
 @dataclass(slots=True)  # one for every sequence of every step, and a frozen one takes four times as long to make
 class SequenceStep:
     """The part of one sequence that this step computes: positions [start, start + len(tokens)). It does not change.
@@ -30,6 +50,10 @@ class SequenceStep:
         banned: with `sample`: token ids that must not be drawn; something else is always left.
         targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
             wanted.
+        candidates: where no token is drawn but so many of the likeliest are wanted: of the last row, or of every one
+            of `branches`; all when there are fewer.
+        branches: of a beam search after its prompt: `tokens` are all at position `start`, one for each beam, and
+            `blocks` are the prompt's alone.
     """
 
     request_id: str
@@ -44,6 +68,8 @@ class SequenceStep:
     ahead: Sequence[int] = ()
     banned: Collection[int] = ()
     targets: Sequence[int] = ()
+    candidates: int = 0
+    branches: Branches | None = None
 
 
 class StepWork(NamedTuple):
@@ -51,7 +77,7 @@ class StepWork(NamedTuple):
 
     Attributes:
         prefills: (new tokens, tokens before them) of each sequence that computes more than one.
-        decodes: sequences that compute one.
+        decodes: sequences that compute one, and beams.
         kv_tokens: that these read together, the new ones among them.
         rows: draws.
     """
@@ -84,15 +110,22 @@ class StepPlan:
 
     @cached_property
     def work(self) -> StepWork:
-        prefills, kv_tokens, rows = [], 0, 0
+        prefills, decodes, kv_tokens, rows = [], 0, 0, 0
         for s in self.sequences:
             count = len(s.tokens)
+            if s.branches is not None:
+                own = len(s.branches.rows[0])
+                decodes += count
+                kv_tokens += s.start - own + count * (own + 1)
+                rows += count
+                continue
             if count == 1:
+                decodes += 1
                 kv_tokens += s.start + 1
             else:
                 prefills.append((count, s.start))
-            rows += s.sample
-        return StepWork(prefills, len(self.sequences) - len(prefills), kv_tokens, rows)
+            rows += s.sample or s.candidates > 0
+        return StepWork(prefills, decodes, kv_tokens, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +136,8 @@ class StepResult:
         tokens: one each.
         logprobs: one each; None where the request did not ask for them.
         prompt_logprobs: request id -> one for each of the step's `targets`.
+        candidates: request id -> for each row that was asked about, (token, log-probability) of the likeliest tokens in
+            falling order; of equal ones the least first.
         broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
     """
 
@@ -110,3 +145,4 @@ class StepResult:
     logprobs: Sequence[TokenLogprobs | None]
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
+    candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)

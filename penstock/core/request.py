@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate: already tokens, already resolved against the model.
+    """One sequence to generate, or one beam search: already tokens, already resolved against the model.
 
     Attributes:
         id: unique among the requests an engine holds.
@@ -81,6 +81,25 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class Hypothesis:
+    """One result of a beam search.
+
+    Attributes:
+        tokens: all of its output.
+        logprobs: one per token, when asked for.
+        finish: `STOP` or `LENGTH`.
+        stop_token: the last of `tokens`, when `finish` is `STOP`.
+        cumulative_logprob: of all its tokens.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: FinishReason
+    stop_token: int | None
+    cumulative_logprob: float
+
+
+@dataclass(slots=True)
 class Timing:
     """Where a finished sequence's time went, in seconds, as the engine saw it."""
 
@@ -105,6 +124,8 @@ class TokenOutput:
         start: how many tokens the output had before these.
         generation: which attempt to run the request this comes from.
         prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
+        hypotheses: with `finish`, of a beam search: all its results, the best first. It brings no tokens besides, but
+            says with none at all that its prompt was read.
     """
 
     request_id: str
@@ -117,3 +138,4 @@ class TokenOutput:
     start: int = 0
     generation: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    hypotheses: list[Hypothesis] | None = None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest
 
@@ -19,6 +19,22 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 SEED_BITS = 63
 GREEDY_BELOW = 1e-5
+MAX_LENGTH_PENALTY = 16.0
+
+
+# What a beam search could not heed, and what nothing but a beam search heeds -> the values that change nothing.
+NOT_WITH_BEAMS: dict[str, object] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "stop": (),
+    "min_tokens": 0,
+    "bad_words": (),
+    "allowed_token_ids": None,
+    "prompt_logprobs": None,
+}
+BEAMS_ONLY: dict[str, object] = {"length_penalty": 1.0, "early_stopping": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +64,15 @@ class SamplingParams:
         allowed_token_ids: draw from these alone; None is all.
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
-        n: how many independent outputs; output i is drawn with seed + i.
+        n: how many independent outputs; output i is drawn with seed + i. Of a beam search: how many beams live at a
+            time, and how many of its results are wanted.
+        use_beam_search: search for the outputs of the highest score instead of drawing. The score is the sum of the
+            log-probabilities divided by length ** length_penalty; the length is that of prompt and output together
+            without a stop token. Log-probabilities are the model's own: `temperature`, `top_k`, `top_p`, `min_p` and
+            `seed` change nothing.
+        length_penalty: 0 compares the sums, above 0 favours longer outputs; in [-16, 16].
+        early_stopping: when a beam search ends before `max_tokens`, as soon as n beams have ended: True is at once,
+            False once the best live one, as long as it is, scores no better than them, "never" once none can come to.
         logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20.
         prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
             whatever the prefix cache holds.
@@ -80,6 +104,9 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         stop = (
@@ -107,10 +134,12 @@ class SamplingParams:
         _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         _integer(self, "truncate_prompt_tokens", -1, MOST_TOKENS, optional=True, note="-1 keeps what fits")
         _integer(self, "seed", -(2**SEED_BITS), 2**SEED_BITS - 1, optional=True)
+        _number(self, "length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         self._check_lengths()
         self._check_stops()
         self._check_words()
         self._check_bias()
+        self._check_beams()
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -166,6 +195,27 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"logit_bias: {_short(bias)} for token {token}, allowed is a number from -100 to 100", "logit_bias"
                 )
+
+    def _check_beams(self) -> None:
+        if type(self.use_beam_search) is not bool:
+            raise InvalidRequest(
+                f"use_beam_search: {_short(self.use_beam_search)}, allowed is true or false", "use_beam_search"
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest(
+                f'early_stopping: {_short(self.early_stopping)}, allowed is true, false or "never"', "early_stopping"
+            )
+        if not self.use_beam_search:
+            for name, unused in BEAMS_ONLY.items():
+                if getattr(self, name) != unused:
+                    raise InvalidRequest(
+                        f"{name}: {_short(getattr(self, name))}, allowed only with use_beam_search: true", name
+                    )
+            return
+        for name, unused in NOT_WITH_BEAMS.items():
+            value = getattr(self, name)
+            if value != unused:
+                raise InvalidRequest(f"{name}: {_short(value)}, allowed only without use_beam_search: true", name)
 
     @property
     def greedy(self) -> bool:

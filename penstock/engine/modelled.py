@@ -130,7 +130,12 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         noise=options.noise,
         rng=random.Random(options.seed),
     )
-    limits = Limits(token_budget=sizes.token_budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
+    limits = Limits(
+        token_budget=sizes.token_budget,
+        max_sequences=options.max_num_seqs,
+        max_model_len=model_len,
+        searches=False,
+    )
     blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.keeper)
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)

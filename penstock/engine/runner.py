@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw, score
-from penstock.nn.batch import Batch, Scratch, Span
+from penstock.engine.sampling import draw, likeliest, score
+from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
@@ -49,30 +49,40 @@ class Runner:
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         hidden = self.model(batch, self.cache.slots)
         wrong = set(_not_finite(hidden))
-        sampled = [(s, span) for s, span in zip(plan.sequences, batch.spans, strict=True) if s.sample]
+        steps = list(zip(plan.sequences, batch.rows, strict=True))
+        sampled = [(s, rows) for s, rows in steps if s.sample]
         result = StepResult([], [])
         if sampled:
-            last = [span.row + span.rows - 1 for _, span in sampled]
+            last = [rows[-1] for _, rows in sampled]
             logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
             wrong |= {last[i] for i in _not_finite(logits)}
             result = draw(logits, [s for s, _ in sampled])
-        spans = zip(plan.sequences, batch.spans, strict=True)
-        if scored := {s.request_id: self._score(hidden, s, span, wrong) for s, span in spans if s.targets}:
+        if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
+        if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
+            result = replace(result, candidates=found)
         if not wrong:
             return result
-        spans = zip(plan.sequences, batch.spans, strict=True)
-        broken = {s.request_id for s, span in spans if wrong & set(range(span.row, span.row + span.rows))}
+        broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
         return replace(result, broken=frozenset(broken))
 
-    def _score(self, hidden: Tensor, step: SequenceStep, span: Span, wrong: set[int]) -> list[TokenLogprobs]:
+    def _candidates(
+        self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]
+    ) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens after each beam, or after the prompt; rows that are no numbers go to `wrong`."""
+        first = rows.start if step.branches is not None else rows[-1]
+        logits = self.model.logits(hidden[first : rows.stop])
+        wrong |= {first + i for i in _not_finite(logits)}
+        return likeliest(logits, step.candidates)
+
+    def _score(self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens, one for each target; rows that are no numbers go to `wrong`."""
         top = step.params.prompt_logprobs
         assert top is not None
         found: list[TokenLogprobs] = []
         for start in range(0, len(step.targets), SCORED_ROWS):
             targets = step.targets[start : start + SCORED_ROWS]
-            first = span.row + start
+            first = rows.start + start
             logits = self.model.logits(hidden[first : first + len(targets)])
             wrong |= {first + i for i in _not_finite(logits)}
             found += score(logits, targets, top)

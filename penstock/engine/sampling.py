@@ -86,6 +86,29 @@ def score(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprob
     return _reports(logits.log_softmax(-1), targets, top)
 
 
+def likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row (token, log-probability) of its `count` likeliest tokens, in falling order; all if there are fewer.
+
+    Equal ones come by their ids, whatever order a device finds them in; so do those of which only some are wanted.
+
+    Args:
+        logits: [rows, vocab] float32, from the model.
+    """
+    count = min(count, logits.shape[-1])
+    best = logits.topk(count)
+    least = best.values[:, -1:]
+    crowded = torch.nonzero((logits >= least).sum(-1) > count)[:, 0].tolist()  # more than `count` are as likely
+    logprobs = best.values - logits.logsumexp(-1, keepdim=True)
+    columns = zip(best.values.tolist(), best.indices.tolist(), logprobs.tolist(), strict=True)
+    ranked = [sorted(zip(*column, strict=True), key=lambda entry: (-entry[0], entry[1])) for column in columns]
+    found = [[(token, logprob) for _, token, logprob in row] for row in ranked]
+    for row in crowded:
+        surely = int((logits[row] > least[row]).sum())
+        equal = torch.nonzero(logits[row] == least[row])[:, 0].tolist()
+        found[row][surely:] = [(token, found[row][-1][1]) for token in equal[: count - surely]]
+    return found
+
+
 def _reports(values: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
     """The same of log-probabilities [rows, vocab]."""
     chosen = values.gather(-1, torch.tensor(targets, device=values.device)[:, None])

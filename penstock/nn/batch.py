@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 
 
 class Scratch:
@@ -58,6 +58,28 @@ class Span:
     def blocks(self) -> Tensor:
         """[blocks] int64."""
         return torch.tensor(self.ids, dtype=torch.int64, device=self.device)
+
+
+@dataclass
+class BranchSpan:
+    """The rows of one beam search after its prompt, all at one position.
+
+    Attributes:
+        prompt: the prompt as the rows see it: `length` positions in its blocks, of none of which a row is here.
+        row, rows: they are rows [row, row + rows) of the batch.
+        slots: [rows, positions] int64: where K and V of each row's positions after the prompt lie, its own the last, as
+            block * BLOCK_TOKENS + offset.
+    """
+
+    prompt: Span
+    row: int
+    rows: int
+    slots: Tensor
+
+    @property
+    def length(self) -> int:
+        """Of each row's context."""
+        return self.prompt.length + self.slots.shape[1]
 
 
 @dataclass
@@ -125,7 +147,9 @@ class Batch:
     Attributes:
         tokens, positions: [rows] int64.
         slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong.
-        spans: one per sequence, in the order of the batch.
+        rows: per sequence, its rows of the batch.
+        spans: of the sequences whose context is one stretch of positions, in the order of the batch.
+        branches: of the others.
         scratch: for ops; by default the batch's own.
     """
 
@@ -139,22 +163,36 @@ class Batch:
         tokens: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
+        slot_offsets: list[int] = []
+        self.rows: list[range] = []
         self.spans: list[Span] = []
+        self.branches: list[BranchSpan] = []
         self.scratch = scratch or Scratch()
         for s, ids in zip(sequences, placed or [s.blocks for s in sequences], strict=True):
-            end = s.start + len(s.tokens)
-            self.spans.append(Span(len(tokens), len(s.tokens), s.start, ids, device))
+            row, count = len(tokens), len(s.tokens)
+            self.rows.append(range(row, row + count))
             tokens += s.tokens
-            positions += range(s.start, end)
-            slot_blocks += [ids[p // BLOCK_TOKENS] for p in range(s.start, end)]
+            if s.branches is None:
+                self.spans.append(Span(row, count, s.start, ids, device))
+                own = range(s.start, s.start + count)
+                positions += own
+                slot_blocks += [ids[p // BLOCK_TOKENS] for p in own]
+                slot_offsets += [p % BLOCK_TOKENS for p in own]
+            else:
+                span = _branch_span(s, s.branches, row, ids, device)
+                self.branches.append(span)
+                positions += [s.start] * count
+                last = span.slots[:, -1].tolist()
+                slot_blocks += [slot // BLOCK_TOKENS for slot in last]
+                slot_offsets += [slot % BLOCK_TOKENS for slot in last]
         self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self.slot_blocks = torch.tensor(slot_blocks, dtype=torch.int64, device=device)
-        self.slot_offsets = self.positions % BLOCK_TOKENS
+        self.slot_offsets = torch.tensor(slot_offsets, dtype=torch.int64, device=device)
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
-        """Every sequence that has one row in this step."""
+        """Every span that has one row in this step."""
         groups: dict[int, list[Span]] = {}
         for span in self.spans:
             if span.rows == 1:
@@ -179,5 +217,17 @@ class Batch:
 
     @property
     def prefills(self) -> list[Span]:
-        """Every sequence that has several rows in this step."""
+        """Every span that has several rows in this step."""
         return [span for span in self.spans if span.rows > 1]
+
+
+def _branch_span(
+    step: SequenceStep, branches: Branches, row: int, ids: Sequence[int], device: torch.device
+) -> BranchSpan:
+    rows, before = len(step.tokens), len(branches.rows[0])
+    # the row of each position, [rows, positions]; their own are 0, 1, ...
+    chosen = torch.tensor([[*past, i] for i, past in enumerate(branches.rows)], dtype=torch.int64)
+    places = torch.arange(before + 1) * branches.width + chosen
+    blocks = torch.tensor(branches.blocks, dtype=torch.int64)
+    slots = blocks[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+    return BranchSpan(Span(row, 0, step.start - before, ids, device), row, rows, slots.to(device))

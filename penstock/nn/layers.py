@@ -102,7 +102,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         ops.store_kv(ops.rotary(k, *rotation), v, cache, batch)
-        heads = ops.attention(ops.rotary(q, *rotation), cache, batch, self.scale, self.window)
+        q = ops.rotary(q, *rotation)
+        heads = ops.attention(q, cache, batch, self.scale, self.window)
+        for span in batch.branches:
+            rows = slice(span.row, span.row + span.rows)
+            heads[rows] = ops.branch_attention(q[rows], cache, span, self.scale, self.window, batch.scratch)
         return self.o_proj(heads.flatten(1))
 
 

@@ -253,6 +253,10 @@ class Metrics:
         for _ in range(tokens):
             self._itl.observe(seconds / tokens)
 
+    def observe_together(self, tokens: int) -> None:
+        """`tokens` more came at once with a first one, and no time between them means anything."""
+        self._generation_tokens.inc(tokens)
+
     def observe_request(self, record: RequestRecord) -> None:
         """A request is over."""
         self._prompt_tokens.inc(record.prompt_tokens)

@@ -129,7 +129,8 @@ class Flight:
 
     def launch(self, placed: Placed, now: float) -> Request:
         """It is sent there: what is sent."""
-        self.prefill, self.decode = placed.prefill, placed.decode
+        # a beam search stays where its prompt is read
+        self.prefill, self.decode = placed.prefill, None if self.request.params.use_beam_search else placed.decode
         self.launches += 1
         if self.first is None:
             self.launched = now

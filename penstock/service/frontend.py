@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.core.clock import Clock
-from penstock.core.errors import Overloaded, PenstockError, Unavailable
+from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, Unavailable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
@@ -238,9 +238,17 @@ class Frontend:
         """
         if not self.ready:
             raise Unavailable(self.unhealthy_reason or "the model is still loading")
-        self._check_queue(len(prompt), params.n)
+        if params.use_beam_search and any(said.drawn_ids is not None for said in self._said):
+            raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
+        self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
         check_room(len(prompt), params, self.max_model_len, (UNASKED_TOKENS, self.default_sampling.get("max_tokens")))
-        limits = ModelLimits(self.max_model_len, self.vocab_size, self._eos_ids)
+        limits = ModelLimits(
+            self.max_model_len,
+            self.vocab_size,
+            self._eos_ids,
+            max_sequences=min(said.max_sequences for said in self._said),
+            num_blocks=min(said.num_blocks for said in self._said),
+        )
         unique = f"{request_id}-{secrets.token_hex(4)}"
         bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
         sequences = make_sequences(

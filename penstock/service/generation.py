@@ -12,7 +12,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import current_trace
-from penstock.service.output import Delta, OutputStream, Usage, merge
+from penstock.service.output import Delta, OutputStream, Usage, merge, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
@@ -54,15 +54,15 @@ class Generation:
         self._frontend = frontend
         self._request_id = request_id
         self._model = model
-        self._sequences = sequences
-        self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(len(sequences))]
-        self._open = len(sequences)
+        self._sequences = sequences * (params.n // len(sequences))  # by output; a beam search has one for all
+        self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(params.n)]
+        self._open = params.n
         self._deltas: list[Delta] = []
         self._error: PenstockError | None = None
         self._tell: Callable[[], None] = _nobody
         self._arrival = arrival
         self._first: float | None = None
-        self._newest: list[float | None] = [None] * len(sequences)
+        self._newest: list[float | None] = [None] * params.n
         self._tpots: list[float] = []
         self._record: dict[str, Any] = {}
         self._routes: list[str] = []
@@ -110,6 +110,11 @@ class Generation:
 
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought; called by the frontend."""
+        for i, own in outputs_of(index, output):
+            self._receive(i, own, now)
+        self._tell()
+
+    def _receive(self, index: int, output: TokenOutput, now: float) -> None:
         stream = self._streams[index]
         delta = stream.feed(output)
         self._count(index, delta, output, now)
@@ -122,7 +127,6 @@ class Generation:
                 self._frontend.release([self._sequences[index].id])
             if not self._open:
                 self._end(delta.finish_reason)
-        self._tell()
 
     def _count(self, index: int, delta: Delta, output: TokenOutput, now: float) -> None:
         metrics, tokens = self._frontend.metrics, len(delta.tokens)
@@ -135,7 +139,10 @@ class Generation:
                 self._first = self._first or now
                 metrics.observe_first_token(now - self._arrival)
                 before, tokens = now, tokens - 1
-            metrics.observe_inter_token(now - before, tokens)
+            if output.hypotheses is None:
+                metrics.observe_inter_token(now - before, tokens)
+            else:
+                metrics.observe_together(tokens)
         if output.timing is not None:
             self._record |= {
                 "queue": output.timing.queue,
@@ -153,7 +160,7 @@ class Generation:
         frontend, usage = self._frontend, self.usage
         last = max((t for t in self._newest if t is not None), default=None)
         steps = usage.completion_tokens // len(self._sequences) - 1
-        if last is not None and self._first is not None and steps > 0:
+        if last is not None and self._first is not None and steps > 0 and not self._params.use_beam_search:
             self._record["tpot"] = (last - self._first) / steps
         record = RequestRecord(
             request_id=self._request_id,

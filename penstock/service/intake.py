@@ -10,6 +10,7 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.request import Request
 from penstock.core.sampling import SEED_BITS, SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
+from penstock.sched.local.group import check_length, check_width, most_beam_tokens
 
 MAX_SALT_BYTES = 1024
 
@@ -21,11 +22,15 @@ class ModelLimits:
         max_model_len: prompt and output tokens of one sequence together.
         vocab_size: token ids are below it.
         eos_ids: tokens that end an output unless `ignore_eos`.
+        max_sequences: that run at once.
+        num_blocks: of the KV cache.
     """
 
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
+    max_sequences: int
+    num_blocks: int
 
 
 def make_sequences(
@@ -39,7 +44,7 @@ def make_sequences(
     bad_words: tuple[tuple[int, ...], ...] = (),
     cache_salt: str = "",
 ) -> list[Request]:
-    """One `Request` per output; output i is drawn with seed + i.
+    """One `Request` per output; output i is drawn with seed + i. A beam search is one request for all.
 
     Args:
         rng: gives the seed where the user gave none.
@@ -48,7 +53,7 @@ def make_sequences(
 
     Raises:
         InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
-            like; or there may come to be no token that may be drawn.
+            like; there may come to be no token that may be drawn; or a beam search is wider or longer than what runs.
         PromptTooLong: it leaves no room for one output token.
     """
     _check_prompt(prompt, limits)
@@ -61,10 +66,13 @@ def make_sequences(
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_ids)
     _check_choice(params, stop_ids, bad_words, limits)
     room = limits.max_model_len - len(prompt)
+    if params.use_beam_search:
+        room = _beam_room(len(prompt), params, limits, room)
+    count = 1 if params.use_beam_search else params.n
     seed = rng.getrandbits(SEED_BITS) if params.seed is None else params.seed
     return [
         Request(
-            id=request_id if params.n == 1 else f"{request_id}-{i}",
+            id=request_id if count == 1 else f"{request_id}-{i}",
             prompt=prompt,
             params=params,
             seed=_wrap(seed + i),
@@ -77,8 +85,19 @@ def make_sequences(
             bad_words=bad_words,
             cache_salt=cache_salt,
         )
-        for i in range(params.n)
+        for i in range(count)
     ]
+
+
+def _beam_room(prompt_tokens: int, params: SamplingParams, limits: ModelLimits, room: int) -> int:
+    """Tokens that each beam may have. Raises InvalidRequest when more were asked for than a KV cache holds."""
+    check_width(params.n, limits.max_sequences)
+    if params.n > limits.vocab_size:
+        raise InvalidRequest(f"n: {params.n} beams, the model knows only {limits.vocab_size} tokens", "n")
+    if params.max_tokens is None:
+        return min(room, most_beam_tokens(prompt_tokens, params.n, limits.num_blocks))
+    check_length(prompt_tokens, params.n, min(room, params.max_tokens), limits.num_blocks)
+    return room
 
 
 def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:

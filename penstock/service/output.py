@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.request import FinishReason, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
@@ -65,6 +65,17 @@ def _joined(parts: list[Delta]) -> Delta:
         stop_reason=last.stop_reason,
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
     )
+
+
+def outputs_of(index: int, output: TokenOutput) -> list[tuple[int, TokenOutput]]:
+    """What a step brought a sequence, as outputs of its request: its own, number `index`, or all those of a beam
+    search, whose results come at once."""
+    if output.hypotheses is None:
+        return [(index, output)]
+    return [
+        (i, replace(output, tokens=h.tokens, logprobs=h.logprobs, finish=h.finish, stop_token=h.stop_token))
+        for i, h in enumerate(output.hypotheses)
+    ]
 
 
 class OutputStream:

@@ -258,7 +258,7 @@ class Traffic:
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         held.generation.routed(flight.route)
         self._links[placed.prefill.name].send(
-            Enqueue(placed.prefill.incarnation, request, flight.attempt, placed.decode)
+            Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
         )
 
     # --- going on elsewhere

@@ -98,6 +98,9 @@ def test_one_stop_string_needs_no_list() -> None:
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "1"),
         ("cache_salt", ""), ("cache_salt", 1), ("cache_salt", "x" * 1025), ("return_token_ids", "yes"),
         ("continue_final_message", 1), ("add_generation_prompt", "no"),
+        ("use_beam_search", 1), ("length_penalty", 2), ("length_penalty", "x"), ("length_penalty", math.nan),
+        ("early_stopping", True), ("early_stopping", "never"), ("early_stopping", 0), ("early_stopping", "x"),
+        ("early_stopping", [1]),
         ("priority", 2**31), ("priority", "high"), ("metadata", "a"), ("user", 1), ("messages", []), ("messages", "hi"),
         ("messages", [1]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", [1]), ("model", 3),
     ],
@@ -248,3 +251,38 @@ def test_any_tokens_are_token_ids_or_the_users_mistake(tokens: object) -> None:
         assert not (isinstance(tokens, list) and all(type(t) is int and abs(t) < 2**31 for t in tokens))
     else:
         assert body.tokens == tokens
+
+
+# --- beam search
+
+
+def test_a_beam_search_is_what_the_engine_is_told() -> None:
+    found = params(use_beam_search=True, n=4, length_penalty=0, early_stopping="never", temperature=0.7, top_p=0.5)
+    assert (found.use_beam_search, found.n, found.length_penalty, found.early_stopping) == (True, 4, 0.0, "never")
+    assert params(use_beam_search=False, length_penalty=1.0, early_stopping=False) == params()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream", True), ("presence_penalty", 1), ("frequency_penalty", 0.5), ("repetition_penalty", 1.1),
+        ("logit_bias", {"1": 1}), ("stop", "x"), ("min_tokens", 1), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
+        ("prompt_logprobs", 0), ("length_penalty", 17), ("length_penalty", -17), ("length_penalty", math.inf),
+        ("early_stopping", 1), ("early_stopping", "always"), ("n", 129),
+    ],
+)  # fmt: skip
+def test_what_contradicts_a_beam_search_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^(use_beam_search|{field}): ") as caught:
+        params(**{"use_beam_search": True, field: value})
+    assert caught.value.field == ("use_beam_search" if field == "stream" else field)
+
+
+def test_what_a_model_would_have_tokens_drawn_by_does_not_contradict_it() -> None:
+    found = params({"repetition_penalty": 1.05, "top_p": 0.8}, use_beam_search=True, n=2)
+    assert found.repetition_penalty == 1.0
+
+
+def test_an_echo_with_logprobs_contradicts_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"^echo: true with logprobs, ") as caught:
+        completion_params({}, use_beam_search=True, echo=True, logprobs=1)
+    assert caught.value.field == "echo"

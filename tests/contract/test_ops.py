@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.layout import KVLayout
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import as_blocks
 from penstock.nn import native, ops
@@ -63,6 +63,18 @@ def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, dty
     return as_blocks(torch.randn(BLOCKS * (exact + padding)).to(device, dtype), layout)[:, 1]
 
 
+def branches_of(prompt: int, rows: int, before: int, device: str, consecutive: bool) -> Batch:
+    """A batch of one beam search whose beams have chosen among each other's rows at every step before."""
+    generator = torch.Generator().manual_seed(2)
+    count = -(-prompt // BLOCK_TOKENS)
+    order = torch.randperm(BLOCKS, generator=generator).tolist()
+    blocks = range(3, 3 + count) if consecutive else tuple(order[:count])
+    region = [block for block in order if block not in blocks][: -(-rows * (before + 1) // BLOCK_TOKENS)]
+    past = torch.randint(0, rows, (rows, before), generator=generator).tolist()
+    step = SequenceStep("", prompt + before, [0] * rows, blocks, False, SamplingParams(), 0)
+    return Batch([replace(step, candidates=2, branches=Branches(past, rows, region))], torch.device(device))
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -91,6 +103,15 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []
+    if name == "branch_attention":
+        prompt, beams, before = (data.draw(st.integers(*range_)) for range_ in ((1, 700), (1, 9), (0, 150)))
+        kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
+        order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
+        cache = cache_of(order, kv_heads, dim, padding, device, dtype)
+        batch = branches_of(prompt, beams, before, device, data.draw(st.booleans()))
+        window = data.draw(st.sampled_from([None, 1, 100]))
+        q = rand(beams, kv_heads * group, dim)
+        return (q, cache, batch.branches[0], dim**-0.5, window, batch.scratch), []
     lengths = data.draw(
         st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 2, 65, 600])), min_size=1, max_size=5)
     )
@@ -246,6 +267,35 @@ def test_attention_of_a_row_is_the_same_to_the_bit_whoever_else_is_there(order, 
                 # nor does it matter whether its blocks are found by table
                 by_table = Batch([replace(step, blocks=tuple(blocks))], torch.device(device))
                 assert torch.equal(sdpa.attention(q[i : i + 1], cache, by_table, 0.25, None)[0], together[i])
+
+
+@pytest.mark.parametrize("order", ["block", "token"])
+def test_beams_attend_as_if_each_were_a_sequence_of_its_own(order):
+    torch.manual_seed(0)
+    prompt, rows, before = 130, 4, 40
+    cache = cache_of(order, 2, 16, 0, "cpu", torch.float32)
+    batch = branches_of(prompt, rows, before, "cpu", consecutive=False)
+    (span,) = batch.branches
+    assert not batch.spans
+    assert batch.rows == [range(rows)]
+    assert batch.positions.tolist() == [prompt + before] * rows
+    q = torch.randn(rows, 6, 16)
+    together = ops.branch_attention(q, cache, span, 0.25, None, batch.scratch)
+    prompts = cache[span.prompt.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :prompt]
+    for row, slots in enumerate(span.slots):
+        # its places, copied to where a sequence of its own would have them
+        own = cache[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS].permute(1, 2, 0, 3)
+        whole = torch.cat([prompts, own], 2)
+        blocks = -(-whole.shape[2] // BLOCK_TOKENS)
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, blocks * BLOCK_TOKENS - whole.shape[2]))
+        alone = padded.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4).contiguous()
+        step = SequenceStep("", prompt + before, [0], range(blocks), True, SamplingParams(), 0)
+        expected = ops.attention(q[row : row + 1], alone, Batch([step], torch.device("cpu")), 0.25, None)
+        assert torch.allclose(together[row : row + 1], expected, atol=1e-5)
+    # a search that stands elsewhere in a batch gets the same to the bit
+    assert torch.equal(
+        ops.branch_attention(q.clone(), cache, replace(span, row=17), 0.25, None, batch.scratch), together
+    )
 
 
 def test_rotation_keeps_lengths_and_relative_angles():

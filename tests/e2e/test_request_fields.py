@@ -103,3 +103,44 @@ def test_what_cannot_be_served_is_named(post, field, value):
     error = post(prompt="a", **{field: value})["error"]
     assert error["param"] == field
     assert error["message"].startswith(field)
+
+
+def test_beam_search(post):
+    ask = {"n": 4, "max_tokens": 12, "use_beam_search": True, "return_token_ids": True, "temperature": 1}
+    whole = post(prompt=LONG, logprobs=1, **ask)
+    choices = whole["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 4
+    assert whole["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    length = whole["usage"]["prompt_tokens"]
+    scores = [
+        sum(choice["logprobs"]["token_logprobs"])
+        / (length + len(choice["token_ids"]) - (choice["finish_reason"] == "stop"))
+        for choice in choices
+    ]
+    assert scores == sorted(scores, reverse=True)
+    again = post(prompt=LONG, **ask)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert [choice["text"] for choice in again["choices"]] == [choice["text"] for choice in choices]
+    # a single beam is the greedy output
+    (greedy,) = post(prompt=LONG, max_tokens=12, ignore_eos=True)["choices"]
+    (single,) = post(prompt=LONG, ignore_eos=True, **(ask | {"n": 1}))["choices"]
+    assert (single["text"], single["finish_reason"]) == (greedy["text"], "length")
+    talk = post("chat/completions", messages=[{"role": "user", "content": "What does len do?"}], **ask)
+    assert [choice["index"] for choice in talk["choices"]] == [0, 1, 2, 3]
+    assert all(choice["message"]["content"] for choice in talk["choices"])
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("n", {"n": 129}),
+        ("max_tokens", {"n": 60, "max_tokens": 4000}),
+        ("min_tokens", {"min_tokens": 2}),
+        ("stop", {"stop": ["x"]}),
+    ],
+)
+def test_a_beam_search_that_cannot_be_is_named(post, field, more):
+    error = post(**{"prompt": "x", "max_tokens": 4, "use_beam_search": True, **more})["error"]
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"

@@ -86,7 +86,8 @@ def test_prefix_cache_is_reported(client):
         ({"prompt": [5000000]}, 400, "prompt"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature"),
         ({"prompt": "x", "model": "gpt-17"}, 404, "model"),
-        ({"prompt": "x", "use_beam_search": True}, 400, "use_beam_search"),
+        ({"prompt": "x", "use_beam_search": True, "stream": True}, 400, "use_beam_search"),
+        ({"prompt": "x", "use_beam_search": True, "n": 60, "max_tokens": 4000}, 400, "max_tokens"),
     ],
 )
 def test_errors_have_the_status_and_name_the_field(server, body, status, param):

@@ -294,3 +294,19 @@ def test_sizes_that_cannot_be_are_named(change, field, message):
 
 def test_weights_that_do_not_fit_leave_no_blocks():
     assert fitting_blocks(DEVICES["l40s"], GEOMETRIES["qwen3-32b"]) == 0
+
+
+def test_a_beam_search_is_not_handed_over(intake):
+    intake.hand_off(None, 1.0)  # a carrier that would be missed
+    asked = replace(request(), params=SamplingParams(n=2, use_beam_search=True))
+    assert enqueue(intake, "a", asked, decode=Peer("other", 1, "")) is None
+    assert not intake.scheduler.sequence("r").departs
+    assert not intake.handoffs.busy
+    assert not intake.owner("r").departs
+
+
+def test_where_nothing_searches_a_beam_search_is_refused(intake):
+    intake.scheduler.limits = replace(intake.scheduler.limits, searches=False)
+    asked = replace(request(), params=SamplingParams(n=2, use_beam_search=True))
+    why, message = enqueue(intake, "a", asked)
+    assert (why, message.partition(":")[0]) == ("invalid", "use_beam_search")

@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
-from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.local.beams import BeamSearch
+from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 STOP = 999
+DRAWN = SamplingParams()
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
 
@@ -23,6 +26,13 @@ def next_token(tokens: list[int]) -> int:
     """A model: the next token is a function of all tokens before it, and sometimes it ends the text."""
     h = hash(tuple(tokens)) & 0xFFFF
     return STOP if h % 37 == 0 else h % 50
+
+
+def likeliest(tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """The same model, asked for several next tokens: what ends the text is sometimes among them."""
+    scores = {token: -1.0 - (hash((*tokens, token)) & 0xFFFF) / 1e4 for token in [*range(30), STOP]}
+    scores[STOP] -= 4.0
+    return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
 class Engine:
@@ -33,6 +43,7 @@ class Engine:
         self.cells: dict[tuple[int, int], list[int]] = {}  # (block, offset) -> all tokens up to and with it
         self.out: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.hypotheses: dict[str, list[Hypothesis]] = {}
         self.now = 0.0
 
     def step(self) -> StepPlan:
@@ -45,8 +56,11 @@ class Engine:
         assert len(set(plan.fresh_blocks)) == len(plan.fresh_blocks)
         for key in [k for k in self.cells if k[0] in plan.fresh_blocks]:
             del self.cells[key]
-        drawn = []
+        drawn, candidates = [], {}
         for s in plan.sequences:
+            if s.branches is not None:
+                candidates[s.request_id] = self.branch(s)
+                continue
             past = self.read(s.blocks, s.start - 1) if s.start else []
             for i, token in enumerate(s.tokens):
                 past = [*past, token]
@@ -54,11 +68,32 @@ class Engine:
                 self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
             for position in range(s.start):  # every block of the past holds exactly this sequence's past
                 assert self.read(s.blocks, position) == past[: position + 1]
+            if s.candidates:
+                candidates[s.request_id] = [likeliest(past, s.candidates)]
             if s.sample:
                 drawn.append(next_token(past))
-        outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn)))
+        outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn), candidates=candidates))
         self.collect(outputs)
         return plan
+
+    def branch(self, s: SequenceStep) -> list[list[tuple[int, float]]]:
+        """A step of a beam search: first all rows write, then each finds its past by its own integers."""
+        branches, count = s.branches, len(s.branches.rows[0])
+        assert len(s.tokens) == len(branches.rows) <= branches.width
+        places = [[i * branches.width + row for i, row in enumerate(past)] for past in branches.rows]
+        for row, (token, past) in enumerate(zip(s.tokens, places, strict=True)):
+            before = self.read(branches.blocks, past[-1]) if past else self.read(s.blocks, s.start - 1)
+            place = count * branches.width + row
+            self.cells[branches.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = [*before, token]
+        found = []
+        for row, past in enumerate(places):
+            whole = self.read(branches.blocks, count * branches.width + row)
+            for position in range(s.start - count):
+                assert self.read(s.blocks, position) == whole[: position + 1]
+            for i, place in enumerate(past):
+                assert self.read(branches.blocks, place) == whole[: s.start - count + i + 1]
+            found.append(likeliest(whole, s.candidates))
+        return found
 
     def read(self, blocks, position: int) -> list[int]:
         return self.cells[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS]
@@ -67,6 +102,8 @@ class Engine:
         for o in outputs:
             assert o.request_id not in self.finished, "output after the end"
             self.out.setdefault(o.request_id, []).extend(o.tokens)
+            if o.hypotheses is not None:
+                self.hypotheses[o.request_id] = o.hypotheses
             if o.finish is not None:
                 self.finished[o.request_id] = o.finish
 
@@ -81,6 +118,16 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return out
 
 
+def searched(request: Request) -> list[Hypothesis]:
+    """The results of a beam search by itself, without any engine."""
+    search = BeamSearch(request, request.max_tokens)
+    paths: list[list[int]] = [[]]
+    while not search.over:
+        search.advance([likeliest([*request.prompt, *path], search.looked_at) for path in paths])
+        paths = [[beam.token for beam in live.path()] for live in search.live]
+    return search.results()
+
+
 def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs") -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
@@ -88,11 +135,11 @@ def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=Non
     return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache, pacing=paced))
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, **promise) -> Request:
+def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
     return Request(
         id=name,
         prompt=prompt,
-        params=SamplingParams(),
+        params=params,
         seed=0,
         stop_ids=frozenset([STOP]),
         max_tokens=max_tokens,
@@ -114,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, num_blocks, budget, sequences, prefix, pacing):
         self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing)
         self.requests: dict[str, tuple[list[int], int]] = {}
+        self.searches: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.longest = num_blocks * BLOCK_TOKENS
 
@@ -134,6 +182,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens = min(max_tokens, self.longest - len(prompt))
         self.requests[name] = (prompt, max_tokens)
         self.engine.scheduler.add(request(name, prompt, max_tokens, priority, **promise), now=self.engine.now)
+
+    @rule(
+        prefix=st.sampled_from([0, 63, 64, 128]),
+        own=st.integers(1, 90),
+        width=st.integers(1, 5),
+        max_tokens=st.integers(1, 60),
+        priority=st.integers(0, 2),
+        offline=st.booleans(),
+    )
+    def search(self, prefix, own, width, max_tokens, priority, offline):
+        name = f"r{len(self.requests)}"
+        prompt = ([1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
+        max_tokens = min(max_tokens, self.longest - len(prompt))
+        params = SamplingParams(use_beam_search=True, n=width)
+        asked = request(name, prompt, max_tokens, priority, params, offline=offline)
+        scheduler = self.engine.scheduler
+        room = (scheduler.pool.num_blocks - blocks_for(len(prompt))) * BLOCK_TOKENS
+        if width > scheduler.limits.max_sequences or width * (max_tokens - 1) > room:
+            with pytest.raises(InvalidRequest) as refused:
+                scheduler.add(asked, now=self.engine.now)
+            assert refused.value.field in ("n", "max_tokens")
+            return
+        self.requests[name] = (prompt, max_tokens)
+        self.searches[name] = asked
+        scheduler.add(asked, now=self.engine.now)
 
     @rule(data=st.data())
     def cancel(self, data):
@@ -169,7 +242,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler.has_work, "somebody starves"
         assert scheduler.pool.used == 0, "a block leaked"
         for name, (prompt, max_tokens) in self.requests.items():
-            if name not in self.cancelled:
+            if name in self.cancelled:
+                continue
+            if name in self.searches:
+                assert self.engine.hypotheses[name] == searched(self.searches[name])
+            else:
                 assert self.engine.out[name] == expected(prompt, max_tokens)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import EngineFailure
-from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from penstock.core.request import FinishReason, Hypothesis, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import LEASE, Peer
 from penstock.core.wire.master import Placed
@@ -328,3 +328,23 @@ def chunks(tokens, start, length, rng):
         outputs.append(out(start, *tokens[:size], finish=FinishReason.LENGTH if end else None))
         tokens, start = tokens[size:], start + size
     return outputs
+
+
+# --- a beam search
+
+
+def test_a_beam_search_stays_where_it_began_and_begins_anew_when_that_is_lost():
+    asked = replace(REQUEST, params=SamplingParams(n=2, use_beam_search=True))
+    f = flight(request=asked)
+    assert (f.decode, f.peers, f.route) == (None, [P], "p")
+    assert feed(f, P, out(0)) == [(0, [], None)]  # its prompt was read
+    assert (f.first, f.received) == (0.0, 0)
+    f.lose(P, "killed", 1.0)
+    assert f.stranded
+    f.again()
+    assert launch(f, E, D, 2.0).generated == ()
+    assert feed(f, E, out(0, attempt=1)) == [(0, [], None)]
+    found = [Hypothesis([4, 5], None, FinishReason.LENGTH, None, -1.0)] * 2
+    last = replace(out(0, finish=FinishReason.LENGTH, attempt=1), hypotheses=found)
+    (piece,) = f.accept("e", 3, last, 3.0)
+    assert piece.hypotheses == found

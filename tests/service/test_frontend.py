@@ -11,9 +11,9 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.pulse import step_limit
-from penstock.core.request import FinishReason, Timing, TokenLogprobs, TokenOutput
+from penstock.core.request import FinishReason, Hypothesis, Timing, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
 from penstock.core.wire.master import NoPlace, Placed
 from penstock.kv.keys import extend_keys
 from penstock.obs.metrics import Metrics
@@ -23,7 +23,7 @@ from penstock.service.frontend import CACHES_QUEUED, Frontend
 from penstock.service.instances import SILENT_AFTER, Endpoint, LinkLost
 from penstock.service.traffic import MASTER_LEARNS, Traffic
 from penstock.text.tokenizer import Tokenizer
-from tests.helpers.scripted import ScriptedLink, ready
+from tests.helpers.scripted import STATS, ScriptedLink, ready
 
 STUCK_AFTER = step_limit(ready().token_budget + ready().max_sequences, ready().device)
 
@@ -913,3 +913,56 @@ def test_a_master_that_comes_last_makes_it_ready_too(tokenizer):
         assert frontend.ready
 
     run(tokenizer, scenario, ready_now=False)
+
+
+# --- beam search
+
+
+def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_dies(tokenizer):
+    async def scenario(frontend, links, clock):
+        params = SamplingParams(n=3, use_beam_search=True, max_tokens=4)
+        generation = frontend.submit([1, 2], params, request_id="r")
+        await until(lambda: any(link.enqueued() for link in links.values()))
+        home, other = sorted(("p", "q"), key=lambda name: not links[name].enqueued())
+        (sent,) = [command for command in links[home].sent if isinstance(command, Enqueue)]
+        assert (sent.decode, sent.request.params.n) == (None, 3)
+        links[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
+        await until(lambda: frontend.traffic.held[sent.request.id].flight.heard)
+        assert frontend.traffic.queued_tokens == 0, "its prompt was read"
+        links[home].say(LinkLost("killed"))
+        await until(links[other].enqueued)
+        (again,) = [command for command in links[other].sent if isinstance(command, Enqueue)]
+        assert (again.request.generated, again.request.prompt) == ((), [1, 2])
+        found = [Hypothesis([5, 6, 7, 8 + i], None, FinishReason.LENGTH, None, -1.0 - i) for i in range(3)]
+        last = TokenOutput(again.request.id, [], finish=FinishReason.LENGTH, hypotheses=found, generation=1)
+        links[other].say(StepReport(again.to, [last], STATS))
+        await until(lambda: not frontend.traffic.held)
+        deltas = [delta for delta in generation.take() if delta.tokens]
+        assert [(d.index, d.tokens) for d in deltas] == [(i, found[i].tokens) for i in range(3)]
+        assert generation.over
+        assert generation.usage.completion_tokens == 12
+
+    run(tokenizer, scenario, "p", "q", "d", decode="d")
+
+
+def test_to_cancel_a_beam_search_drops_it(tokenizer):
+    async def scenario(frontend, link, clock):
+        params = SamplingParams(n=3, use_beam_search=True)
+        generation, (one_id, *same) = await submit(frontend, [1, 2], params)
+        assert set(same) == {one_id}
+        generation.cancel()
+        assert not frontend.traffic.held
+        assert [c.request_ids for c in link.sent if isinstance(c, Cancel)] == [[one_id]]
+
+    run(tokenizer, scenario)
+
+
+def test_modelled_engines_do_not_search(tokenizer):
+    async def scenario(frontend, link, clock):
+        link.say(ready("engine-0", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        await until(lambda: frontend.modelled)
+        with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
+            frontend.submit([1], SamplingParams(use_beam_search=True), request_id="r")
+        assert caught.value.field == "use_beam_search"
+
+    run(tokenizer, scenario)

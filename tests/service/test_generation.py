@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from penstock.core.clock import ManualClock
 from penstock.core.errors import EngineFailure
-from penstock.core.request import FinishReason, Request, Timing, TokenOutput
+from penstock.core.request import FinishReason, Hypothesis, Request, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
@@ -112,3 +112,29 @@ def test_its_spans_hang_from_the_exchange_it_began_in() -> None:
     generation.cancel()  # after the end
     begin(owner).cancel()  # outside of any exchange
     assert len(exporter.get_finished_spans()) == len(names)
+
+
+def test_the_results_of_a_beam_search_are_its_outputs(line: Any) -> None:
+    owner = Owner()
+    params = SamplingParams(n=2, use_beam_search=True, max_tokens=9, stop_token_ids=(51,))
+    request = Request(id="r", prompt=[5, 6, 7], params=params, seed=1, stop_ids=frozenset([51]), max_tokens=9)
+    generation = Generation(owner, "r", [request], params, owner.clock.now(), "m")
+    owner.clock.advance(1.0)
+    generation.receive(0, TokenOutput("r", [], cached_tokens=2), owner.clock.now())
+    assert not generation.over
+    owner.clock.advance(1.0)
+    found = [
+        Hypothesis([50, 50, 51], None, FinishReason.STOP, 51, -1.0),
+        Hypothesis([50, 50, 50, 50], None, FinishReason.LENGTH, None, -2.0),
+    ]
+    last = TokenOutput("r", [], finish=FinishReason.STOP, hypotheses=found, cached_tokens=2)
+    generation.receive(0, last, owner.clock.now())
+    deltas = [delta for delta in generation.take() if delta.tokens]
+    ends = [(d.index, d.tokens, d.finish_reason, d.stop_reason) for d in deltas]
+    assert ends == [(0, [50, 50, 51], "stop", 51), (1, [50] * 4, "length", None)]
+    assert generation.over
+    assert (generation.usage.completion_tokens, generation.usage.cached_tokens) == (7, 2)
+    written = line()
+    assert (written["n"], written["completion_tokens"]) == (2, 7)
+    assert written["ttft"] == pytest.approx(2.0)
+    assert written.get("tpot") is None

@@ -1,6 +1,7 @@
 """From a user's request to sequences: checks, seeds, lengths."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.sampling import SamplingParams
 from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
 
-LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]))
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]), max_sequences=8, num_blocks=10)
 
 
 def make(prompt, **params):
@@ -104,3 +105,31 @@ def test_truncation_to_more_than_the_model_takes_is_refused():
 def test_what_is_no_salt(salt):
     with pytest.raises(InvalidRequest, match=r"^cache_salt: .* allowed is a string of 1 to 1024 bytes"):
         check_salt(salt)
+
+
+def test_a_beam_search_is_one_request():
+    (one,) = make([1, 2], n=4, use_beam_search=True, max_tokens=20)
+    assert (one.id, one.params.n, one.max_tokens) == ("r", 4, 20)
+    assert make([1] * 10, n=4, use_beam_search=True, max_tokens=None)[0].max_tokens == 90
+
+
+@pytest.mark.parametrize(("width", "blocks", "most"), [(8, 10, 73), (3, 10, 90), (8, 2, 9), (1, 2, 65)])
+def test_beams_are_no_longer_than_the_cache_holds(width, blocks, most):
+    def beams(max_tokens):
+        params = SamplingParams(n=width, use_beam_search=True, max_tokens=max_tokens)
+        (one,) = make_sequences("r", [1] * 10, params, replace(LIMITS, num_blocks=blocks), random.Random(0))
+        return one.max_tokens
+
+    assert beams(None) == beams(most) == most
+    if most == 90:
+        assert beams(91) == 90  # the model's length: that is cut
+    else:
+        with pytest.raises(InvalidRequest, match=f"max_tokens: {most + 1}, allowed are at most {most}: ") as caught:
+            beams(most + 1)
+        assert caught.value.field == "max_tokens"
+
+
+def test_more_beams_than_run_at_once_are_refused():
+    with pytest.raises(InvalidRequest, match="n: 9 beams, allowed are at most max-num-seqs, which is 8") as caught:
+        make([1], n=9, use_beam_search=True)
+    assert caught.value.field == "n"

@@ -8,6 +8,7 @@ says that it keeps it to the bit.
 from penstock.nn.ops.argmax import argmax
 from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
+from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.gumbel import gumbel_noise
 from penstock.nn.ops.linear import linear
 from penstock.nn.ops.packed_linear import packed_linear, packed_rows
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm",
     "argmax",
     "attention",
+    "branch_attention",
     "gumbel_noise",
     "linear",
     "packed_linear",

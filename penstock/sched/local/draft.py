@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.core.plan import SequenceStep, StepPlan
-from penstock.sched.local.sequence import Sequence, blocks_for
+from penstock.core.plan import StepPlan
+from penstock.sched.local.sequence import Sequence
 
 
 class Draft:
     """
     Attributes:
         budget: tokens that are left.
-        grants: tokens of each sequence.
+        grants: positions that each sequence goes on by.
         fresh: blocks that each was given.
         short: a running sequence had to give up its blocks.
     """
@@ -22,8 +22,9 @@ class Draft:
         self.short = False
 
     def forget(self, sequence: Sequence) -> None:
-        """It does not run in this step after all."""
-        self.budget += self.grants.pop(sequence, 0)
+        """It does not run in this step after all; to be said before it is preempted."""
+        if count := self.grants.pop(sequence, 0):
+            self.budget += sequence.cost(count)
         self.fresh.pop(sequence, None)
 
     def plan(self, released: list[str]) -> StepPlan:
@@ -32,33 +33,7 @@ class Draft:
             released: see `StepPlan`.
         """
         return StepPlan(
-            tuple([_sequence_step(s, count) for s, count in self.grants.items()]),
+            tuple([s.step(count) for s, count in self.grants.items()]),
             tuple([block for blocks in self.fresh.values() for block in blocks]),
             tuple(released),
         )
-
-
-def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
-    tokens, request, start = sequence.tokens, sequence.request, sequence.computed
-    blocks = tuple(sequence.blocks)
-    end = start + count
-    sample = end == len(tokens)
-    used = blocks_for(end)
-    step = SequenceStep(
-        request.id,
-        start,
-        tokens[start:end],
-        blocks if used == len(blocks) else blocks[:used],
-        sample,
-        request.params,
-        request.seed,
-        None,
-        len(request.prompt),
-        blocks[used:],
-    )
-    if sequence.special:
-        if sample:
-            step.history = tokens[:] if request.params.penalised else None
-            step.banned = sequence.banned()
-        step.targets = sequence.targets(count)
-    return step

@@ -100,6 +100,8 @@ class Intake:
         decode = command.decode
         if decode is not None and (decode.name == self.peer.name or self.handoffs is None):
             decode = None
+        if request.params.use_beam_search:
+            decode = None  # its beams are at home where its prompt is
         try:
             self.scheduler.add(request, departs=decode is not None, now=now)
         except UserError as error:

@@ -13,11 +13,13 @@ class Limits:
         token_budget: tokens computed in one step, at most; at least `max_sequences`, so that no decode is left out.
         max_sequences: sequences that run at once, at most.
         max_model_len: prompt and output tokens of one sequence, at most; the pool can hold one such sequence.
+        searches: whether what computes the steps can search with beams.
     """
 
     token_budget: int
     max_sequences: int
     max_model_len: int
+    searches: bool = True
 
     def __post_init__(self) -> None:
         assert self.max_sequences >= 1

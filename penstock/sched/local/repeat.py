@@ -56,4 +56,4 @@ def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
         missing = blocks_for(sequence.computed) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += scheduler.pool.allocate(missing)
-        scheduler.publish(sequence)
+        scheduler.memory.publish(sequence)

@@ -17,12 +17,14 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.draft import Draft
+from penstock.sched.local.group import BeamGroup, check_group, make_sequence
 from penstock.sched.local.limits import Counters, Limits
+from penstock.sched.local.memory import Memory
 from penstock.sched.local.pacing.base import Allowance, Pacing
 from penstock.sched.local.pacing.fcfs import Fcfs
 from penstock.sched.local.queue import Queue
@@ -59,6 +61,7 @@ class Scheduler:
         self.pool = pool
         self.root = root
         self.counters = Counters()
+        self.memory = Memory(pool, limits, prefix_cache)
         self._prefix_cache = prefix_cache
         self._pacing = Fcfs() if pacing is None else pacing
         self._sequences: dict[str, Sequence] = {}
@@ -126,7 +129,8 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never fit, even alone.
-            InvalidRequest: a request of that id is here already, the prompt is empty, or nothing is left to generate.
+            InvalidRequest: a request of that id is here already, the prompt is empty, nothing is left to generate, or a
+                beam search is wider or longer than what ever runs at once.
         """
         length, longest = len(request.context), self.limits.max_model_len
         if not request.prompt:
@@ -141,12 +145,14 @@ class Scheduler:
             raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        if request.params.use_beam_search:
+            check_group(request, self.limits, self.pool.num_blocks)
         sequence = self._make(request, now)
         sequence.departs = departs
         self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
-        sequence = Sequence(request, self._arrivals, now, self.root)
+        sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._pacing.join(sequence)
@@ -221,7 +227,7 @@ class Scheduler:
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
         # those who wait here already come first
-        ahead = sum(blocks_for(len(s.tokens)) for s in self._waiting if s.standing <= standing)
+        ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = [] if request.offline else [s for s in self._running if s.offline]
         victims = self._victims(missing + ahead, hit, offline)
         if victims is None:
@@ -253,12 +259,12 @@ class Scheduler:
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
         self._answered.append(sequence)
-        self.publish(sequence)
+        self.memory.publish(sequence)
         return sequence
 
     def _crowd(self) -> int:
-        """Sequences that run here or soon will, or whose departure may fail."""
-        return len(self._running) + len(self._leaving) + len(self._reserved)
+        """Sequences that run here or soon will, or whose departure may fail; of a beam search as many as it is wide."""
+        return sum([s.rows for s in self._running]) + len(self._leaving) + len(self._reserved)
 
     # --- steps
 
@@ -294,11 +300,15 @@ class Scheduler:
                 self.cancel(sequence.id)  # its blocks of this step were not published
                 outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
                 continue
+            if step.candidates:
+                assert isinstance(sequence, BeamGroup)
+                outputs += self._search_on(sequence, step, result)
+                continue
             sequence.computed = step.start + len(step.tokens)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
             if sequence.computed // BLOCK_TOKENS != sequence.published:
-                self.publish(sequence)
+                self.memory.publish(sequence)
             if token is None:
                 continue
             request, tokens = sequence.request, sequence.tokens
@@ -322,6 +332,17 @@ class Scheduler:
                 self._leaving[sequence.id] = sequence
             outputs.append(output)
         return outputs
+
+    def _search_on(self, group: BeamGroup, step: SequenceStep, result: StepResult) -> list[TokenOutput]:
+        output = group.advance(step, result)
+        self.memory.publish(group)
+        if group.first is None:
+            self._answered.append(group)
+        if output is None:
+            return []
+        if output.finish is not None:
+            self.cancel(group.id)
+        return [output]
 
     # --- filling a step
 
@@ -364,7 +385,8 @@ class Scheduler:
         grants = draft.grants
         for sequence in sequences:
             # most have room for this token and the next one: the rest is passed over
-            if draft.budget and sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and sequence not in grants:
+            ready = sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching
+            if draft.budget and ready and sequence not in grants:
                 grants[sequence] = 1
                 draft.budget -= 1
             else:
@@ -372,14 +394,14 @@ class Scheduler:
 
     def _grant_running(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
-        if not draft.budget or not sequence.blocks or sequence in draft.grants:
+        if draft.budget < sequence.cost(count) or not sequence.blocks or sequence in draft.grants:
             return False
-        missing = blocks_for(sequence.computed + count) - len(sequence.blocks)
+        missing = sequence.blocks_until(sequence.computed + count) - len(sequence.blocks)
         while missing > 0 and self.pool.available < missing:
             draft.short = True
             victim = max(self._running, key=_rank)
-            self._preempt(victim)
             draft.forget(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         self._grant(draft, sequence, count)
@@ -387,39 +409,17 @@ class Scheduler:
 
     def _grant(self, draft: Draft, sequence: Sequence, count: int) -> None:
         draft.grants[sequence] = count
-        draft.budget -= count
+        draft.budget -= sequence.cost(count)
         if blocks := self.set_aside(sequence, count):
             draft.fresh[sequence] = blocks
 
     def set_aside(self, sequence: Sequence, count: int) -> list[int]:
-        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
-        anything. Returns those that are new."""
-        end = sequence.computed + count
-        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS:
-            return []  # it decodes, and even its next token has its place
-        missing = blocks_for(end) - len(sequence.blocks)
-        missing = max(0, missing) + self._ahead(sequence, count)
-        blocks = self.pool.allocate(missing) if missing else []
-        sequence.blocks += blocks
-        return blocks
-
-    def _ahead(self, sequence: Sequence, count: int) -> int:
-        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
-        them can be made ready while this step runs."""
-        end = sequence.computed + count
-        rest = len(sequence.tokens) - end
-        if rest == 0:  # it decodes: one more token, unless this step's is the last
-            rest = int(not sequence.departs and sequence.generated + 1 < sequence.request.max_tokens)
-        goal = blocks_for(min(end + min(rest, self.limits.token_budget), self.limits.max_model_len))
-        have = max(len(sequence.blocks), blocks_for(end))
-        if goal <= have:
-            return 0
-        spare = self.pool.unused - (have - len(sequence.blocks)) - self._promised(self._running)
-        return goal - have if goal - have <= spare else 0
+        """See `Memory.set_aside`."""
+        return self.memory.set_aside(sequence, count, self._running)
 
     def _admit(self, draft: Draft, allowance: Allowance, sequence: Sequence) -> bool:
         """Start or resume the first in the queue; False when it has to wait."""
-        hit = self._prefix_hit(sequence)
+        hit = self.memory.prefix_hit(sequence)
         cached = len(hit) * BLOCK_TOKENS
         rest = len(sequence.tokens) - cached
         count = allowance.chunk(sequence, cached, min(rest, draft.budget))
@@ -429,12 +429,12 @@ class Scheduler:
         # together would starve each other
         standing = sequence.standing
         lower = [s for s in self._running if s.rank[:2] > standing]
-        victims = self._victims(blocks_for(len(sequence.tokens)) - len(hit), hit, lower)
+        victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None:
             return False
         for victim in victims:
-            self._preempt(victim)
             draft.forget(victim)
+            self._preempt(victim)
         if victims:  # their tokens are left over
             count = allowance.chunk(sequence, cached, min(rest, draft.budget))
         self._waiting.remove(sequence)
@@ -451,80 +451,40 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
-    def _prefix_hit(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
-        every position's is."""
-        if not self._prefix_cache or sequence.prompt_logprobs is not None:
-            return []
-        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        return self.pool.match(sequence.keys[:full])
-
-    def _victims(self, missing: int, hit: list[int], lower: list[Sequence]) -> list[Sequence] | None:
+    def _victims(self, missing: int, hit: list[int], lower: list[Sequence], rows: int = 1) -> list[Sequence] | None:
         """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
 
         Args:
             missing: blocks that it needs besides `hit`, which it found in the cache.
+            rows: places that it takes.
         """
         needed = missing + sum(map(self.pool.idle, hit))
         lower.sort(key=_rank)
         victims: list[Sequence] = []
-        while not self._fits_without(victims, needed, hit):
+        while not self._fits_without(victims, needed, hit, rows):
             if not lower:
                 return None
             victims.append(lower.pop())
         return victims
 
-    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int]) -> bool:
-        if self._crowd() - len(victims) >= self.limits.max_sequences:
+    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
+        if self._crowd() - sum([v.rows for v in victims]) + rows > self.limits.max_sequences:
             return False
-        stay = [s for s in self._running if s not in victims] if victims else self._running
-        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
-        gained = sum(count == self.pool.holders(block) for block, count in freed.items())
-        return needed <= self.pool.available + gained - self._promised(stay)
-
-    @staticmethod
-    def _promised(sequences: list[Sequence]) -> int:
-        """Blocks that these still need for the tokens they have."""
-        promised = 0
-        for s in sequences:
-            missing = blocks_for(len(s.tokens)) - len(s.blocks)
-            if missing > 0:
-                promised += missing
-        return promised
+        return needed <= self.memory.room_without(victims, hit, self._running)
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self._let_go(victim)
-        victim.computed = victim.published = 0
-        if victim.prompt_logprobs is not None:
-            victim.prompt_logprobs = []
+        victim.restart()
         self._enqueue(victim)
         self.counters.preemptions += 1
 
     def _let_go(self, sequence: Sequence) -> None:
-        # what is on its way is checked where it arrives, and asked for again
-        self.pool.end_transfer(sequence.blocks[: sequence.travelling])
-        self.pool.release(sequence.blocks)
-        sequence.travelling = 0
-        sequence.blocks = []
+        self.memory.let_go(sequence)
         self._released.append(sequence.id)
 
-    # --- after a step
-
-    def publish(self, sequence: Sequence) -> None:
-        """What it has computed can be found by others."""
-        full = sequence.computed // BLOCK_TOKENS
-        if full == sequence.published or not self._prefix_cache:
-            return
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        for i in range(sequence.published, full):
-            parent = sequence.keys[i - 1] if i else sequence.root
-            sequence.blocks[i] = self.pool.publish(sequence.blocks[i], sequence.keys[i], parent)
-        sequence.published = full
-
     def _enqueue(self, sequence: Sequence) -> None:
-        self._pacing.wait(sequence, lambda s: len(self._prefix_hit(s)) * BLOCK_TOKENS)
+        self._pacing.wait(sequence, lambda s: len(self.memory.prefix_hit(s)) * BLOCK_TOKENS)
         self._waiting.add(sequence)
 
     def check(self) -> None:
@@ -542,5 +502,5 @@ class Scheduler:
             assert s.travelling <= len(s.blocks)
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
-            assert blocks_for(s.computed) <= len(s.blocks) <= blocks_for(len(s.tokens) + 1)
+            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.request import Request, TokenLogprobs
 from penstock.kv.keys import salted
 
@@ -24,6 +24,8 @@ class Sequence:
     """One request on its way through an engine. Times are seconds of the engine's clock.
 
     Attributes:
+        rows: places that it takes among those that run at once.
+        branching: it is a `BeamGroup`.
         rank: (offline, priority, order of arrival); whoever is last gives up its blocks first.
         turn: its place among those whose prompts are to be read, the least first; what it means is the pacing's own.
         arrived: when its client sent it.
@@ -62,6 +64,9 @@ class Sequence:
         "ttft",
         "turn",
     )
+
+    rows: int = 1
+    branching = False
 
     def __init__(self, request: Request, number: int, now: float, root: bytes = b"") -> None:
         self.request = request
@@ -112,6 +117,39 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
+    # --- what it takes
+
+    def cost(self, count: int) -> int:
+        """Tokens that a step computes to bring it `count` positions further."""
+        return count
+
+    def blocks_until(self, end: int) -> int:
+        """Blocks that hold positions [0, end)."""
+        return blocks_for(end)
+
+    @property
+    def demand(self) -> int:
+        """Blocks for all that it has."""
+        return blocks_for(len(self.tokens))
+
+    @property
+    def upcoming(self) -> int:
+        """Tokens whose place may be made ready while the last that it has is computed."""
+        return int(not self.departs and self.generated + 1 < self.request.max_tokens)
+
+    @property
+    def findable(self) -> int:
+        """How many of its computed tokens others may find."""
+        return self.computed
+
+    def restart(self) -> None:
+        """It was preempted, and holds nothing any longer."""
+        self.computed = self.published = 0
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
+    # --- what it is told and tells
+
     @property
     def due(self) -> float:
         """The deadline of its next token; inf without one."""
@@ -136,6 +174,32 @@ class Sequence:
         if self.prompt_logprobs is None:
             return []
         return self.tokens[self.computed + 1 : min(self.computed + count + 1, len(self.request.prompt))]
+
+    def step(self, count: int) -> SequenceStep:
+        """Its part of a step that brings it `count` positions further."""
+        tokens, request, start = self.tokens, self.request, self.computed
+        blocks = tuple(self.blocks)
+        end = start + count
+        sample = end == len(tokens)
+        used = blocks_for(end)
+        step = SequenceStep(
+            request.id,
+            start,
+            tokens[start:end],
+            blocks if used == len(blocks) else blocks[:used],
+            sample,
+            request.params,
+            request.seed,
+            None,
+            len(request.prompt),
+            blocks[used:],
+        )
+        if self.special:
+            if sample:
+                step.history = tokens[:] if request.params.penalised else None
+                step.banned = self.banned()
+            step.targets = self.targets(count)
+        return step
 
     def start_clock(self, now: float) -> None:
         """The tokens that it has count as if the last of them had been drawn now, right in time."""

@@ -66,13 +66,14 @@ class _Decodes:
     """The online sequences that decode in a step.
 
     Attributes:
+        count: their rows.
         kv_tokens: that they read together.
         slack: the least, in seconds; a late one's is one TPOT. inf without deadlines.
         tpot: the strictest.
     """
 
     def __init__(self, now: float, sequences: list[Sequence]) -> None:
-        self.count = len(sequences)
+        self.count = sum([s.rows for s in sequences])
         kv_tokens, slack, strictest = self.count, inf, inf
         for s in sequences:
             kv_tokens += s.computed

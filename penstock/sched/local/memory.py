@@ -1,0 +1,105 @@
+"""Which blocks sequences hold: found in the cache, for what they compute next, and to be found by others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.keys import extend_keys
+from penstock.kv.pool import BlockPool
+from penstock.sched.local.limits import Limits
+from penstock.sched.local.sequence import Sequence, blocks_for
+
+
+class Memory:
+    """The pool as a scheduler's sequences use it. It decides nothing: who gets blocks from whom is the scheduler's.
+
+    Args:
+        prefix_cache: whether anything can be found.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits, prefix_cache: bool) -> None:
+        self._pool, self._limits, self._prefix_cache = pool, limits, prefix_cache
+
+    def prefix_hit(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
+        every position's is."""
+        if not self._prefix_cache or sequence.prompt_logprobs is not None:
+            return []
+        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        return self._pool.match(sequence.keys[:full])
+
+    def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
+        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
+        anything. Returns those that are new.
+
+        Args:
+            running: all that run, whose needs come before that step.
+        """
+        end = sequence.computed + count
+        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching:
+            return []  # it decodes, and even its next token has its place
+        missing = sequence.blocks_until(end) - len(sequence.blocks)
+        missing = max(0, missing) + self._ahead(sequence, count, running)
+        blocks = self._pool.allocate(missing) if missing else []
+        sequence.blocks += blocks
+        return blocks
+
+    def _ahead(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> int:
+        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
+        them can be made ready while this step runs."""
+        end = sequence.computed + count
+        rest = len(sequence.tokens) - end
+        if rest == 0:  # it decodes: one more token, unless this step's is the last
+            rest = sequence.upcoming
+        if rest == 0:
+            return 0
+        goal = blocks_for(min(end + min(rest, self._limits.token_budget), self._limits.max_model_len))
+        have = max(len(sequence.blocks), blocks_for(end))
+        if goal <= have:
+            return 0
+        spare = self._pool.unused - (have - len(sequence.blocks)) - self.promised(running)
+        return goal - have if goal - have <= spare else 0
+
+    def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
+        """Blocks that could be handed out if these victims ran no longer, beside what all others of `running` still
+        need.
+
+        Args:
+            hit: blocks that are wanted as they are.
+        """
+        stay = [s for s in running if s not in victims] if victims else running
+        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
+        gained = sum(count == self._pool.holders(block) for block, count in freed.items())
+        return self._pool.available + gained - self.promised(stay)
+
+    @staticmethod
+    def promised(sequences: Iterable[Sequence]) -> int:
+        """Blocks that these still need for the tokens they have."""
+        promised = 0
+        for s in sequences:
+            missing = s.demand - len(s.blocks)
+            if missing > 0:
+                promised += missing
+        return promised
+
+    def publish(self, sequence: Sequence) -> None:
+        """What it has computed can be found by others."""
+        full = sequence.findable // BLOCK_TOKENS
+        if full == sequence.published or not self._prefix_cache:
+            return
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        for i in range(sequence.published, full):
+            parent = sequence.keys[i - 1] if i else sequence.root
+            sequence.blocks[i] = self._pool.publish(sequence.blocks[i], sequence.keys[i], parent)
+        sequence.published = full
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of all its blocks."""
+        # what is on its way is checked where it arrives, and asked for again
+        self._pool.end_transfer(sequence.blocks[: sequence.travelling])
+        self._pool.release(sequence.blocks)
+        sequence.travelling = 0
+        sequence.blocks = []
