@@ -1,8 +1,12 @@
-"""One TCP connection: limits on what uvicorn reads before the application hears of a request, which itself has none."""
+"""One TCP connection: limits on what uvicorn reads before the application hears of a request, which itself has none,
+and on how long an answer waits to be taken."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import struct
 from typing import Any
 
 import msgspec
@@ -13,6 +17,13 @@ from penstock.api.errors import error_body
 MAX_HEAD_BYTES = 64 * 2**10  # of the request line and all headers together
 MAX_HEADERS = 128
 REQUEST_SECONDS = 60.0  # for a request to arrive in full, from its first byte, or from connecting to a new connection
+SEND_SECONDS = 60.0  # in which a client must take some of what waits for it
+# Of an answer, what the system may hold that is not even under way to the client. By itself it holds megabytes, and
+# nobody sees for minutes that a client takes nothing, or that it does take something.
+UNSENT_BYTES = 32 * 2**10
+AT_ONCE = struct.pack("ii", 1, 0)  # how a socket lingers
+
+log = logging.getLogger("penstock.server")
 
 
 class _Excess(Exception):
@@ -24,26 +35,35 @@ class Connection(HttpToolsProtocol):
 
     A request's body is limited elsewhere (`Edge`, `read_body`): uvicorn reads it no faster than it is taken.
 
+    Args:
+        send_seconds: see SEND_SECONDS.
+
     Attributes:
         request_seconds: see REQUEST_SECONDS.
     """
 
     request_seconds = REQUEST_SECONDS
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, send_seconds: float = SEND_SECONDS, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._send_seconds = send_seconds
         self._in_head = False
         self._fed = 0  # bytes of an unfinished head
         self._head_bytes = 0
         self._excess = ""
         self._deadline: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None  # at what was taken meanwhile
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            ours = transport.get_extra_info("socket")
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_longer()
+        self._watch_no_longer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -58,6 +78,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if not self.flow.write_paused:
+            self._watch_no_longer()  # another answer will come
         self._in_head, self._head_bytes = True, 0
         if self._deadline is None:
             self._wait()
@@ -100,7 +122,47 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_no_longer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._look is None and self.cycle.response_complete:
+            self._watch()  # also what is closed stays until it was taken
+
     # --- time
+
+    def _watch(self) -> None:
+        """From here on nothing is written until the client has taken what waits for it."""
+        self._watch_no_longer()
+        if waiting := self.transport.get_write_buffer_size():
+            self._look = self.loop.call_later(self._send_seconds, self._expect_less, waiting)
+
+    def _watch_no_longer(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+    def _expect_less(self, before: int) -> None:
+        self._look = None
+        if self.transport.get_write_buffer_size() < before:
+            self._watch()
+            return
+        state: dict[str, Any] = self.cycle.scope.get("state") or {} if self.cycle else {}
+        log.warning(
+            "a client took nothing of its answer for %g s and was disconnected, %d bytes waited for it: id=%s",
+            self._send_seconds,
+            before,
+            state.get("request_id", "-"),
+        )
+        # or the system would go on to offer it what it holds
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        self.transport.abort()
 
     def _wait(self) -> None:
         self._deadline = self.loop.call_later(self.request_seconds, self._too_slow)

@@ -17,7 +17,7 @@ from penstock.service.deployment import Tables
 from penstock.transfer.faulty import MESSAGES
 
 # of the server's options; the others stand at the top
-LIMITS = ("max-queued-requests", "max-queued-tokens", "drain-timeout", "max-body-size")
+LIMITS = ("max-queued-requests", "max-queued-tokens", "drain-timeout", "send-timeout", "max-body-size")
 MODELLED_TOO = (  # of the engine's options
     "device",
     "max-model-len",

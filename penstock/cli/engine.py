@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
-# to megabytes: with oneDNN's own limit of 1024 an engine grows by a gigabyte in its first hour.
+# to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
+# in its first hour. Both read their variable at the first product.
 KERNELS_KEPT = 16
+KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -53,7 +55,8 @@ def main(settings: dict[str, Any]) -> int:
     # a terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group, and the server drains first
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+    for variable in KERNEL_CACHES:
+        os.environ.setdefault(variable, str(KERNELS_KEPT))
     from penstock.core.clock import SystemClock
     from penstock.core.pulse import Pulse
     from penstock.engine.server import EngineServer

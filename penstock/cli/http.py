@@ -10,8 +10,9 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.core.errors import ConfigError, Unavailable
 
@@ -46,6 +47,7 @@ class ServerOptions:
     max_queued_tokens: int | None
     seed: int | None
     drain_timeout: float
+    send_timeout: float
     log_level: str
     log_format: Format
     max_body_size: int
@@ -259,7 +261,7 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="none",
-        http=Connection,
+        http=cast(type[Connection], partial(Connection, send_seconds=options.send_timeout)),  # it is only called
         ws="none",
         lifespan="off",
         log_config=None,

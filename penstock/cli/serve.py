@@ -61,6 +61,12 @@ SERVER_OPTIONS = (
     ),
     Option("seed", integer(0), None, "of the seeds given to requests that bring none; by default unpredictable"),
     Option("drain-timeout", integer(0), 30, "seconds that running requests get to finish after SIGTERM"),
+    Option(
+        "send-timeout",
+        number(0, 86400),
+        60.0,
+        "seconds in which a client must take some of what waits for it; then it is disconnected",
+    ),
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
     Option("log-format", one_of("text", "json"), "text", "of the log"),
     Option("max-body-size", size, 8 << 20, "of a request's body; longer ones get a 413"),

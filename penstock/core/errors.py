@@ -10,6 +10,7 @@
     │   └── ConfigError             a flag, file or checkpoint is wrong; the command line exits with 2
     ├── Overloaded                  429  try again after `retry_after` seconds
     ├── Unavailable                 503  not ready, draining, or the engine has gone
+    ├── ClientTooSlow               408  the client does not take its answer
     └── EngineFailure               500  our own fault
 
 A broken invariant of our own is an `assert`, never one of these.
@@ -75,6 +76,10 @@ class Unavailable(PenstockError):
         self.retry_after = retry_after
 
 
+class ClientTooSlow(PenstockError):
+    """More of an answer waits for its client than is kept for one."""
+
+
 class EngineFailure(PenstockError):
     """The engine failed on a request that was valid."""
 
@@ -89,6 +94,7 @@ HTTP_TABLE: dict[type[BaseException], tuple[int, str, str]] = {
     UserError: (400, "invalid_request_error", "invalid_value"),
     Overloaded: (429, "rate_limit_error", "overloaded"),
     Unavailable: (503, "service_unavailable_error", "unavailable"),
+    ClientTooSlow: (408, "invalid_request_error", "client_too_slow"),
     PenstockError: (500, "server_error", "internal_error"),
     BaseException: (500, "server_error", "internal_error"),
 }

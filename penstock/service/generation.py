@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.core.clock import Clock
-from penstock.core.errors import PenstockError, http_row
+from penstock.core.errors import ClientTooSlow, PenstockError, http_row
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
@@ -16,6 +16,9 @@ from penstock.service.output import Delta, OutputStream, Usage, merge, outputs_o
 from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
+# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. That is more than most
+# outputs have without log-probabilities: only who has asked for much, and takes little, comes to it.
+MOST_UNTAKEN = 1 << 16
 CLIENT_LEFT = 499  # in the log, where others write it too
 
 
@@ -58,6 +61,7 @@ class Generation:
         self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(params.n)]
         self._open = params.n
         self._deltas: list[Delta] = []
+        self._untaken = 0  # tokens in them, see MOST_UNTAKEN
         self._error: PenstockError | None = None
         self._tell: Callable[[], None] = _nobody
         self._arrival = arrival
@@ -82,7 +86,7 @@ class Generation:
         """
         if not self._deltas and self._error is not None:
             raise self._error
-        taken, self._deltas = self._deltas, []
+        taken, self._deltas, self._untaken = self._deltas, [], 0
         return taken
 
     @property
@@ -119,6 +123,11 @@ class Generation:
         delta = stream.feed(output)
         self._count(index, delta, output, now)
         self._deltas.append(delta)
+        self._untaken += len(delta.tokens) + sum(len(entry.top) for entry in delta.logprobs or ())
+        if self._untaken > MOST_UNTAKEN:
+            self._deltas = []  # what it does not get in full it gets no more of
+            self.fail(ClientTooSlow(f"the answer was given up: {self._untaken} tokens of it waited for its client"))
+            return
         if len(self._deltas) >= MOST_DELTAS + len(self._streams):
             self._deltas = merge(self._deltas)
         if stream.finished:

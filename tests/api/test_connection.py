@@ -24,6 +24,11 @@ class Hasty(Connection):
     request_seconds = 0.3
 
 
+class Strict(Connection):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, send_seconds=0.5, **options)
+
+
 @pytest.fixture(params=[Connection])
 def protocol(request: pytest.FixtureRequest) -> type[Connection]:
     return request.param
@@ -136,5 +141,84 @@ async def test_an_answer_may_take_longer_than_a_request(port: int, frontend: Any
     assert (status, body["choices"][0]["text"]) == (200, "late")
 
 
+# --- clients that do not take what they asked for
+
+MUCH = "x" * (4 << 20)  # more than the system holds between two processes
+
+
+def asked(port: int, *headers: bytes, **fields: Any) -> socket.socket:
+    """A client that has asked, and holds little."""
+    ours = socket.socket()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    ours.connect(("127.0.0.1", port))
+    ours.setblocking(False)
+    body = json.dumps({"prompt": "a"} | fields).encode()
+    ours.send(post(b"x-request-id: slow", *headers, length=len(body)) + body)
+    return ours
+
+
+async def rest(ours: socket.socket, pause: float = 0.0) -> bytes:
+    """What comes until the other side is done. Raises ConnectionError when it is broken off."""
+    loop, got = asyncio.get_running_loop(), bytearray()
+    while data := await loop.sock_recv(ours, 1 << 16):
+        got += data
+        await asyncio.sleep(pause)
+        if got.endswith(b"0\r\n\r\n"):
+            break
+    return bytes(got)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "penstock.server"]
+
+
+@pytest.mark.parametrize("protocol", [Strict], indirect=True)
+@pytest.mark.parametrize("first", [b"", b"H"], ids=["nothing", "a byte"])
+async def test_a_client_that_takes_nothing_loses_its_request(
+    port: int, frontend: Any, first: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    frontend.script = lambda generation: generation.say(MUCH)  # and it would go on
+    with asked(port, stream=True) as ours:
+        async with asyncio.timeout(PATIENCE):
+            if first:
+                assert await asyncio.get_running_loop().sock_recv(ours, 1) == first
+            while not frontend.submitted:
+                await asyncio.sleep(0.01)
+            await frontend.submitted[0].cancelled.wait()
+            with pytest.raises(ConnectionError):
+                await rest(ours)
+    (line,) = said(caplog)
+    assert "took nothing of its answer for 0.5 s" in line
+    assert line.endswith("id=slow")
+
+
+@pytest.mark.parametrize("protocol", [Strict], indirect=True)
+@pytest.mark.parametrize("then", [b"close", b"keep-alive"])
+async def test_a_whole_answer_does_not_wait_for_ever_either(
+    port: int, frontend: Any, then: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    frontend.script = lambda generation: generation.say(MUCH, finish="stop")
+    with asked(port, b"connection: " + then) as ours:
+        async with asyncio.timeout(PATIENCE):
+            while not said(caplog):
+                await asyncio.sleep(0.01)
+            with pytest.raises(ConnectionError):
+                await rest(ours)
+
+
+@pytest.mark.parametrize("protocol", [Strict], indirect=True)
+async def test_a_client_that_reads_slowly_gets_it_all(port: int, frontend: Any, metrics: Any) -> None:
+    frontend.script = lambda generation: generation.say("y" * (1 << 20), finish="stop")
+    loop = asyncio.get_running_loop()
+    with asked(port, stream=True) as ours:
+        began = loop.time()
+        async with asyncio.timeout(60):
+            got = await rest(ours, pause=0.01)
+        assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert got.count(b"y") >= 1 << 20
+        assert loop.time() - began > 2 * 0.5, "it was fast, and this shows nothing"
+
+
 def test_the_limits_are_what_is_documented() -> None:
     assert (connection.MAX_HEAD_BYTES, connection.MAX_HEADERS, connection.REQUEST_SECONDS) == (65536, 128, 60.0)
+    assert connection.SEND_SECONDS == 60.0

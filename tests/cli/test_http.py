@@ -24,6 +24,7 @@ def options():
         max_queued_tokens=None,
         seed=0,
         drain_timeout=1,
+        send_timeout=60.0,
         log_level="info",
         log_format="text",
         max_body_size=1 << 20,

@@ -105,6 +105,7 @@ def test_the_flags_of_serve():
         "port",
         "scheduling-policy",
         "seed",
+        "send-timeout",
         "served-model-name",
         "step-time-limit-ms",
     ]

@@ -11,14 +11,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from penstock.core.clock import ManualClock
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import ClientTooSlow, EngineFailure
 from penstock.core.request import FinishReason, Hypothesis, Request, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 from penstock.service.checkpoint import DEMO
-from penstock.service.generation import Generation
+from penstock.service.generation import MOST_UNTAKEN, Generation
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -29,9 +29,10 @@ class Owner:
     def __init__(self) -> None:
         self.metrics = Metrics("m", ["e0"])
         self.clock = ManualClock()
+        self.released: list[str] = []
 
     def release(self, sequence_ids: Any) -> None:
-        pass
+        self.released += sequence_ids
 
 
 def begin(owner: Owner, ttft_ms: float | None = None, tpot_ms: float | None = None) -> Generation:
@@ -96,6 +97,22 @@ def test_what_failed_kept_no_promise_and_what_was_left_has_no_verdict(caplog: py
     begin(owner, 500.0).fail(EngineFailure("gone"))
     begin(owner, 500.0).cancel()
     assert [json.loads(record.message)["slo_met"] for record in caplog.records] == [False, None]
+
+
+def test_what_nobody_takes_is_given_up(line: Any) -> None:
+    owner = Owner()
+    generation = begin(owner)
+    for _ in range(6):  # as long as somebody takes what comes it goes on
+        say(owner, generation, MOST_UNTAKEN // 4)
+        assert generation.take()
+    for _ in range(4):
+        say(owner, generation, MOST_UNTAKEN // 4)
+    assert not owner.released
+    say(owner, generation, 1)
+    assert owner.released == ["r"]
+    with pytest.raises(ClientTooSlow, match=f"{MOST_UNTAKEN + 1} tokens"):
+        generation.take()
+    assert line()["status"] == 408
 
 
 def test_its_spans_hang_from_the_exchange_it_began_in() -> None:
