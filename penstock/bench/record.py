@@ -99,3 +99,10 @@ class RequestRecord:
         """Seconds between events that brought tokens: how long the text stood still, however much came then."""
         times = [time for time, _ in self.events]
         return [later - earlier for earlier, later in pairwise(times)]
+
+    @property
+    def held_back(self) -> list[float]:
+        """Seconds that the oldest token of each event but the first waited for the event, if tokens came evenly since
+        the one before: nothing where an event brings one token, half the gap where it brings two."""
+        pairs = pairwise(self.events)
+        return [(later - earlier) * (tokens - 1) / max(1, tokens) for (earlier, _), (later, tokens) in pairs]

@@ -14,9 +14,15 @@ from rich.table import Table
 from penstock.bench.record import RequestRecord
 
 # what is compared of two documents of a kind: (path into the document, shown as, whether more is better)
-STATS = ("mean", "p50", "p90", "p99")
+STATS = ("mean", "p50", "p90", "p99", "max")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2e_ms", "E2E"))
+LATENCIES = (
+    ("ttft_ms", "TTFT"),
+    ("tpot_ms", "TPOT"),
+    ("itl_ms", "ITL"),
+    ("held_back_ms", "held back"),
+    ("e2e_ms", "E2E"),
+)
 
 LATE_CLIENT_MS = 20.0
 REUSE_SLACK = 0.05  # share of prompt tokens that may be cached beyond the workload's own sharing, as by a chat template

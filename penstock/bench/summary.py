@@ -23,6 +23,7 @@ class Stats:
     p50: float
     p90: float
     p99: float
+    max: float
 
     @classmethod
     def of(cls, seconds: Iterable[float | None]) -> Stats | None:
@@ -31,7 +32,7 @@ class Stats:
         if not len(values):
             return None
         p50, p90, p99 = np.percentile(values, (50, 90, 99))
-        return cls(len(values), float(values.mean()), float(p50), float(p90), float(p99))
+        return cls(len(values), float(values.mean()), float(p50), float(p90), float(p99), float(values.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Summary:
         peak_in_flight: most requests that were sent and not ended at one time.
         tokens_per_event: mean output tokens in an event that brought any.
         ttft: from due to the first tokens. tpot: see `RequestRecord.tpot`. itl: between events of one answer.
+        held_back: by events of several tokens, see `RequestRecord.held_back`.
         e2e: from due to complete. lag: from due to sent, which is the client's own delay.
     """
 
@@ -89,6 +91,7 @@ class Summary:
     ttft_ms: Stats | None
     tpot_ms: Stats | None
     itl_ms: Stats | None
+    held_back_ms: Stats | None
     e2e_ms: Stats | None
     lag_ms: Stats | None
     goodput: Goodput | None
@@ -120,6 +123,7 @@ def summarise(records: Sequence[RequestRecord], limits_ms: Mapping[str, float] |
         ttft_ms=Stats.of(record.ttft for record in done),
         tpot_ms=Stats.of(record.tpot for record in done),
         itl_ms=Stats.of(gap for record in done for gap in record.gaps),
+        held_back_ms=Stats.of(held for record in done for held in record.held_back),
         e2e_ms=Stats.of(record.e2e for record in done),
         lag_ms=Stats.of(record.lag for record in records),
         goodput=_goodput(records, limits_ms, duration) if limits_ms else None,

@@ -1,4 +1,4 @@
-"""Options to an engine that can run: load, measure, size, connect."""
+"""Options to an engine that can run: load, size, connect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from penstock.core.clock import Clock
 from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
-from penstock.engine.budget import find_token_budget
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
@@ -25,6 +26,7 @@ from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
 from penstock.sched.local import Limits, Scheduler, make_pacing
+from penstock.sched.local.budget import StepBudget
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool
 
@@ -42,7 +44,7 @@ class EngineOptions:
         dtype: "bfloat16", "float16" or "float32"; None or "auto" takes the checkpoint's.
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens in one step; None measures how many stay within `step_time_limit_ms`.
+        max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
         kv_cache_memory: bytes of KV cache.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
@@ -92,7 +94,7 @@ class Built:
 
 
 def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = private_pool) -> Built:
-    """Load, measure, size and connect.
+    """Load, size and connect.
 
     Args:
         open_pool: where the KV cache's blocks come from.
@@ -107,7 +109,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     model = load_model(Path(options.model), device, _dtype(options.dtype))
     model_len = _model_len(model, options.max_model_len)
-    budget = _token_budget(model, options, clock, model_len)
+    budget = _step_budget(options, model_len)
+    if model.device.type == "cuda":
+        _touch_memory(model, budget.high)
     asked = options.kv_cache_memory
     wanted = model_len
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
@@ -129,9 +133,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
     cache, pool = _open_cache(options, model, layout, num_blocks, model_len, open_pool)
     blocks = _block_pool(pool, num_blocks, options.prefix_cache)
-    limits = Limits(token_budget=budget, max_sequences=options.max_num_seqs, max_model_len=model_len)
+    limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
-    pacing = make_pacing(options.scheduling_policy, None, budget)  # the server says what predicts steps here
+    pacing = make_pacing(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps here
     scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing)
     runner = Runner(model, cache)
     log.info(
@@ -145,9 +149,10 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         cache.address_mode,
         blocks.cached,
         model_len,
-        budget,
+        budget.high,
     )
-    return Built(Engine(scheduler, runner, clock, ledger_of(pool)), runner, layout, _shape(model), pool)
+    found = budget if budget.tokens < budget.high else None
+    return Built(Engine(scheduler, runner, clock, ledger_of(pool), found), runner, layout, _shape(model), pool)
 
 
 def _open_cache(
@@ -251,23 +256,23 @@ def _model_len(model: Decoder, asked: int | None) -> int:
     return asked or most
 
 
-def _token_budget(model: Decoder, options: EngineOptions, clock: Clock, model_len: int) -> int:
-    asked = options.max_num_batched_tokens
-    if asked is not None:
-        if asked < options.max_num_seqs:
-            raise ConfigError(
-                f"max-num-batched-tokens: {asked}, at least max-num-seqs ({options.max_num_seqs}) is needed, "
-                "so that every running sequence gets a token in every step",
-                "max-num-batched-tokens",
-            )
-        if model.device.type == "cuda":  # so that working memory has been seen before the cache is sized
-            _warm_up(model, clock, options, asked, asked)
-        return asked
-    high = max(min(MOST_TOKENS, model_len), options.max_num_seqs)
-    return _warm_up(model, clock, options, options.max_num_seqs, high)
+def _step_budget(options: EngineOptions, model_len: int) -> StepBudget:
+    """Of one size when that was asked for."""
+    asked, least = options.max_num_batched_tokens, options.max_num_seqs
+    if asked is not None and asked < least:
+        raise ConfigError(
+            f"max-num-batched-tokens: {asked}, at least max-num-seqs ({least}) is needed, "
+            "so that every running sequence gets a token in every step",
+            "max-num-batched-tokens",
+        )
+    low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
+    return StepBudget(low, high, options.step_time_limit_ms / 1e3)
 
 
-def _warm_up(model: Decoder, clock: Clock, options: EngineOptions, low: int, high: int) -> int:
+def _touch_memory(model: Decoder, tokens: int) -> None:
+    """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest."""
     layout = make_layout(model.config, model.dtype, "block", "")
-    scratch = Runner(model, KVCache.on_device(layout, blocks_for(high), model.device))
-    return find_token_budget(scratch, clock, limit=options.step_time_limit_ms / 1e3, low=low, high=high)
+    blocks = tuple(range(blocks_for(tokens)))
+    params = SamplingParams(temperature=0.0)
+    plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, True, params, 0),), blocks)
+    Runner(model, KVCache.on_device(layout, len(blocks), model.device)).run(plan)

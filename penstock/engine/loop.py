@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from penstock.core.clock import Clock
@@ -11,6 +12,7 @@ from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
+from penstock.sched.local.budget import StepBudget
 from penstock.sched.local.recent import Recent
 
 
@@ -45,9 +47,17 @@ class Engine:
 
     Args:
         ledger: None where blocks do not outlive the engine.
+        budget: finds out how many tokens a step may hold; None where that is known.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Computes, clock: Clock, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Computes,
+        clock: Clock,
+        ledger: Ledger | None = None,
+        budget: StepBudget | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.recent = Recent()
@@ -55,6 +65,7 @@ class Engine:
         self.cache_log: CacheLog | None = None  # where somebody wants to know
         self._clock = clock
         self._ledger = ledger
+        self._budget = budget
 
     @property
     def has_work(self) -> bool:
@@ -97,6 +108,8 @@ class Engine:
         now = self._clock.now()
         if self.recent.ran(plan, began, [now]) and (times := self.recent.times):
             self.scheduler.predict_by(times)
+        if self._budget is not None and self._budget.ran(plan.num_tokens, now - began):
+            self.scheduler.limits = replace(self.scheduler.limits, token_budget=self._budget.tokens)
         for output in outputs:
             self.recent.stamp(output, now)
         return outputs

@@ -215,7 +215,7 @@ class Life:
             name=self.name,
             pool=self.pool,
             times=self.times,
-            token_budget=ready.token_budget,
+            token_budget=ready.token_budget if seen is None else seen.token_budget,
             max_sequences=ready.max_sequences,
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,

@@ -27,6 +27,11 @@ def test_an_answer_in_one_event_is_bounded_by_its_whole_time():
     assert record([(3.0, 4)], start=1.0).tpot == pytest.approx(2.0 / 3)
 
 
+def test_tokens_that_come_together_were_held_back_for_each_other():
+    answer = record([(1.0, 4), (1.2, 1), (1.6, 2), (2.2, 3)])
+    assert answer.held_back == pytest.approx([0.0, 0.2, 0.4])
+
+
 def test_a_single_token_has_no_time_between_tokens():
     assert record([(1.0, 1)]).tpot is None
     assert record([]).tpot is None

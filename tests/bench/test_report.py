@@ -10,13 +10,13 @@ from penstock.core.errors import ConfigError
 
 
 def stats(value):
-    return {"count": 4, "mean": value, "p50": value, "p90": value, "p99": value}
+    return {"count": 4, "mean": value, "p50": value, "p90": value, "p99": value, "max": value}
 
 
 def serve_document(scale=1.0, **config):
     """A document in which everything is `scale` times as slow as in the plain one."""
     rates = dict.fromkeys(report.RATES, 100.0 / scale)
-    latencies = {f"{name}_ms": stats(10.0 * scale) for name in ("ttft", "tpot", "itl", "e2e")}
+    latencies = {f"{name}_ms": stats(10.0 * scale) for name in ("ttft", "tpot", "itl", "held_back", "e2e")}
     return {
         "schema_version": document.SCHEMA_VERSION,
         "kind": "serve",
@@ -56,7 +56,7 @@ def test_ratios_are_above_one_where_it_got_better():
     found = {label: ratio for label, _, _, ratio in report.ratios(serve_document(0.5), serve_document(1.0))}
     assert found["requests/s"] == found["TTFT ms p99"] == found["E2E ms mean"] == pytest.approx(2.0)
     assert set(found.values()) == {2.0}
-    assert len(found) == 3 + 4 * 4
+    assert len(found) == 3 + 5 * 5
 
 
 def test_what_one_side_lacks_is_not_compared():

@@ -64,6 +64,8 @@ def test_summary_against_numpy(rows):
     several = tokens > 1
     if several.any():
         assert summary.tpot_ms.p50 == pytest.approx(np.percentile(steps[several] * 1e3, 50))
+        assert summary.itl_ms.max == pytest.approx(steps[several].max() * 1e3)
+        assert summary.held_back_ms.max == 0
         assert summary.itl_ms.count == (tokens - 1).sum()
         assert summary.itl_ms.mean == pytest.approx((steps * (tokens - 1)).sum() * 1e3 / (tokens - 1).sum())
     else:

@@ -6,14 +6,11 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import penstock.engine.memory
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.engine.budget import GRAIN, largest_within
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.memory import size_cache
 from penstock.kv.keys import extend_keys
@@ -122,31 +119,15 @@ def test_timing_of_a_finished_request(model):
     assert (timing["second"].queue, timing["second"].prefill, timing["second"].decode) == (2, 2, 2)
 
 
-@given(st.integers(1, 8192), st.integers(1, 300), st.integers(300, 8192))
-def test_budget_search_finds_the_edge(edge, low, high):
-    asked = []
-
-    def measure(tokens):
-        asked.append(tokens)
-        return 1.0 if tokens > edge else 0.5
-
-    found = largest_within(measure, 0.7, low, high)
-    assert max(asked, default=0) <= max(high, GRAIN)
-    assert len(asked) <= 14
-    best = max(low, min(edge, high) // GRAIN * GRAIN)
-    assert found <= best
-    assert found >= low
-    assert found >= best * 0.85 - GRAIN
-
-
-def test_build_measures_and_sizes(checkpoint):
+def test_build_sizes_and_finds_its_budget(checkpoint):
     built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
     engine, runner = built.engine, built.runner
     limits = engine.scheduler.limits
     assert limits.max_model_len == 1024
-    assert 8 <= limits.token_budget <= 1024
+    assert limits.token_budget == 64
     assert engine.scheduler.pool.num_blocks == len(runner.cache.blocks) == 8 * 16
     Collector(engine).run(make_request("a", [1] * 600))
+    assert 8 <= engine.scheduler.limits.token_budget <= 1024
 
 
 @pytest.mark.parametrize("mode", ["contiguous", "table"])

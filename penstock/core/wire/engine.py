@@ -122,7 +122,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         max_model_len: prompt and output tokens of one sequence together.
         vocab_size: token ids are below it.
         num_blocks: KV blocks that it may hold.
-        token_budget: tokens in one step at most.
+        token_budget: tokens in one step at most, at first: an engine that finds it out while it runs begins with few.
         drawn_ids: of a modelled device, the first and the last token id that it may draw.
         max_sequences: that run at once.
         device_model, shape: what its steps' times may be predicted from (`sched.steptime`); None when not known.
@@ -185,6 +185,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         prefill_tokens: the same, for those that run.
         running_tokens: tokens whose KV the running requests hold.
         free_blocks: that can be handed out, idle cached ones included.
+        token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
         leaving: requests whose prompt is read and that are being handed over from it.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
@@ -206,6 +207,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     free_blocks: int
     reserved_blocks: int
     num_blocks: int
+    token_budget: int
     ttft_ms: float | None
     tpot_ms: float | None
     interval_ms: float | None

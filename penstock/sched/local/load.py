@@ -25,6 +25,7 @@ def snapshot(intake: Intake) -> Snapshot:
         free_blocks=scheduler.pool.available,
         reserved_blocks=scheduler.num_reserved_blocks,
         num_blocks=scheduler.pool.num_blocks,
+        token_budget=scheduler.limits.token_budget,
         ttft_ms=recent.ttft_ms,
         tpot_ms=recent.tpot_ms,
         interval_ms=recent.interval_ms,
