@@ -54,7 +54,6 @@ class Runner:
         if sampled:
             last = [span.row + span.rows - 1 for _, span in sampled]
             logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
-            wrong |= {last[i] for i in _not_finite(logits)}
             result = draw(logits, [s for s, _ in sampled])
         spans = zip(plan.sequences, batch.spans, strict=True)
         if scored := {s.request_id: self._score(hidden, s, span, wrong) for s, span in spans if s.targets}:
@@ -63,7 +62,7 @@ class Runner:
             return result
         spans = zip(plan.sequences, batch.spans, strict=True)
         broken = {s.request_id for s, span in spans if wrong & set(range(span.row, span.row + span.rows))}
-        return replace(result, broken=frozenset(broken))
+        return replace(result, broken=result.broken | broken)
 
     def _score(self, hidden: Tensor, step: SequenceStep, span: Span, wrong: set[int]) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens, one for each target; rows that are no numbers go to `wrong`."""
