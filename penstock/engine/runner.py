@@ -55,7 +55,6 @@ class Runner:
         if sampled:
             last = [rows[-1] for _, rows in sampled]
             logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
-            wrong |= {last[i] for i in _not_finite(logits)}
             result = draw(logits, [s for s, _ in sampled])
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
@@ -64,7 +63,7 @@ class Runner:
         if not wrong:
             return result
         broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
-        return replace(result, broken=frozenset(broken))
+        return replace(result, broken=result.broken | broken)
 
     def _candidates(
         self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]

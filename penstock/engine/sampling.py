@@ -13,48 +13,41 @@ from torch import Tensor
 
 from penstock.core.plan import SequenceStep, StepResult
 from penstock.core.request import TokenLogprobs
-from penstock.nn.ops.gumbel import gumbel_noise, row_key
-
-CANDIDATES = 1024  # up to this top_k, only the k candidates are looked at
+from penstock.nn import ops
+from penstock.nn.ops.gumbel import row_key
 
 
 def draw(logits: Tensor, steps: Sequence[SequenceStep]) -> StepResult:
-    """One token per row.
+    """One token per row, and which of them are broken.
 
     Args:
         logits: [rows, vocab] float32, from the model; changed in place.
         steps: whose rows they are.
     """
     reports = _Logprobs(logits, steps)
-    for row, step in enumerate(steps):
-        _adjust(logits[row], step)
-    tokens = torch.empty(len(steps), dtype=torch.int64, device=logits.device)
-    # rows are grouped by what their draw computes, so that no row's arithmetic depends on its neighbours
-    groups: dict[tuple[int, bool] | None, list[int]] = {}
-    for row, step in enumerate(steps):
-        groups.setdefault(_kind(step), []).append(row)
-    for kind, rows in groups.items():
-        index = torch.tensor(rows, device=logits.device)
-        chosen = logits if len(rows) == len(steps) else logits[index]
-        if kind is None:
-            tokens[index] = chosen.argmax(-1)
-        else:
-            tokens[index] = _sample(chosen, [steps[row] for row in rows], *kind)
-    ids = tokens.tolist()
-    return StepResult(ids, reports.of(ids))
+    best, finite = ops.argmax(logits)
+    ids = best.tolist()
+    rows = [row for row, step in enumerate(steps) if _adjust(logits[row], step) or not step.params.greedy]
+    if rows:
+        chosen = logits if len(rows) == len(steps) else logits[torch.tensor(rows, device=logits.device)]
+        drawn = ops.sample(chosen, [_draw(steps[row]) for row in rows]).tolist()
+        for row, token in zip(rows, drawn, strict=True):
+            ids[row] = token
+    broken = frozenset(s.request_id for s, whole in zip(steps, finite.tolist(), strict=True) if not whole)
+    return StepResult(ids, reports.of(ids), broken=broken)
 
 
-def _kind(step: SequenceStep) -> tuple[int, bool] | None:
-    """None for greedy, else (how many candidates, 0 being all; whether top_p cuts)."""
+def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
-    if p.greedy:
-        return None
-    return (p.top_k if p.top_k <= CANDIDATES else 0, p.top_p < 1.0)
+    key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is drawn
+    return ops.Draw(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 
-def _adjust(row: Tensor, step: SequenceStep) -> None:
-    """What may not be drawn, bias, then penalties, in place on one row [vocab]."""
+def _adjust(row: Tensor, step: SequenceStep) -> bool:
+    """What may not be drawn, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
     p = step.params
+    if p.allowed_token_ids is None and not step.banned and not p.logit_bias and not p.penalised:
+        return False
     if p.allowed_token_ids is not None:
         index = torch.tensor(p.allowed_token_ids, device=row.device)
         allowed = row[index]
@@ -74,6 +67,7 @@ def _adjust(row: Tensor, step: SequenceStep) -> None:
             row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
         generated, counts = history[step.prompt_tokens :].unique(return_counts=True)
         row[generated] -= p.presence_penalty + p.frequency_penalty * counts
+    return True
 
 
 def score(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
@@ -118,46 +112,6 @@ def _reports(values: Tensor, targets: Sequence[int], top: int) -> list[TokenLogp
         chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
     )  # one transfer each, however many rows
     return [TokenLogprobs(own, rank, list(zip(ids, tops, strict=True))) for own, rank, ids, tops in rows]
-
-
-def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _sample(logits: Tensor, steps: Sequence[SequenceStep], candidates: int, cut: bool) -> Tensor:
-    """[rows, vocab] -> [rows] token ids, in the order temperature, min_p, top_k, top_p, draw."""
-    params = [s.params for s in steps]
-    scaled = logits / _column([p.temperature for p in params], logits)
-    vocab = scaled.shape[-1]
-    if 0 < candidates < vocab:
-        scaled, ids = scaled.topk(candidates, sorted=True)
-    elif cut:
-        scaled, ids = scaled.sort(descending=True, stable=True)
-    else:
-        ids = torch.arange(vocab, device=logits.device)[None]
-    top = scaled.amax(-1, keepdim=True)
-    if any(p.min_p > 0 for p in params):
-        floor = torch.log(_column([p.min_p for p in params], logits))
-        scaled = scaled.masked_fill(scaled < top + floor, -torch.inf)
-    if not candidates and any(0 < p.top_k < vocab for p in params):
-        scaled = _keep_top_k(scaled, [p.top_k or vocab for p in params])
-    if cut:
-        probabilities = scaled.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of the more likely ones; the first is always kept
-        scaled = scaled.masked_fill(before >= _column([p.top_p for p in params], logits), -torch.inf)
-    # the position of the token that is drawn
-    keys = [row_key(s.seed, s.start + len(s.tokens)) for s in steps]
-    noise = gumbel_noise(torch.tensor(keys, device=logits.device), ids)
-    best = (scaled + noise).argmax(-1, keepdim=True)
-    return ids.expand_as(scaled).gather(-1, best)[:, 0]
-
-
-def _keep_top_k(scaled: Tensor, top_k: list[int]) -> Tensor:
-    """Drop everything below each row's k-th largest value."""
-    vocab = scaled.shape[-1]
-    ordered = scaled.sort(descending=True).values
-    last = torch.tensor([min(k, vocab) - 1 for k in top_k], device=scaled.device)[:, None]
-    return scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
 
 
 class _Logprobs:

@@ -1,5 +1,6 @@
 """Every backend of every op against its reference, over odd shapes, wherever it runs."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,6 +76,25 @@ def branches_of(prompt: int, rows: int, before: int, device: str, consecutive: b
     return Batch([replace(step, candidates=2, branches=Branches(past, rows, region))], torch.device(device))
 
 
+VOCABULARIES = [1, 15, 50, 3000, 40000]
+
+
+def logits_of(rows: int, vocab: int, device: str) -> torch.Tensor:
+    return (torch.randn(rows, vocab) * 3).to(device)
+
+
+def draws(data, rows: int) -> list[ops.Draw]:
+    one = st.builds(
+        ops.Draw,
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+        top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.99, 1.0, 1.0]),
+        min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5]),
+        top_k=st.sampled_from([0, 0, 1, 5, 700, 2000]),
+        key=st.integers(-(2**63), 2**63 - 1),
+    )
+    return data.draw(st.lists(one, min_size=rows, max_size=rows))
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -100,6 +120,10 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (rand(rows, 3, width), rand(rows, width // 2), rand(rows, width // 2)), []
     if name == "silu_mul":
         return (rand(rows, width),), []
+    if name == "argmax":
+        return (torch.randn(rows, data.draw(st.sampled_from([1, 15, 16, 33, 40000]))).to(device),), []
+    if name == "sample":
+        return (logits_of(rows, data.draw(st.sampled_from(VOCABULARIES)), device), draws(data, rows)), []
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []
@@ -245,6 +269,56 @@ def test_one_pass_is_the_same_to_the_bit_as_its_parts(normed, dtype):
     ops.store_kv(ops.rotary(k, *rotation), v, other, batch)
     assert torch.equal(ops.qkv_to_cache(qkv, norms, 1e-6, rotation, cache, batch), ops.rotary(q, *rotation))
     assert torch.equal(cache, other)
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "sample"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), vocab=st.sampled_from(VOCABULARIES))
+def test_a_row_is_sampled_alike_in_any_company(name, backend, device, data, vocab):
+    torch.manual_seed(0)
+    logits, wanted = logits_of(9, vocab, device), draws(data, 9)
+    with OPS[name].using(backend):
+        together = ops.sample(logits, wanted).tolist()
+        assert together == [int(ops.sample(logits[i : i + 1], [wanted[i]])) for i in range(9)]
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "sample"])
+def test_every_backend_draws_the_same_noise(name, backend, device):
+    """Over equal logits, and over ones that leave a few tokens far ahead, the noise of every token decides."""
+    wanted = [ops.Draw(1.0, 1.0, 0.0, 0, row_key(seed, 7)) for seed in range(30)]
+    logits = torch.zeros(30, 50001, device=device)
+    noise = gumbel_noise(torch.tensor([d.key for d in wanted], device=device), torch.arange(50001, device=device)[None])
+    with OPS[name].using(backend):
+        assert torch.equal(ops.sample(logits, wanted), noise.argmax(-1))
+        logits[:, 5::97] = 1e6
+        assert torch.equal(ops.sample(logits, wanted), (logits + noise).argmax(-1))
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "sample"])
+def test_equal_logits_are_kept_by_the_lowest_id(name, backend, device):
+    logits = torch.zeros(200, 500, device=device)
+    logits[:, 300:] = 1.0
+    keys = [row_key(seed, 7) for seed in range(200)]
+    with OPS[name].using(backend):
+        share = 100 * math.e / (300 + 200 * math.e)  # of the first hundred of the likely ones
+        kept = ops.sample(logits, [ops.Draw(1.0, share, 0.0, 0, key) for key in keys])
+        assert 300 <= int(kept.min()) < 310
+        assert 390 <= int(kept.max()) <= 400  # rounding may add one
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "argmax"])
+@pytest.mark.parametrize("vocab", [1, 16, 37, 5000])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_argmax_is_the_first_and_tells_rows_that_are_no_numbers(name, backend, device, vocab, wrong):
+    logits = torch.zeros(3, vocab, device=device)
+    logits[0, vocab // 2 :] = 1.0
+    logits[1, vocab - 1] = wrong
+    with OPS[name].using(backend):
+        tokens, finite = ops.argmax(logits)
+    assert tokens[0] == vocab // 2
+    assert tokens[2] == 0
+    assert finite.tolist() == [True, False, True]
+    assert 0 <= tokens[1] < vocab
 
 
 @pytest.mark.parametrize("device", DEVICES)
