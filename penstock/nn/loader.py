@@ -81,7 +81,8 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
     try:
         with torch.device("meta"):
             model = cls(config).to(dtype)
-        model.to_empty(device=device)
+        # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
+        model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         reason = str(error).splitlines()[0]
         where = directory / "config.json"
