@@ -101,7 +101,9 @@ def main() -> None:
                 f"{itl['p50']:.1f}, {itl['p99']:.1f}",
                 *(f"{seconds / tokens * 1e6:.1f}" for seconds in used),
             )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
     print("below the processes' names: microseconds of CPU per output token, prompts and requests included")
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import in_flags
-from penstock.cli.serve import OPTIONS
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.obs.logs import setup_logging
 
@@ -73,6 +72,8 @@ def main(settings: dict[str, Any]) -> int:
             if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are
                 log.error("%s", error)
             else:
+                from penstock.cli.serve import OPTIONS
+
                 print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
             return 2
         except Unavailable as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli import bench, chat, doctor, explain, plan, serve, sim, up
+from penstock.cli import serve
 from penstock.cli.options import in_flags
 from penstock.core.errors import PenstockError, UserError
 
@@ -25,20 +25,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The whole command line, and its commands by name."""
+def make_parser(command: str = "") -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The command line, and its commands by name. For `serve` the others are not imported: its engine starts sooner."""
     parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (serve, up, chat, bench, sim, plan, explain, doctor):
-        command.add_parser(commands)
+    serve.add_parser(commands)
+    if command != "serve":
+        from penstock.cli import bench, chat, doctor, explain, plan, sim, up
+
+        for other in (up, chat, bench, sim, plan, explain, doctor):
+            other.add_parser(commands)
     return parser, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 a wrong flag, file or checkpoint."""
-    parser, commands = make_parser()
     words = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = make_parser(*words[:1])
     args, unknown = parser.parse_known_args(words)
     if unknown:  # said by the command itself, which knows where its help is
         command = next(word for word in words if word in commands)

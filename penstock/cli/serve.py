@@ -86,10 +86,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine cannot be kept up, 2 when it cannot be served."""
-    from penstock.cli.served import RESTART, EngineKeeper, serve
     from penstock.core.clock import SystemClock
     from penstock.service.launcher import Launcher, engine_program
-    from penstock.service.supervisor import Supervisor
+    from penstock.service.supervisor import Restart, Supervisor
 
     values = read_options(OPTIONS, args, os.environ)
     directory = find_checkpoint(args.model)
@@ -106,10 +105,13 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(scratch)
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
         program = engine_program(settings, folder / "pulse", address=settings["address"], socket=folder / ENGINE)
-        supervisor = Supervisor([program], RESTART, server.drain_timeout)
+        restart = Restart(backoff=0.5, limit=2)  # the third death in a row ends the server
+        supervisor = Supervisor([program], restart, server.drain_timeout)
         with contextlib.closing(Launcher([program], supervisor, SystemClock(), {})) as launcher:
             launcher.step()  # the engine loads while this process does
             import uvloop
+
+            from penstock.cli.served import EngineKeeper, serve
 
             keeper = EngineKeeper(ENGINE, launcher, supervisor, SystemClock())
             return uvloop.run(serve(server, keeper, settings["address"], listener, values["flight_recorder"]))

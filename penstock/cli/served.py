@@ -9,14 +9,12 @@ import socket
 from penstock.cli.http import ServerOptions, Site, make_site
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure
-from penstock.service.deployment import Restart
 from penstock.service.flight import AGAIN, PATIENCE
 from penstock.service.instances import Endpoint
 from penstock.service.launcher import LOOK, Launcher
 from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 
 log = logging.getLogger("penstock.server")
-RESTART = Restart(backoff=0.5, limit=2)  # the third death in a row ends the server
 MOST_PATIENCE = 60.0  # seconds that requests wait for the engine to be back, however long it takes to start
 
 

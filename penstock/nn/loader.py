@@ -81,7 +81,8 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
             model = cls(config).to(dtype)
             if packs(device, dtype):
                 model.pack()
-        model.to_empty(device=device)
+        # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
+        model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
         for module in model.modules():
             if isinstance(module, PackedWeight):
                 module.prepare()

@@ -16,6 +16,7 @@ from penstock.core.wire.engine import Pool
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
+from penstock.service.supervisor import Restart
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
@@ -93,18 +94,6 @@ class Transport:
 
     kind: str
     faults: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """
-    Attributes:
-        backoff: seconds before a process that died is started again; doubles with every death in a row.
-        limit: deaths in a row that are made good.
-    """
-
-    backoff: float
-    limit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,7 @@ class Flight:
         Raises:
             EngineFailure: it cannot end well anywhere.
         """
-        source = next((p for p in self.peers if (p.name, p.incarnation) == (name, incarnation)), None)
+        source = next((p for p in self.peers if p.incarnation == incarnation and p.name == name), None)
         if output.generation != self.attempt or source is None or self.stranded:
             return []
         decoded = source is self.decode
@@ -228,6 +228,9 @@ class Flight:
             self.deadline = None  # it is still being read there, or decoded
 
     def _in_order(self, output: TokenOutput) -> list[TokenOutput]:
+        if not self._early and output.start == len(self.tokens):  # nearly always, and for every token
+            self.tokens += output.tokens
+            return [output]
         known = self._early.get(output.start)
         if known is None or len(known.tokens) <= len(output.tokens):
             self._early[output.start] = output

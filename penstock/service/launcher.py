@@ -14,18 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
-import zmq
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.clock import Clock
 from penstock.core.pulse import read_pulse
-from penstock.core.wire.codec import encode
-from penstock.core.wire.engine import Shutdown
-from penstock.service.deployment import Deployment, Group
 from penstock.service.supervisor import Action, Program, Role, Supervisor
 from penstock.service.vitals import Watch, read_vitals
+
+if TYPE_CHECKING:
+    import zmq
+
+    from penstock.service.deployment import Deployment, Group
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
@@ -49,6 +48,8 @@ def plan(
         listeners: bound, one for each frontend. They stay open here, so that a frontend keeps its port over its lives.
         engine_fields: group and number of an instance among all -> fields of its engine's options.
     """
+    import msgspec
+
     common = {
         "parent": os.getpid(),
         "log_level": deployment.server["log_level"],
@@ -279,6 +280,11 @@ class Launcher:
         if program.address is None:
             self._processes[program.name].terminate()
             return
+        import zmq  # at the end of all and not at the start, for which an engine waits
+
+        from penstock.core.wire.codec import encode
+        from penstock.core.wire.engine import Shutdown
+
         if self._zmq is None:
             self._zmq = zmq.Context()
         link = self._zmq.socket(zmq.DEALER)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.service.deployment import Restart
-
 Role = Literal["keeper", "engine", "master", "frontend"]
 STOP_ORDER: tuple[Role, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
 CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
@@ -17,6 +15,18 @@ STEADY = 60.0  # seconds of service after which a life counts as a success, and 
 MOST_BACKOFF = 30.0  # seconds
 STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
 DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """
+    Attributes:
+        backoff: seconds before a process that died is started again; doubles with every death in a row.
+        limit: deaths in a row that are made good.
+    """
+
+    backoff: float
+    limit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ import pytest
 from penstock.cli.deployment import TABLES
 from penstock.core.clock import SystemClock
 from penstock.core.wire.engine import Shutdown, decode_command
-from penstock.service.deployment import Restart, parse
+from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher, plan
-from penstock.service.supervisor import Program, Supervisor
+from penstock.service.supervisor import Program, Restart, Supervisor
 
 STAY = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.service.deployment import Restart
-from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, Supervisor
+from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, Restart, Supervisor
 
 KEEPER = Program(name="keeper", role="keeper", command=())
 ENGINES = [Program(name=f"engine-{i}", role="engine", command=(), needs="keeper") for i in range(2)]

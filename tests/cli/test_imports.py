@@ -1,0 +1,28 @@
+"""What a start does not wait for is not imported before."""
+
+import subprocess
+import sys
+
+
+def imported(code: str, *names: str) -> set[str]:
+    """Which of these modules are there after a fresh process has run the code."""
+    code += f"\nimport sys; print(*(name for name in {names!r} if name in sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_an_engine_is_started_before_the_server_imports_what_it_needs_itself():
+    code = """
+from penstock.cli.main import make_parser
+make_parser("serve")
+import penstock.obs.logs, penstock.service.launcher, penstock.service.supervisor"""
+    late = ("zmq", "yaml", "numpy", "http.client", "fastapi", "penstock.cli.bench", "penstock.service.bundles")
+    assert imported(code, *late, "penstock.cli.serve") == {"penstock.cli.serve"}
+
+
+def test_loading_a_model_does_not_import_sympy():
+    code = """
+import torch
+from penstock.nn.loader import load_model
+from penstock.service.checkpoint import find_checkpoint
+load_model(find_checkpoint("demo"), torch.device("cpu"))"""
+    assert imported(code, "sympy", "torch") == {"torch"}
