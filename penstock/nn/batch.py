@@ -163,7 +163,6 @@ class Batch:
         tokens: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
-        slot_offsets: list[int] = []
         self.rows: list[range] = []
         self.spans: list[Span] = []
         self.branches: list[BranchSpan] = []
@@ -177,18 +176,17 @@ class Batch:
                 own = range(s.start, s.start + count)
                 positions += own
                 slot_blocks += [ids[p // BLOCK_TOKENS] for p in own]
-                slot_offsets += [p % BLOCK_TOKENS for p in own]
             else:
-                span = _branch_span(s, s.branches, row, ids, device)
-                self.branches.append(span)
+                self.branches.append(_branch_span(s, s.branches, row, ids, device))
                 positions += [s.start] * count
-                last = span.slots[:, -1].tolist()
-                slot_blocks += [slot // BLOCK_TOKENS for slot in last]
-                slot_offsets += [slot % BLOCK_TOKENS for slot in last]
+                slot_blocks += [0] * count  # see below
         self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self.slot_blocks = torch.tensor(slot_blocks, dtype=torch.int64, device=device)
-        self.slot_offsets = torch.tensor(slot_offsets, dtype=torch.int64, device=device)
+        self.slot_offsets = self.positions % BLOCK_TOKENS
+        for span in self.branches:
+            rows, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
+            self.slot_blocks[rows], self.slot_offsets[rows] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:

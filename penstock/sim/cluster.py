@@ -278,7 +278,10 @@ class Cluster:
         )
         source, blocks = self._blocks(place)
         limits = Limits(
-            token_budget=group.token_budget, max_sequences=group.max_num_seqs, max_model_len=group.max_model_len
+            token_budget=group.token_budget,
+            max_sequences=group.max_num_seqs,
+            max_model_len=group.max_model_len,
+            searches=False,
         )
         scheduler = Scheduler(
             limits,

@@ -97,6 +97,7 @@ def test_it_finds_what_a_plain_search_finds(vocab, seed, width, max_tokens, stop
     assert found == search(request, after, vocab), "what is known beyond that is not looked at"
 
 
+@settings(deadline=None)
 @given(vocab=st.integers(2, 5), seed=st.integers(0, 2**32), max_tokens=st.integers(1, 4), stops=st.integers(0, 1))
 def test_wide_enough_it_finds_the_best_there_is(vocab, seed, max_tokens, stops):
     """Against every text that there is."""
@@ -208,21 +209,18 @@ def test_a_search_that_was_preempted_comes_to_the_same():
 
 def test_a_search_that_was_preempted_waits_for_as_much_room_as_it_had():
     engine = make(num_blocks=6, budget=300, sequences=8)
-    engine.scheduler.add(beams("a", [1] * 60, 60, width=4))
-    engine.scheduler.add(beams("b", [2] * 60, 60, width=4))
+    for name, token in (("a", 1), ("b", 2)):
+        engine.scheduler.add(beams(name, [token] * 60, 60, width=4))
     while not engine.scheduler.counters.preemptions:
         engine.step()
     waiting = engine.scheduler.sequence("b")
-    assert not waiting.blocks
-    assert waiting.demand >= 3
-    while not waiting.blocks:
-        assert engine.scheduler.sequence("a") is not None, "it could have begun"
+    assert waiting is not None
+    assert waiting.demand > 1, "its prompt would fit into one block"
+    while engine.scheduler.sequence("a") is not None:
+        assert not waiting.blocks
         engine.step()
-        engine.scheduler.check()
-        assert engine.scheduler.counters.preemptions == 1
-        if engine.scheduler.sequence("a") is None:
-            break
     run(engine)
+    assert engine.scheduler.counters.preemptions == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 9])

@@ -71,7 +71,7 @@ class BeamSearch:
 
     @property
     def looked_at(self) -> int:
-        """Continuations of each live beam that are looked at: enough to go on with, even if all others ended."""
+        """Continuations of each live beam that are looked at: when every other one ends there are still enough."""
         return 2 * self.width
 
     def advance(self, candidates: Sequence[Candidates]) -> None:
