@@ -45,6 +45,12 @@ ENGINE_OPTIONS = (
     Option(
         "kv-layout", one_of("auto", "block", "token"), "auto", "order of a KV block's bytes; see docs/performance.md"
     ),
+    Option(
+        "graph-mode",
+        one_of("auto", "eager", "full"),
+        "auto",
+        "how a step is computed: op by op, or as one call; auto is full where there are kernels for it",
+    ),
 )
 SERVER_OPTIONS = (
     Option("host", text, "127.0.0.1", "address to listen on"),

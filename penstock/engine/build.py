@@ -22,6 +22,7 @@ from penstock.engine.runner import Runner
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.nn.config import DTYPES
+from penstock.nn.graph import MODES, obstacle
 from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
@@ -53,6 +54,7 @@ class EngineOptions:
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
         scheduling_policy: a name in `sched.local.PACING`.
+        graph_mode: "eager", "full" or "auto", how a step is computed (nn/graph.py); "auto" is "full" where it can be.
     """
 
     model: str
@@ -68,6 +70,7 @@ class EngineOptions:
     kv_address_mode: str = "auto"
     kv_layout: str = "auto"
     scheduling_policy: str = "slack"
+    graph_mode: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     model = load_model(Path(options.model), device, _dtype(options.dtype))
+    model.graph_mode = options.graph_mode
+    if options.graph_mode == "full" and (reason := obstacle(model)) is not None:
+        raise ConfigError(f"graph-mode: 'full' is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
     budget = _step_budget(options, model_len)
     if model.device.type == "cuda":
@@ -221,6 +227,7 @@ def _check(options: EngineOptions) -> None:
     choices = {
         "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
         "kv-layout": (options.kv_layout, ("auto", "block", "token")),
+        "graph-mode": (options.graph_mode, MODES),
     }
     for name, (choice, allowed) in choices.items():
         if choice not in allowed:

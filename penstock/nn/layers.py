@@ -87,8 +87,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.head_dim = dim
         self.scale = dim**-0.5
+        self.eps = config.norm_eps
         self.window = config.windows[layer]
         self.qkv_proj = Linear(config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), config.qkv_bias)
         self.o_proj = Linear(heads * dim, (config.hidden_size,), config.o_bias)
@@ -96,13 +96,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.qkv_proj.outs, dim=-1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        ops.store_kv(ops.rotary(k, *rotation), v, cache, batch)
-        q = ops.rotary(q, *rotation)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotation, cache, batch)
         heads = ops.attention(q, cache, batch, self.scale, self.window)
         for span in batch.branches:
             rows = slice(span.row, span.row + span.rows)

@@ -88,6 +88,7 @@ def test_the_flags_of_serve():
         "enable-prefix-caching",
         "flight-recorder",
         "gpu-memory-utilization",
+        "graph-mode",
         "host",
         "kv-address-mode",
         "kv-cache-memory",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
+from penstock.nn.graph import FullGraph, obstacle
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
 from penstock.nn.packed import PackedWeight
 
@@ -41,7 +42,12 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Base of every dense architecture; a subclass says how to read its config.json."""
+    """Base of every dense architecture; a subclass says how to read its config.json.
+
+    Attributes:
+        graph_mode: "eager" computes op by op, "full" a step as one call, "auto" that wherever it can be (nn/graph.py).
+            The result is the same, to the bit.
+    """
 
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -53,7 +59,9 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
+        self.graph_mode = "auto"
         self._rotation: Rotation | None = None
+        self._graph: FullGraph | None = None
 
     def pack(self) -> None:
         """Hold what products read in the kernels' layout; what weights held is gone."""
@@ -71,6 +79,10 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
+        self._graph = None  # weights move
+        return super()._apply(*args, **kwargs)
+
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
         """Compute a step's rows and store their K and V.
 
@@ -84,6 +96,10 @@ class Decoder(nn.Module):
         if self._rotation is None:
             self._rotation = Rotation(self.config, self.dtype, self.device)
         rotation = self._rotation(batch.positions)
+        if self.graph_mode != "eager" and not batch.branches and obstacle(self) is None:
+            if self._graph is None:
+                self._graph = FullGraph(self)
+            return self._graph(batch, rotation, cache)
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):

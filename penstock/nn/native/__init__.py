@@ -30,7 +30,7 @@ def _load() -> ctypes.CDLL | str:
     except (BuildError, OSError) as error:
         log.warning("kernels run as plain torch ops: %s", error)
         return str(error)
-    library.penstock_set_threads(torch.get_num_threads())
+    library.penstock_set_threads(ctypes.c_int64(torch.get_num_threads()))
     return library
 
 
@@ -41,38 +41,44 @@ def missing() -> str | None:
 
 
 @functools.cache
-def function(name: str, arguments: str) -> Callable[..., Any]:
+def function(name: str, arguments: str) -> Callable[..., None]:
     """A function of the library that returns nothing.
 
     Args:
         arguments: a letter for each: "p" a pointer (an int, or None), "n" a number, "f" a float.
     """
+    return _find(name, arguments, None)
+
+
+@functools.cache
+def value(name: str, arguments: str = "") -> Callable[..., int]:
+    """A function of the library that returns a number."""
+    return _find(name, arguments, ctypes.c_int64)
+
+
+def _find(name: str, arguments: str, result: Any) -> Callable[..., Any]:
     library = _load()
     assert isinstance(library, ctypes.CDLL), library
     found = library[name]
     found.argtypes = [ARGUMENTS[letter] for letter in arguments]
-    found.restype = None
+    found.restype = result
     return found
 
 
 def panel_groups() -> int:
     """How a packed weight is laid out: see gemm.h."""
-    library = _load()
-    assert isinstance(library, ctypes.CDLL), library
-    return int(library.penstock_panel_groups())
+    return value("penstock_panel_groups")()
 
 
 def threads() -> int:
     """How many threads a kernel runs on."""
-    library = _load()
-    return library.penstock_threads() if isinstance(library, ctypes.CDLL) else 1
+    return value("penstock_threads")() if missing() is None else 1
 
 
 def set_threads(count: int) -> None:
     """As many as torch has, unless this says otherwise."""
-    library = _load()
-    if isinstance(library, ctypes.CDLL):
-        library.penstock_set_threads(count)
+    if missing() is None:
+        function("penstock_set_threads", "n")(count)
 
 
 def read(memory: torch.Tensor) -> None:
@@ -82,7 +88,5 @@ def read(memory: torch.Tensor) -> None:
 
 def multiply(times: int, dtype: torch.dtype) -> int:
     """Multiply and add on all threads as fast as the machine can. Returns how many of these operations that were."""
-    library = _load()
-    assert isinstance(library, ctypes.CDLL), library
-    library.penstock_multiply.argtypes = [ctypes.c_int64, ctypes.c_int]
-    return 2 * 16 * times * library.penstock_multiply(times, dtype == torch.bfloat16) * threads()
+    count = value("penstock_multiply", "nn")(times, dtype == torch.bfloat16)
+    return 2 * 16 * times * count * threads()

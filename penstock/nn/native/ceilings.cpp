@@ -56,7 +56,7 @@ void penstock_read(const void* memory, int64_t bytes) {
 
 // On every thread, `times` * 16 multiplications and additions of 16 lanes of float32, or of 32 of bfloat16 where there
 // are instructions for that. Returns how many of those one instruction counts for.
-int penstock_multiply(int64_t times, int is_bf16) {
+int64_t penstock_multiply(int64_t times, int64_t is_bf16) {
 #if defined(__AVX512BF16__)
     if (is_bf16) {
         const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(times));

@@ -279,7 +279,7 @@ extern "C" {
 using namespace penstock;
 
 // Groups of a panel.
-int penstock_panel_groups() { return GROUPS; }
+int64_t penstock_panel_groups() { return GROUPS; }
 
 // Memory that is read from end to end in every step is better off with large pages. To be called before it is touched.
 void penstock_advise_large_pages(void* memory, int64_t bytes) {

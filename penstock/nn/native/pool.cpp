@@ -144,6 +144,6 @@ void run_tasks(int tasks, void (*task)(void*, int), void* context) {
 }  // namespace penstock
 
 extern "C" {
-void penstock_set_threads(int count) { penstock::set_threads(count); }
-int penstock_threads() { return penstock::threads(); }
+void penstock_set_threads(int64_t count) { penstock::set_threads(count); }
+int64_t penstock_threads() { return penstock::threads(); }
 }

@@ -53,11 +53,14 @@ class Op(Generic[Function]):
         """The best backend that serves a device type."""
         return next(b for b in self.backends if b.serves(device))
 
+    def backend(self, name: str) -> Backend[Function]:
+        return next(b for b in self.backends if b.name == name)
+
     @contextmanager
     def using(self, backend: str) -> Iterator[None]:
         """Use one backend by name, for tests and comparisons."""
         before = self._chosen
-        chosen = next(b for b in self.backends if b.name == backend)
+        chosen = self.backend(backend)
         self._chosen = dict.fromkeys(chosen.devices or ("cpu", "cuda"), chosen.function)
         try:
             yield

@@ -23,6 +23,6 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     assert logits.dtype == torch.float32
     logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    rows = (_Draw * len(draws))(*draws)
+    rows = (_Draw * len(draws))(*[_Draw(*draw) for draw in draws])
     function("penstock_sample", "pnnpp")(logits.data_ptr(), *logits.shape, ctypes.addressof(rows), tokens.data_ptr())
     return tokens

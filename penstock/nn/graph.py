@@ -1,0 +1,169 @@
+"""A step as one call: all layers chained in C++ (native/layer.h), bit for bit what the ops compute one by one."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import addressof
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from penstock.nn import native
+from penstock.nn.batch import Batch
+from penstock.nn.layers import Linear, RMSNorm
+from penstock.nn.native.views import Cache, is_bf16
+from penstock.nn.ops import OPS
+from penstock.nn.packed import PackedWeight, Weight
+
+if TYPE_CHECKING:
+    from penstock.nn.models.decoder import Decoder, Layer
+
+MODES = ("auto", "eager", "full")
+CHAINED = [
+    OPS[name] for name in ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "attention", "silu_mul")
+]
+KERNELS = [(op, op.backend("native").function) for op in CHAINED]
+
+
+_POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = (("lines", _POINTER), ("outs", _NUMBER), ("ins", _NUMBER), ("bias", _POINTER))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("qkv", _Projection),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("o", _Projection),
+        ("post_norm", _POINTER),
+        ("gate_up", _Projection),
+        ("down", _Projection),
+        ("window", _NUMBER),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("count", _NUMBER),
+        ("embedding", _POINTER),
+        ("vocab", _NUMBER),
+        ("hidden", _NUMBER),
+        ("embedding_is_packed", _NUMBER),
+        ("norm", _POINTER),
+        ("eps", _FLOAT),
+        ("scale", _FLOAT),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("rows", _NUMBER),
+        ("tokens", _POINTER),
+        ("blocks", _POINTER),
+        ("offsets", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+    )
+
+
+def obstacle(model: Decoder) -> str | None:
+    """Why a model's steps cannot be one call here, or None."""
+    if (reason := native.missing()) is not None:
+        return reason
+    if not isinstance(_layers(model)[0].mlp.down_proj.weight, PackedWeight):
+        return f"there are no kernels for {str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    other = [op.name for op, kernel in KERNELS if op.on("cpu") is not kernel]
+    return f"{', '.join(other)} computed by other backends" if other else None
+
+
+class FullGraph:
+    """Where a model's weights are, in the order in which a step reads them. They must not move afterwards."""
+
+    def __init__(self, model: Decoder) -> None:
+        config, stack, layers = model.config, model.model, _layers(model)
+        self._heads = config.num_heads
+        self._layers = (_Layer * config.num_layers)(
+            *(
+                _Layer(
+                    _norm(layer.input_layernorm),
+                    _projection(layer.self_attn.qkv_proj),
+                    _norm(layer.self_attn.q_norm),
+                    _norm(layer.self_attn.k_norm),
+                    _projection(layer.self_attn.o_proj),
+                    _norm(layer.post_attention_layernorm),
+                    _projection(layer.mlp.gate_up_proj),
+                    _projection(layer.mlp.down_proj),
+                    layer.self_attn.window or 0,
+                )
+                for layer in layers
+            )
+        )
+        embedding = stack.embed_tokens.weight
+        self._decoder = _Decoder(
+            self._layers,
+            config.num_layers,
+            _address(embedding),
+            *embedding.shape,
+            isinstance(embedding, PackedWeight),
+            _norm(stack.norm),
+            config.norm_eps,
+            layers[0].self_attn.scale,
+        )
+        self._dtype = model.dtype
+        self._hidden = config.hidden_size
+        self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
+        self._step = native.function("penstock_step", "pppnppnpp")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the model has other weights, and describes them when it needs to."""
+
+    def __call__(self, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+        """As `Decoder.forward`."""
+        count = len(batch.tokens)
+        spans, ids = batch.places
+        cos, sin = (x.contiguous() for x in rotation)
+        *strides, element = cache.stride()
+        assert element == 1, cache.stride()
+        assert cache.dtype == cos.dtype == self._dtype
+        described = Cache(cache.data_ptr(), *strides, cache.shape[3], cache.shape[5], is_bf16(cache))
+        rows = _Rows(
+            count,
+            *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets, cos, sin)),
+        )
+        scratch = batch.scratch.take("step", (count, self._width), self._dtype, cache.device)
+        out = torch.empty(count, self._hidden, dtype=self._dtype)
+        self._step(
+            addressof(self._decoder),
+            addressof(rows),
+            spans.data_ptr(),
+            len(spans),
+            ids.data_ptr(),
+            addressof(described),
+            self._heads,
+            scratch.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _layers(model: Decoder) -> list[Layer]:
+    return cast("list[Layer]", model.model.layers)
+
+
+def _address(weight: Weight) -> int:
+    return (weight.memory if isinstance(weight, PackedWeight) else weight).data_ptr()
+
+
+def _norm(norm: RMSNorm | None) -> int | None:
+    return None if norm is None else norm.weight.data_ptr()
+
+
+def _projection(linear: Linear) -> _Projection:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Projection(_address(linear.weight), *linear.weight.shape, bias)

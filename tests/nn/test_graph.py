@@ -1,0 +1,94 @@
+"""A step as one call computes what its ops compute one by one, to the bit."""
+
+import copy
+
+import pytest
+import torch
+
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import KVCache, make_layout
+from penstock.nn import native
+from penstock.nn.batch import Batch
+from penstock.nn.graph import obstacle
+from penstock.nn.loader import load_model
+from penstock.nn.ops import OPS
+from tests.helpers.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+# of a step: (start, tokens) of its sequences
+STEPS = ([(0, 5), (0, 130), (0, 1)], [(5, 1), (130, 70), (1, 1)], [(6, 1), (200, 1), (2, 1)])
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama-tied", "llama-bias", "mistral-window"])
+def checkpoint(request, tmp_path_factory):
+    pytest.importorskip("transformers")
+    return write_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+def run(model, mode: str, order: str, consecutive: bool, together: bool = True) -> list[torch.Tensor]:
+    """[rows, hidden] of every step, and what the cache holds afterwards."""
+    model.graph_mode = mode
+    layout = make_layout(model.config, model.dtype, order, "")
+    cache = KVCache.on_device(layout, 24, CPU)
+    cache.slots.zero_()
+    generator, results = torch.Generator().manual_seed(3), []
+    for lengths in STEPS:
+        sequences = []
+        for i, (start, rows) in enumerate(lengths):
+            tokens = torch.randint(1, 320, (rows,), generator=generator).tolist()
+            blocks = range(8 * i, 8 * i + -(-(start + rows) // BLOCK_TOKENS))
+            ids = blocks if consecutive else tuple(blocks)
+            sequences.append(SequenceStep(str(i), start, tokens, ids, True, SamplingParams(), 0))
+        for batch in [sequences] if together else [[s] for s in sequences]:
+            results.append(model(Batch(batch, CPU), cache.slots))
+    return [torch.cat(results[:1] if together else results[:3]), *results, cache.slots.clone()]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
+    model = load_model(checkpoint, CPU, dtype)
+    assert obstacle(model) is None
+    expected = run(model, "eager", "block", consecutive=False)
+    assert model._graph is None
+    assert expected[0].isfinite().all()
+    for threads in (1, 2):
+        native.set_threads(threads)
+        for order, consecutive in (("block", False), ("block", True), ("token", True)):
+            found = run(model, "full", order, consecutive)
+            assert model._graph is not None
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
+    native.set_threads(1)
+    alone = run(model, "full", "block", consecutive=True, together=False)
+    assert torch.equal(alone[0], expected[0])
+    assert torch.equal(alone[-1], expected[-1])
+
+
+@torch.inference_mode()
+def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
+    pytest.importorskip("transformers")
+    directory = write_checkpoint(tmp_path, "qwen3")
+    half = load_model(directory, CPU, torch.float16)
+    assert obstacle(half) == "there are no kernels for float16 on cpu"
+    assert run(half, "auto", "block", consecutive=True)[0].isfinite().all()
+    model = load_model(directory, CPU)
+    with OPS["attention"].using("reference"):
+        assert obstacle(model) == "attention computed by other backends"
+        run(model, "auto", "block", consecutive=True)
+        assert model._graph is None
+
+
+@torch.inference_mode()
+def test_a_copy_computes_with_its_own_weights(tmp_path):
+    pytest.importorskip("transformers")
+    model = load_model(write_checkpoint(tmp_path, "qwen3"), CPU)
+    before = run(model, "full", "block", consecutive=True)[0]
+    other = copy.deepcopy(model)
+    other.model.layers[1].mlp.down_proj.weight.put(0, torch.ones(4, model.config.intermediate_size))
+    changed = run(other, "full", "block", consecutive=True)[0]
+    assert not torch.equal(changed, before)
+    assert torch.equal(changed, run(other, "eager", "block", consecutive=True)[0])
+    assert torch.equal(run(model, "full", "block", consecutive=True)[0], before)
