@@ -11,6 +11,7 @@ from typing import Any
 from penstock.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1  # as many as the vocabulary has
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -49,7 +50,7 @@ class SamplingParams:
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
         n: how many independent outputs; output i is drawn with seed + i.
-        logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20.
+        logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20, or -1 for all.
         prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
             whatever the prefix cache holds.
         truncate_prompt_tokens: read only so many of the prompt's last tokens; -1 is as many as fit beside
@@ -103,8 +104,8 @@ class SamplingParams:
         _integer(self, "n", 1, MAX_N)
         _integer(self, "max_tokens", 1, None, optional=True)
         _integer(self, "min_tokens", 0, MOST_TOKENS)
-        _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        _integer(self, "logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, note="-1 is all of the vocabulary")
+        _integer(self, "prompt_logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, note="-1 is all of the vocabulary")
         _integer(self, "truncate_prompt_tokens", -1, MOST_TOKENS, optional=True, note="-1 keeps what fits")
         _integer(self, "seed", -(2**SEED_BITS), 2**SEED_BITS - 1, optional=True)
         self._check_lengths()

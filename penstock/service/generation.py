@@ -12,13 +12,14 @@ from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import current_trace
+from penstock.service.intake import MOST_NAMED
 from penstock.service.output import Delta, OutputStream, Usage, merge
 from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
-# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. That is more than most
-# outputs have without log-probabilities: only who has asked for much, and takes little, comes to it.
-MOST_UNTAKEN = 1 << 16
+# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. Outputs without
+# log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
+MOST_UNTAKEN = MOST_NAMED
 CLIENT_LEFT = 499  # in the log, where others write it too
 
 
