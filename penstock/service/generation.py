@@ -9,7 +9,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import ClientTooSlow, PenstockError, http_row
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.obs.logs import Format, RequestRecord, log_request
+from penstock.obs.logs import OFFLINE, ONLINE, Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import current_trace
 from penstock.service.intake import MOST_NAMED
@@ -178,6 +178,7 @@ class Generation:
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
             seed=self._sequences[0].seed,
+            service_class=OFFLINE if self._sequences[0].offline else ONLINE,
             slo_met=None if finish_reason == "abort" else self._keeps_promises(),
             status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
             **self._record,
