@@ -73,7 +73,11 @@ SECTIONS = {
         ("function_call", OPENAI, ""),
     ),
     "How many": (
-        ("max_tokens", OPENAI, "16 for completions, else what fits; cut to what fits"),
+        (
+            "max_tokens",
+            OPENAI,
+            "16 for completions, else what fits; a default is cut to what fits, what is asked for must fit",
+        ),
         ("max_completion_tokens", OPENAI, "goes before `max_tokens`"),
         ("min_tokens", VLLM, "nothing ends the output before: no stop token is drawn, stop strings are passed over"),
         ("stop", OPENAI, f"at most {MAX_STOP_STRINGS} strings"),
@@ -98,11 +102,12 @@ SECTIONS = {
         ("stream_options.continuous_usage_stats", VLLM, "with `include_usage`: every event says what was used so far"),
         ("stream_options.include_obfuscation", OPENAI, "events are never padded"),
         ("logprobs", OPENAI, f"of the raw logits; for completions a number from 0 to {MAX_LOGPROBS}"),
-        ("top_logprobs", OPENAI, f"0 to {MAX_LOGPROBS}, with `logprobs`"),
+        ("top_logprobs", OPENAI, f"0 to {MAX_LOGPROBS}, or -1 for all of the vocabulary; with `logprobs`"),
         (
             "prompt_logprobs",
             VLLM,
-            f"0 to {MAX_LOGPROBS}, not with `stream`; the prompt is computed as a whole, whatever is cached",
+            f"0 to {MAX_LOGPROBS}, or -1 for all of the vocabulary; not with `stream`; the prompt is computed as a "
+            "whole, whatever is cached",
         ),
         ("return_token_ids", VLLM, "`prompt_token_ids` and `token_ids` in the answer, streamed ones too"),
         ("return_tokens_as_token_ids", VLLM, ""),

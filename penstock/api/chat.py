@@ -18,7 +18,7 @@ from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.service_level import ServiceLevel
-from penstock.service.intake import truncated
+from penstock.service.intake import check_named, check_room, truncated
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
         template_kwargs=body.chat_template_kwargs,
     )
     prompt = list(truncated(prompt, params, frontend.max_model_len))
+    asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
+    check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
     shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
     with Outputs(
         frontend,

@@ -22,7 +22,7 @@ from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
-from penstock.service.intake import truncated
+from penstock.service.intake import check_named, check_room, truncated
 from penstock.service.output import Delta, Usage
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     given = prompts_of(body.prompt, frontend.vocab_size)
     whole = await _encoded(frontend, given, body.add_special_tokens)
     prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
+    check_room(max(map(len, prompts)), body.asked_tokens, frontend.max_model_len)
+    check_named(prompts, params, frontend.max_model_len, frontend.vocab_size)
     echoes = [""] * len(given)
     if body.echo:
         asked: Iterable[tuple[str | list[int], list[int], list[int]]] = zip(given, prompts, whole, strict=True)

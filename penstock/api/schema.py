@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from pydantic_core import ErrorDetails
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
-from penstock.core.sampling import MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
+from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.service.intake import check_salt
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -169,6 +169,11 @@ class GenerationBody(Body):
         """Whether every event says how much was used so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.get("continuous_usage_stats"))
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """How long an output may become, by the request itself."""
+        return self.max_tokens
+
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
         return {name: getattr(self, name) for name in SAMPLING_FIELDS}
@@ -203,7 +208,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Int32 | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=ALL_LOGPROBS, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -213,10 +218,14 @@ class ChatBody(GenerationBody):
         """Whether the prompt ends with what opens the assistant's turn."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def wishes(self) -> dict[str, Any]:
         return super().wishes() | {
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            "max_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            "max_tokens": self.asked_tokens,
         }
 
     def check(self) -> None:
@@ -236,7 +245,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
     echo: bool | None = None
-    logprobs: Int32 | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM, too, gives all of them to chats only
     add_special_tokens: bool = True
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from penstock.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1  # as many as the vocabulary has
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -73,7 +74,7 @@ class SamplingParams:
         length_penalty: 0 compares the sums, above 0 favours longer outputs; in [-16, 16].
         early_stopping: when a beam search ends before `max_tokens`, as soon as n beams have ended: True is at once,
             False once the best live one, as long as it is, scores no better than them, "never" once none can come to.
-        logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20.
+        logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20, or -1 for all.
         prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
             whatever the prefix cache holds.
         truncate_prompt_tokens: read only so many of the prompt's last tokens; -1 is as many as fit beside
@@ -130,8 +131,8 @@ class SamplingParams:
         _integer(self, "n", 1, MAX_N)
         _integer(self, "max_tokens", 1, None, optional=True)
         _integer(self, "min_tokens", 0, MOST_TOKENS)
-        _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        _integer(self, "logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, note="-1 is all of the vocabulary")
+        _integer(self, "prompt_logprobs", ALL_LOGPROBS, MAX_LOGPROBS, optional=True, note="-1 is all of the vocabulary")
         _integer(self, "truncate_prompt_tokens", -1, MOST_TOKENS, optional=True, note="-1 keeps what fits")
         _integer(self, "seed", -(2**SEED_BITS), 2**SEED_BITS - 1, optional=True)
         _number(self, "length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
@@ -216,6 +217,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value != unused:
                 raise InvalidRequest(f"{name}: {_short(value)}, allowed only without use_beam_search: true", name)
+        if self.logprobs == ALL_LOGPROBS:
+            raise InvalidRequest("logprobs: -1, allowed with use_beam_search: true is 0 to 20", "logprobs")
 
     @property
     def greedy(self) -> bool:

@@ -312,7 +312,7 @@ class PacedRunner:
 
 
 def _certain(asked: int | None, token: int) -> TokenLogprobs | None:
-    return None if asked is None else TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)][:asked])
+    return None if asked is None else TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)] if asked else [])
 
 
 def _all_certain(step: SequenceStep) -> list[TokenLogprobs]:

@@ -104,10 +104,11 @@ def likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
 
 
 def _reports(values: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """The same of log-probabilities [rows, vocab]."""
+    """The same of log-probabilities [rows, vocab]; a negative `top` is all of the vocabulary."""
     chosen = values.gather(-1, torch.tensor(targets, device=values.device)[:, None])
     ranks = (values > chosen).sum(-1) + 1
-    best = values.topk(min(top, values.shape[-1]))
+    vocab = values.shape[-1]
+    best = values.topk(min(top, vocab) if top >= 0 else vocab)
     rows = zip(
         chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
     )  # one transfer each, however many rows

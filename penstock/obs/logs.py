@@ -12,6 +12,7 @@ import msgspec
 
 Format = Literal["text", "json"]
 
+ONLINE, OFFLINE = SERVICE_CLASSES = ("online", "offline")
 SLO = {True: "met", False: "missed", None: "-"}
 
 logger = logging.getLogger("penstock.request")
@@ -33,6 +34,7 @@ class RequestRecord:
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).
         seed: the one its noise was drawn from; None when no token was asked of an engine.
+        service_class: "online", or "offline" for what runs in the gaps that others leave.
         slo_met: whether it kept what its client was promised; None without a promise, and when the client left.
         status: the HTTP status that the client saw; 499 when it left before one was sent.
     """
@@ -54,6 +56,7 @@ class RequestRecord:
     prefill: float | None = None
     decode: float | None = None
     seed: int | None = None
+    service_class: str = ONLINE
     slo_met: bool | None = None
     status: int = 200
 

@@ -7,8 +7,10 @@ one of them (`max by (engine)`), never their sum. The others count what went thr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import nan
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,7 +21,7 @@ from prometheus_client.samples import Sample
 
 from penstock.core.request import FinishReason
 from penstock.core.wire.engine import EngineStats
-from penstock.obs.logs import RequestRecord
+from penstock.obs.logs import SERVICE_CLASSES, RequestRecord
 
 PREFIX = "penstock:"
 ENGINE_LABELS = ["model_name", "engine"]
@@ -44,6 +46,7 @@ PREDICTION = (  # too early, and too late
 )
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 OUTPUTS = (1, 2, 5, 10, 20)
+ATTAINMENT_OVER = 1000  # requests
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 VLLM_PREFIX = "vllm:"
@@ -106,6 +109,26 @@ class _Engine:
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.kv_usage.set(stats.used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+
+
+@dataclass(slots=True)
+class _ServiceClass:
+    """What is counted for one service class."""
+
+    goodput: Counter
+    attainment: Gauge
+    _verdicts: deque[bool] = field(default_factory=lambda: deque(maxlen=ATTAINMENT_OVER))
+    _kept: int = 0  # of those
+
+    def observe(self, record: RequestRecord) -> None:
+        if record.status == 200 and record.slo_met is not False:
+            self.goodput.inc()
+        if record.slo_met is not None:
+            if len(self._verdicts) == ATTAINMENT_OVER:
+                self._kept -= self._verdicts[0]
+            self._verdicts.append(record.slo_met)
+            self._kept += record.slo_met
+            self.attainment.set(self._kept / len(self._verdicts))
 
 
 class Metrics:
@@ -190,6 +213,24 @@ class Metrics:
             registry=self.registry,
         )
         self._success = {reason.value: success.labels(model_name, reason.value) for reason in FinishReason}
+        goodput = Counter(
+            PREFIX + "goodput_requests",
+            "Requests that were answered in full, and within their targets where they had any",
+            ["model_name", "class"],
+            registry=self.registry,
+        )
+        attainment = Gauge(
+            PREFIX + "slo_attainment_ratio",
+            f"Share that kept its targets, of the last {ATTAINMENT_OVER} requests with any; NaN without one",
+            ["model_name", "class"],
+            registry=self.registry,
+        )
+        self._classes = {
+            name: _ServiceClass(goodput.labels(model_name, name), attainment.labels(model_name, name))
+            for name in SERVICE_CLASSES
+        }
+        for served in self._classes.values():
+            served.attainment.set(nan)
         self._http = Counter(
             PREFIX + "http_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
         )
@@ -265,6 +306,7 @@ class Metrics:
             for field, histogram in self._sizes.items():
                 histogram.observe(getattr(record, field) or 0)
             self._computed.observe(record.prompt_tokens - record.cached_tokens)
+        self._classes[record.service_class].observe(record)
         if record.finish_reason is not None:
             self._success[record.finish_reason].inc()
         if record.tpot is not None:

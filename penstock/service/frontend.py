@@ -27,13 +27,12 @@ from penstock.service.checkpoint import GenerationDefaults
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
-from penstock.service.intake import ModelLimits, check_room, make_sequences
+from penstock.service.intake import ModelLimits, make_sequences
 from penstock.service.traffic import TICK, Held, Traffic
 from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
-UNASKED_TOKENS = 16  # `max_tokens` of a completion that says nothing of it
 CACHES_QUEUED = 4  # prompt tokens that may wait, in what the KV caches hold, unless somebody says how many
 MOST_SECONDS = 120.0  # that a client is told to wait until it tries again
 
@@ -241,7 +240,6 @@ class Frontend:
         if params.use_beam_search and any(said.drawn_ids is not None for said in self._said):
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
         self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
-        check_room(len(prompt), params, self.max_model_len, (UNASKED_TOKENS, self.default_sampling.get("max_tokens")))
         limits = ModelLimits(
             self.max_model_len,
             self.vocab_size,

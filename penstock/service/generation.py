@@ -9,16 +9,17 @@ from penstock.core.clock import Clock
 from penstock.core.errors import ClientTooSlow, PenstockError, http_row
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.obs.logs import Format, RequestRecord, log_request
+from penstock.obs.logs import OFFLINE, ONLINE, Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import current_trace
+from penstock.service.intake import MOST_NAMED
 from penstock.service.output import Delta, OutputStream, Usage, merge, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
-# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. That is more than most
-# outputs have without log-probabilities: only who has asked for much, and takes little, comes to it.
-MOST_UNTAKEN = 1 << 16
+# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. Outputs without
+# log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
+MOST_UNTAKEN = MOST_NAMED
 CLIENT_LEFT = 499  # in the log, where others write it too
 
 
@@ -115,7 +116,8 @@ class Generation:
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought; called by the frontend."""
         for i, own in outputs_of(index, output):
-            self._receive(i, own, now)
+            if self._error is None:  # the one before may have been too much for its client
+                self._receive(i, own, now)
         self._tell()
 
     def _receive(self, index: int, output: TokenOutput, now: float) -> None:
@@ -184,6 +186,7 @@ class Generation:
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
             seed=self._sequences[0].seed,
+            service_class=OFFLINE if self._sequences[0].offline else ONLINE,
             slo_met=None if finish_reason == "abort" else self._keeps_promises(),
             status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
             **self._record,

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.request import Request
-from penstock.core.sampling import SEED_BITS, SamplingParams
+from penstock.core.sampling import ALL_LOGPROBS, SEED_BITS, SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.sched.local.group import check_length, check_width, most_beam_tokens
 
 MAX_SALT_BYTES = 1024
+MOST_NAMED = 1 << 18  # tokens in the log-probabilities of a request that wants all: tens of megabytes, a second of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +126,35 @@ def check_salt(salt: object) -> None:
         )
 
 
-def check_room(prompt_tokens: int, params: SamplingParams, max_model_len: int, unasked: Collection[object]) -> None:
+def check_room(prompt_tokens: int, asked: int | None, max_model_len: int, field: str = "max_tokens") -> None:
     """Raises `InvalidRequest` when more output was asked for than fits beside the prompt.
 
     Args:
-        unasked: values of `max_tokens` that are defaults: those are cut to what fits.
+        asked: what the request brought; None when it brought nothing: a default is cut to what fits.
+        field: where it brought it.
     """
-    asked = params.max_tokens
-    if asked is not None and asked not in unasked and prompt_tokens < max_model_len < prompt_tokens + asked:
+    if asked is not None and prompt_tokens < max_model_len < prompt_tokens + asked:
         raise InvalidRequest(
-            f"max_tokens: {asked} is too large, this model's maximum context length is {max_model_len} tokens and the "
+            f"{field}: {asked} is too large, this model's maximum context length is {max_model_len} tokens and the "
             f"request has {prompt_tokens} input tokens ({asked} > {max_model_len} - {prompt_tokens})",
-            "max_tokens",
+            field,
         )
+
+
+def check_named(prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
+    """Raises `InvalidRequest` when log-probabilities of the whole vocabulary are wanted in more places than is sane."""
+    rooms = [max(0, max_model_len - len(prompt)) for prompt in prompts]
+    for field, wanted, places in (
+        ("prompt_logprobs", params.prompt_logprobs, [len(prompt) - 1 for prompt in prompts]),
+        ("logprobs", params.logprobs, [min(params.max_tokens or room, room) for room in rooms]),
+    ):
+        count = params.n * sum(places)
+        if wanted == ALL_LOGPROBS and count * vocab_size > MOST_NAMED:
+            raise InvalidRequest(
+                f"{field}: -1 would name all {vocab_size} tokens of the vocabulary in {count} places, at most "
+                f"{MOST_NAMED // vocab_size} places are allowed; ask for fewer tokens, or for at most the 20 likeliest",
+                field,
+            )
 
 
 def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:

@@ -58,6 +58,16 @@ async def test_whole_answer(client: httpx.AsyncClient, frontend: Any) -> None:
     assert frontend.submitted[0].params.max_tokens is None
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_more_output_than_fits_is_refused(client: httpx.AsyncClient, frontend: Any, field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 90}]}
+    refused = await client.post(URL, json=body | {field: 30})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert "(30 > 128 - " in refused.json()["error"]["message"]
+    assert not frontend.submitted
+    assert (await client.post(URL, json=body | {field: 5})).status_code == 200
+
+
 async def test_stream(client: httpx.AsyncClient) -> None:
     response = await client.post(URL, json={"messages": HI, "stream": True})
     *chunks, done = events(response)
@@ -140,6 +150,18 @@ async def test_logprobs(client: httpx.AsyncClient, stream: bool) -> None:
             {"token": "<eos>", "logprob": -9999.0, "bytes": list(b"<eos>")},
         ],
     }
+
+
+async def test_all_of_the_vocabulary_for_as_many_tokens_as_is_sane(client: httpx.AsyncClient, frontend: Any) -> None:
+    frontend.vocab_size = 1 << 14  # of which 16 places may be named
+    body = {"messages": HI, "logprobs": True, "top_logprobs": -1}
+    assert (await client.post(URL, json=body | {"max_tokens": 16})).status_code == 200
+    assert frontend.submitted[0].params.logprobs == -1
+    for longer in ({"max_tokens": 17}, {"max_tokens": 9, "n": 2}, {}):
+        response = await client.post(URL, json=body | longer)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+        assert "at most 16 places" in response.json()["error"]["message"]
+    assert len(frontend.submitted) == 1
 
 
 async def test_logprobs_without_alternatives(client: httpx.AsyncClient) -> None:

@@ -180,6 +180,7 @@ async def test_logprobs_know_where_each_token_begins(client: httpx.AsyncClient, 
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
     ],
@@ -190,6 +191,34 @@ async def test_bad_bodies(client: httpx.AsyncClient, frontend: Any, body: dict[s
     assert response.json()["error"]["param"] == param
     assert response.json()["error"]["message"].startswith(param)
     assert not frontend.submitted
+
+
+LONG_PROMPT = [1] * 120  # of 128
+
+
+@pytest.mark.parametrize("asked", [9, 16, 50, 99])
+@pytest.mark.parametrize("several", [False, True])
+async def test_more_output_than_fits_is_refused_where_somebody_asked_for_it(
+    client: httpx.AsyncClient, frontend: Any, asked: int, several: bool
+) -> None:
+    """Also when it is what nobody would have had to ask for."""
+    frontend.default_sampling = {"max_tokens": 50}
+    prompt = [[1], LONG_PROMPT] if several else LONG_PROMPT
+    error = (await client.post(URL, json={"prompt": prompt, "max_tokens": asked})).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert f"max_tokens: {asked} is too large" in error["message"]
+    assert f"120 input tokens ({asked} > 128 - 120)" in error["message"]
+    assert not frontend.submitted
+
+
+@pytest.mark.parametrize("default", [None, 50])
+async def test_what_nobody_asked_for_is_cut_to_what_fits(
+    client: httpx.AsyncClient, frontend: Any, default: int | None
+) -> None:
+    frontend.default_sampling = {} if default is None else {"max_tokens": default}
+    for body in ({}, {"max_tokens": None}, {"max_tokens": 8}):
+        response = await client.post(URL, json={"prompt": LONG_PROMPT, **body})
+        assert response.status_code == 200, response.text
 
 
 async def test_prompt_logprobs_have_vllms_shape(client: httpx.AsyncClient) -> None:
@@ -204,6 +233,19 @@ async def test_prompt_logprobs_have_vllms_shape(client: httpx.AsyncClient) -> No
         ]
     plain = (await client.post(URL, json={"prompt": [97, 98]})).json()["choices"][0]
     assert "prompt_logprobs" not in plain
+
+
+async def test_all_of_the_vocabulary_for_as_much_of_a_prompt_as_is_sane(
+    client: httpx.AsyncClient, frontend: Any
+) -> None:
+    frontend.vocab_size = 1 << 12  # of which 64 places may be named
+    body = {"prompt": [[1] * 33, [2] * 17], "prompt_logprobs": -1}
+    assert (await client.post(URL, json=body)).status_code == 200
+    assert {generation.params.prompt_logprobs for generation in frontend.submitted} == {-1}
+    response = await client.post(URL, json=body | {"n": 2})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert "all 4096 tokens of the vocabulary in 96 places, at most 64" in response.json()["error"]["message"]
+    assert len(frontend.submitted) == 2
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -89,11 +89,12 @@ def test_one_stop_string_needs_no_list() -> None:
         ("stop_token_ids", [VOCAB]), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["1"]),
         ("logit_bias", {"x": 1}), ("logit_bias", {"100": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"1": "a"}), ("logit_bias", {"1": None}), ("logit_bias", {"1_0": 1}), ("logit_bias", [1]),
-        ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", 1), ("stream", "yes"), ("stream_options", True),
+        ("logprobs", 1), ("top_logprobs", 21), ("top_logprobs", -2), ("top_logprobs", 1),
+        ("stream", "yes"), ("stream_options", True),
         ("stream_options", {"include_usage": True}), ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", 2**31),
         ("bad_words", "x"), ("bad_words", [1]), ("bad_words", [""]), ("bad_words", ["\t"]), ("bad_words", ["x"] * 257),
         ("allowed_token_ids", []), ("allowed_token_ids", [VOCAB]), ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.0]), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.0]), ("prompt_logprobs", 21), ("prompt_logprobs", -2),
         ("prompt_logprobs", True), ("prompt_logprobs", 10**30), ("prompt_logprobs", math.nan),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "1"),
         ("cache_salt", ""), ("cache_salt", 1), ("cache_salt", "x" * 1025), ("return_token_ids", "yes"),
@@ -268,7 +269,7 @@ def test_a_beam_search_is_what_the_engine_is_told() -> None:
         ("stream", True), ("presence_penalty", 1), ("frequency_penalty", 0.5), ("repetition_penalty", 1.1),
         ("logit_bias", {"1": 1}), ("stop", "x"), ("min_tokens", 1), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
         ("prompt_logprobs", 0), ("length_penalty", 17), ("length_penalty", -17), ("length_penalty", math.inf),
-        ("early_stopping", 1), ("early_stopping", "always"), ("n", 129),
+        ("early_stopping", 1), ("early_stopping", "always"), ("n", 129), ("logprobs", -1),
     ],
 )  # fmt: skip
 def test_what_contradicts_a_beam_search_is_named(field: str, value: Any) -> None:

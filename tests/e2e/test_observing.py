@@ -42,6 +42,8 @@ def test_a_request_leaves_one_line_one_trace_and_vllms_metrics(command, receiver
         metrics = server.get("/metrics")
         assert 'vllm:generation_tokens_total{model_name="demo"} 5.0' in metrics
         assert 'penstock:generation_tokens_total{model_name="demo"} 5.0' in metrics
+        assert 'penstock:goodput_requests_total{class="online",model_name="demo"} 1.0' in metrics
+        assert 'penstock:slo_attainment_ratio{class="online",model_name="demo"} 1.0' in metrics
         assert server.stop() == 0
     lines = [json.loads(line) for line in server.lines]
     (line,) = [line for line in lines if line["logger"] == "penstock.request"]

@@ -1,6 +1,7 @@
 """Request fields through HTTP, with one engine and with two between which a request goes over."""
 
 import json
+import math
 
 import httpx
 import pytest
@@ -35,6 +36,17 @@ def test_min_tokens_and_bad_words(post):
     word = next(word for word in free["text"].split() if word.isalpha())
     (without,) = post(prompt="import os", max_tokens=20, bad_words=[word], return_token_ids=True)["choices"]
     assert without["token_ids"] != free["token_ids"]
+
+
+def test_all_of_the_vocabulary(post):
+    (choice,) = post(prompt="import os", max_tokens=1, prompt_logprobs=-1)["choices"]
+    _, *scored = choice["prompt_logprobs"]
+    assert scored
+    for entry in scored:
+        assert sorted(map(int, entry)) == list(range(len(entry)))
+        assert len(entry) > 4000
+        assert sum(math.exp(of_token["logprob"]) for of_token in entry.values()) == pytest.approx(1, abs=1e-3)
+        assert {of_token["rank"] for of_token in entry.values()} == set(range(1, len(entry) + 1))
 
 
 def test_a_prompt_is_scored_the_same_however_it_is_asked(post):

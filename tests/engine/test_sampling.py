@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import SequenceStep
 from penstock.core.sampling import SamplingParams
-from penstock.engine.sampling import draw
+from penstock.engine.sampling import draw, score
 
 VOCAB = 50
 
@@ -101,6 +101,14 @@ def test_penalties():
         [step(history=[0, 2, 2, 2], prompt_tokens=1, temperature=0.0, frequency_penalty=0.4)],
     )
     assert many.tokens == [0]
+
+
+def test_all_of_the_vocabulary():
+    row = logits(1)
+    (report,) = draw(row.clone(), [step(temperature=0.0, logprobs=-1)]).logprobs
+    assert sorted(token for token, _ in report.top) == list(range(row.shape[-1]))
+    assert [value for _, value in report.top] == sorted((value for _, value in report.top), reverse=True)
+    assert score(row, [3], -1)[0].top == report.top
 
 
 def test_bias_and_logprobs():

@@ -263,10 +263,17 @@ class Chaos:
     # --- the end
 
     def stop(self) -> None:
-        """End the deployment, and look for what it may have left."""
+        """End the deployment, and look for what it may have left. A test that has failed may leave it in the middle of
+        anything, such as without a keeper: first all processes have to be there again, and the pool."""
+
+        def whole() -> bool:
+            assert self.up.process.poll() is None, f"the deployment has ended by itself{self.log()}"
+            pids = self.up.pids()
+            return self.names <= set(pids) and bool(pool_inodes(pids["keeper"]))
+
+        eventually(whole, what=self.log)
         pids = self.up.pids()
         memory = pool_inodes(pids["keeper"])
-        assert memory, "the engines' pool could not be found"
         self._context.destroy(linger=0)
         assert self.up.stop() == 0, self.log()
         assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]

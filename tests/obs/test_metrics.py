@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ NAMES = {
     *("request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket", "request_success_total"),
     *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
     *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
+    *("goodput_requests_total", "slo_attainment_ratio"),
 }
 
 
@@ -120,6 +124,38 @@ def test_request_times_and_how_it_ended() -> None:
     assert value(metrics, "request_inference_time_seconds_sum") == 2
     assert value(metrics, "e2e_request_latency_seconds_count") == 1
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def ended(**how: Any) -> RequestRecord:
+    return RequestRecord(**({"request_id": "a", "model": "m", "finish_reason": "stop"} | how))
+
+
+def test_goodput_and_attainment_by_class() -> None:
+    metrics = Metrics("m", ["e"])
+
+    def shown(name: str) -> tuple[float, float]:
+        online, offline = (value(metrics, name, **{"class": each}) for each in ("online", "offline"))
+        return online, offline
+
+    assert shown("goodput_requests_total") == (0, 0)
+    assert all(math.isnan(ratio) for ratio in shown("slo_attainment_ratio"))
+    metrics.observe_request(ended(service_class="offline"))
+    metrics.observe_request(ended())  # without targets
+    metrics.observe_request(ended(finish_reason="abort", status=499))
+    assert shown("goodput_requests_total") == (1, 1)
+    assert all(math.isnan(ratio) for ratio in shown("slo_attainment_ratio"))
+    for met in (True, True, True, False):
+        metrics.observe_request(ended(slo_met=met))
+    metrics.observe_request(ended(finish_reason=None, status=500, slo_met=False))
+    assert shown("goodput_requests_total") == (4, 1)
+    assert shown("slo_attainment_ratio")[0] == 3 / 5
+
+
+def test_attainment_is_of_the_last_thousand() -> None:
+    metrics = Metrics("m", ["e"])
+    for number in range(2500):
+        metrics.observe_request(ended(slo_met=number >= 1900))
+    assert value(metrics, "slo_attainment_ratio", **{"class": "online"}) == 0.6
 
 
 def test_http_by_route_and_status() -> None:

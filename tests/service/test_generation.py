@@ -84,7 +84,7 @@ def test_promises(line: Any, ttft_ms: float | None, tpot_ms: float | None, met: 
     owner.clock.advance(1.0)
     say(owner, generation, 4, last=True)
     written = line()
-    assert written["slo_met"] is met
+    assert (written["slo_met"], written["service_class"]) == (met, "online")
     assert (written["ttft"], written["tpot"]) == (0.5, 0.25)
     assert (written["instance"], written["prompt_tokens"], written["completion_tokens"]) == ("e0", 3, 5)
     assert (written["n"], written["longest_completion"], written["max_tokens"]) == (1, 5, 9)
