@@ -81,7 +81,8 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
             model = cls(config).to(dtype)
             if packs(device, dtype):
                 model.pack()
-        model.to_empty(device=device)
+        # not to_empty, for which torch imports a second's worth of symbolic algebra
+        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
         for module in model.modules():
             if isinstance(module, PackedWeight):
                 module.prepare()
