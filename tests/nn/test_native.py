@@ -60,3 +60,42 @@ def test_the_command_says_where_the_library_is():
     command = [sys.executable, "-m", "penstock.nn.native"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert Path(done.stdout.removeprefix("kernels: ").strip()).suffix == ".so"
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+import torch
+from penstock.nn.native import build
+build._for_this_machine = lambda: "-march=" + sys.argv[1]
+build.cache_folder = lambda: Path(sys.argv[2])
+from penstock.nn import native, ops
+from penstock.nn.ops import OPS
+from penstock.nn.packed import PackedWeight
+assert native.missing() is None, native.missing()
+for dtype in (torch.float32, torch.bfloat16):
+    weight, x = torch.randn(130, 333).to(dtype), torch.randn(40, 333).to(dtype)
+    packed = PackedWeight.of(weight)
+    assert torch.equal(packed.unpacked(), weight)
+    whole = ops.packed_linear(x, packed, None, torch.float32)
+    assert torch.allclose(whole.double(), x.double() @ weight.double().T, atol=1e-3)
+    for rows in range(1, 40):
+        assert torch.equal(ops.packed_linear(x[:rows], packed, None, torch.float32), whole[:rows])
+print("fine")
+"""
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("instructions", ["x86-64", "haswell", "skylake-avx512"])
+def test_other_processors_compute_as_well(instructions, tmp_path):
+    """What this one can run of what others have: none of these has instructions for bfloat16."""
+    flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
+    if (
+        not {"x86-64": {"lm"}, "haswell": {"avx2", "fma"}, "skylake-avx512": {"avx512bw", "avx512vl"}}[instructions]
+        <= flags
+    ):
+        pytest.skip(f"not a processor that runs what is compiled for {instructions}")
+    command = [sys.executable, "-c", ELSEWHERE, instructions, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "fine", done.stderr

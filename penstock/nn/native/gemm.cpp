@@ -51,6 +51,20 @@ inline f32x16 multiply_add<bf16>(f32x16 sum, uint32_t word, const Line& line) {
 #if defined(__AVX512BF16__)
     const __m512i weights = _mm512_load_si512(line.words);
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)), reinterpret_cast<__m512bh>(weights));
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    // in halves, because gcc 12 fails on the vectors of 64 bytes below
+    const __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(word << 16));
+    const __m256i high = _mm256_set1_epi32(0xffff0000);
+    const __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(word & 0xffff0000));
+    __m256 sums[2];
+    std::memcpy(sums, &sum, sizeof sums);
+    for (int i = 0; i < 2; i++) {
+        const __m256i weights = _mm256_load_si256(reinterpret_cast<const __m256i*>(line.words) + i);
+        sums[i] = _mm256_fmadd_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(weights, 16)), sums[i]);
+        sums[i] = _mm256_fmadd_ps(odd, _mm256_castsi256_ps(_mm256_and_si256(weights, high)), sums[i]);
+    }
+    std::memcpy(&sum, sums, sizeof sums);
+    return sum;
 #else
     u32x16 weights;
     std::memcpy(&weights, line.words, sizeof weights);
@@ -112,11 +126,11 @@ Tile tile_of(int rows, int groups, int fetch) {
             default: return tile_of_rows<T, GROUPS, GROUPS>(rows);
         }
     }
-    switch (groups) {
-        case 1: return tile_of_rows<T, 1, 0>(rows);
-        case 2: return tile_of_rows<T, 2, 0>(rows);
-        default: return tile_of_rows<T, 3, 0>(rows);
+    if constexpr (GROUPS > 2) {
+        if (groups == 2) return tile_of_rows<T, 2, 0>(rows);
+        if (groups == 3) return tile_of_rows<T, 3, 0>(rows);
     }
+    return tile_of_rows<T, 1, 0>(rows);
 }
 
 template <class T>

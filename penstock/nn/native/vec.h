@@ -49,19 +49,21 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
-    union {
-        f32x16 whole;
-        __m256 half[2];
-    } x{a}, y{b}, z{c};
-    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-    return z.whole;
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    std::memcpy(&c, z, sizeof z);
+    return c;
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-    union {
-        f32x16 whole;
-        float32x4_t part[4];
-    } x{a}, y{b}, z{c};
-    for (int i = 0; i < 4; i++) z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
-    return z.whole;
+    float32x4_t x[4], y[4], z[4];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+    std::memcpy(&c, z, sizeof z);
+    return c;
 #else
     return a * b + c;
 #endif
