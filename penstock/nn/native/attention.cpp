@@ -18,8 +18,14 @@ namespace {
 
 constexpr int SPLIT_BLOCKS = 16;  // positions are summed up in pieces of so many blocks, then the pieces are
 constexpr int TILE = 128;         // queries (row and head) for which a block of K and V is packed once
-constexpr int MOST = 6;           // queries whose sums are in registers together
-constexpr int FEW = 4;            // queries for which K and V are read where they are, not packed
+constexpr int FEW = 4;            // queries for which threads share a long context
+#ifdef __AVX512F__
+constexpr int MOST = 6;        // queries whose sums are in registers together
+constexpr bool DIRECT = true;  // few queries read K and V where they are: columns fit into registers beside their sums
+#else
+constexpr int MOST = 2;
+constexpr bool DIRECT = false;
+#endif
 constexpr int64_t PACKING = 6;    // queries that reading and packing a block costs as much as
 constexpr int64_t ALONE = 64;     // queries times blocks that a thread computes before another is worth waking
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -344,25 +350,24 @@ class Tile {
         const int64_t from = std::max<int64_t>(0, first - position_);
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
-        if (queries_ <= FEW) {
-            dispatch(h, from * call_.group, to * call_.group, first, source, sums);
-        } else {
-            packed_.fill(source);
-            for (int64_t i = from * call_.group, end = to * call_.group; i < end; i += MOST)
-                dispatch(h, i, std::min(i + MOST, end), first, packed_, sums);
+        if constexpr (DIRECT) {
+            if (queries_ <= FEW) {
+                dispatch<FEW>(h, from * call_.group, to * call_.group, first, source, sums);
+                return;
+            }
         }
+        packed_.fill(source);
+        for (int64_t i = from * call_.group, end = to * call_.group; i < end; i += MOST)
+            dispatch<MOST>(h, i, std::min(i + MOST, end), first, packed_, sums);
     }
 
-    template <class B>
+    // For queries [from, to), at most R of them.
+    template <int R, class B>
     void dispatch(int64_t h, int64_t from, int64_t to, int64_t first, const B& block, const Sums& sums) {
-        switch (to - from) {
-            case 1: return attend<1>(h, from, first, block, sums);
-            case 2: return attend<2>(h, from, first, block, sums);
-            case 3: return attend<3>(h, from, first, block, sums);
-            case 4: return attend<4>(h, from, first, block, sums);
-            case 5: return attend<5>(h, from, first, block, sums);
-            case 6: return attend<6>(h, from, first, block, sums);
-            default: return;
+        if (to - from == R) {
+            attend<R>(h, from, first, block, sums);
+        } else if constexpr (R > 1) {
+            dispatch<R - 1>(h, from, to, first, block, sums);
         }
     }
 
@@ -395,12 +400,11 @@ class Tile {
         int64_t d = 0;
         float* to = sums.value + i * call_.width;
         for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, keep, d, to);
-        switch ((call_.width - d) / 16) {
-            case 1: return add_values<R, 1>(block, units, keep, d, to);
-            case 2: return add_values<R, 2>(block, units, keep, d, to);
-            case 3: return add_values<R, 3>(block, units, keep, d, to);
-            default: return;
+        if (d + 32 <= call_.width) {
+            add_values<R, 2>(block, units, keep, d, to);
+            d += 32;
         }
+        if (d < call_.width) add_values<R, 1>(block, units, keep, d, to);
     }
 
     // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.

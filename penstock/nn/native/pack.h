@@ -18,6 +18,13 @@ inline f32x16 load_units(const void* from, int64_t count) {
 
 // Rows become columns.
 inline void transpose(f32x16 (&a)[16]) {
+#ifndef __AVX512F__
+    float rows[16][LANES], columns[16][LANES];
+    for (int r = 0; r < 16; r++) store(rows[r], a[r]);
+    for (int c = 0; c < LANES; c++)
+        for (int r = 0; r < 16; r++) columns[c][r] = rows[r][c];
+    for (int c = 0; c < 16; c++) a[c] = load(columns[c]);
+#else
     f32x16 b[16];
 #pragma GCC unroll 8
     for (int r = 0; r < 16; r += 2) {
@@ -46,6 +53,7 @@ inline void transpose(f32x16 (&a)[16]) {
     }
 #pragma GCC unroll 16
     for (int c = 0; c < 16; c++) a[c] = b[c];
+#endif
 }
 
 #ifdef __AVX512BF16__
