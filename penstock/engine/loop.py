@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
-from penstock.engine.lane import Lane, Ran, timed
+from penstock.engine.lane import Lane
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.budget import StepBudget
@@ -43,6 +43,15 @@ class Ledger(Protocol):
     def write(self, published: Published) -> None:
         """This block is full."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a runner made of a step, and when, in seconds of the engine's clock."""
+
+    result: StepResult
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,11 @@ class Engine:
         self.steps = 0
         self.busy = self.idle = 0.0
         self.cache_log: CacheLog | None = None  # where somebody wants to know
-        self.lane = Lane(clock) if ahead else None
+        self.lane: Lane[Ran] | None = Lane() if ahead else None
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
-        self._flying: deque[tuple[StepPlan, Future[Ran] | None]] = deque()
+        self._flying: deque[StepPlan] = deque()
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
 
     @property
@@ -102,8 +111,8 @@ class Engine:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Tokens of the steps that are being computed by now, or will be without anybody's doing."""
-        return sum(plan.num_tokens for plan, future in self._flying if future is not None)
+        """Tokens of the steps that are being computed now, or will be without anybody's doing."""
+        return sum(plan.num_tokens for plan in self._flying) if self.lane is not None else 0
 
     def add(self, request: Request, *, departs: bool = False) -> None:
         """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
@@ -134,12 +143,17 @@ class Engine:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
-        if self.lane is None:
-            self._flying.append((plan, None))
-        else:
+        self._flying.append(plan)
+        if self.lane is not None:
             self.scheduler.launch(plan)
-            self._flying.append((plan, self.lane.give(self.runner.run, plan)))
+            self.lane.give(partial(self._compute, plan))
         return plan
+
+    def _compute(self, plan: StepPlan) -> Ran:
+        """In the lane's thread, where there is one."""
+        began = self._clock.now()
+        result = self.runner.run(plan)
+        return Ran(result, began, self._clock.now())
 
     def end(self, *, wait: bool = False) -> Step | None:
         """The oldest step in flight. None when there is none, or when it has not ended and is not to be waited for.
@@ -148,17 +162,17 @@ class Engine:
         """
         if not self._flying:
             return None
-        plan, future = self._flying[0]
-        if future is not None and not wait and not future.done():
-            return None
         try:
-            ran = timed(self.runner.run, plan, self._clock) if future is None else future.result()
+            ran = self._compute(self._flying[0]) if self.lane is None else self.lane.take(wait)
         except BaseException:
-            self.settle()
+            if self.lane is not None:
+                self.lane.clear()
             self._flying.clear()
             self.scheduler.abandon()
             raise
-        self._flying.popleft()
+        if ran is None:
+            return None
+        plan = self._flying.popleft()
         return Step(plan, self._record(plan, ran))
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
@@ -189,7 +203,8 @@ class Engine:
 
     def settle(self) -> None:
         """Return when the runner does nothing any longer. What it has computed can still be had from `end`."""
-        wait([future for _, future in self._flying if future is not None])
+        if self.lane is not None:
+            self.lane.settle()
 
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""

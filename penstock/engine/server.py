@@ -166,7 +166,7 @@ class EngineServer:
         """Begin what may begin, and report what has ended; False when there was no room to work."""
         engine = self._engine
         if engine.lane is not None:
-            engine.lane.quiet()
+            engine.lane.hush()
         self._begin()
         step = engine.end()
         if step is None:

@@ -113,8 +113,6 @@ def test_timing_of_a_finished_request(model, ahead):
     engine = make_engine(model, budget=64, sequences=1, ahead=ahead)
     clock = ManualClock()
     engine._clock, engine.runner = clock, SlowRunner(engine.runner, clock)
-    if ahead:
-        engine.lane._clock = clock
     engine.add(make_request("first", [1] * 10, max_tokens=2))
     engine.add(make_request("second", [1] * 100, max_tokens=3))
     timing = {}
