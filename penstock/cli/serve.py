@@ -36,6 +36,7 @@ ENGINE_OPTIONS = (
         "slack",
         "fcfs: by priority and arrival; slack: also by targets of latency, where requests have any",
     ),
+    Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),
     Option(
         "kv-address-mode",
         one_of("auto", "contiguous", "table"),

@@ -40,11 +40,12 @@ class SequenceStep:
     Attributes:
         request_id: whose.
         start: position of the first token; everything before it is in the KV cache.
-        tokens: token ids to compute.
+        tokens: token ids to compute. The last may be a placeholder: -1 - i is what the step before this one drew in its
+            i-th row that does.
         blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
         sample: whether these tokens reach the end of the sequence, so that a next token is drawn.
         params, seed: how to draw it.
-        history: with `sample`, and only where `params.penalised`: every token so far.
+        history: with `sample`, and only where `params.penalised`: every token so far; the last as in `tokens`.
         prompt_tokens: how many of `history` are the prompt.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
         banned: with `sample`: token ids that must not be drawn; something else is always left.
@@ -90,7 +91,7 @@ class StepWork(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache.
+    """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache and what it drew last.
 
     Attributes:
         sequences: in the order of the batch.

@@ -55,6 +55,7 @@ class EngineOptions:
             faster in either mode.
         scheduling_policy: a name in `sched.local.PACING`.
         graph_mode: "eager", "full" or "auto", how a step is computed (nn/graph.py); "auto" is "full" where it can be.
+        async_scheduling: whether the next step is scheduled while one runs (sched/local/ahead.py).
     """
 
     model: str
@@ -71,6 +72,7 @@ class EngineOptions:
     kv_layout: str = "auto"
     scheduling_policy: str = "slack"
     graph_mode: str = "auto"
+    async_scheduling: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Built:
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
+        self.engine.settle()
         self.runner.cache.close()
         if self.pool is not None:
             self.pool.close()
@@ -158,7 +161,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         budget.high,
     )
     found = budget if budget.tokens < budget.high else None
-    return Built(Engine(scheduler, runner, clock, ledger_of(pool), found), runner, layout, _shape(model), pool)
+    engine = Engine(scheduler, runner, clock, ledger_of(pool), found, ahead=options.async_scheduling)
+    return Built(engine, runner, layout, _shape(model), pool)
 
 
 def _open_cache(

@@ -21,6 +21,8 @@ def stats(engine: Engine) -> EngineStats:
         prefix_queries=counters.prefix_queries,
         prefix_hits=counters.prefix_hits,
         steps=engine.steps,
+        busy=engine.busy,
+        idle=engine.idle,
     )
 
 

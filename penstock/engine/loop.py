@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
+from penstock.engine.lane import Lane
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.budget import StepBudget
@@ -42,12 +45,41 @@ class Ledger(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a runner made of a step, and when, in seconds of the engine's clock."""
+
+    result: StepResult
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One that has ended, and what it brought."""
+
+    plan: StepPlan
+    outputs: list[TokenOutput]
+
+
 class Engine:
-    """Requests in, tokens out, one step at a time. Not thread-safe: one loop owns it.
+    """Requests in, tokens out. Not thread-safe: one loop owns it.
+
+    That loop begins steps as long as it may, and takes what has ended:
+
+        while engine.begin(): ...
+        step = engine.end()
 
     Args:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
+        ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
+            (`sched.local.ahead`); for runners that know placeholders. Without it a step is computed in `end`.
+
+    Attributes:
+        steps: that have ended.
+        busy: seconds that they took.
+        idle: seconds between them in which the runner did nothing although there was work.
     """
 
     def __init__(
@@ -57,19 +89,30 @@ class Engine:
         clock: Clock,
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.recent = Recent()
         self.steps = 0
+        self.busy = self.idle = 0.0
         self.cache_log: CacheLog | None = None  # where somebody wants to know
+        self.lane: Lane[Ran] | None = Lane() if ahead else None
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
+        self._flying: deque[StepPlan] = deque()
+        self._free_since: float | None = None  # when the runner had ended a step and there was more to do
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._flying) or self.scheduler.has_work
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of the steps that are being computed now, or will be without anybody's doing."""
+        return sum(plan.num_tokens for plan in self._flying) if self.lane is not None else 0
 
     def add(self, request: Request, *, departs: bool = False) -> None:
         """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
@@ -84,34 +127,69 @@ class Engine:
             self.recent.forget(request_id)
 
     def step(self) -> tuple[list[TokenOutput], int]:
-        """Run one step. Returns what it brought, and how many tokens it computed; 0 when there is no room to work."""
-        plan = self.plan()
-        return self.run(plan), plan.num_tokens
+        """Run one step to its end. Returns what it brought, and how many tokens it computed; 0 when there is no room to
+        work."""
+        while self.begin():
+            pass
+        step = self.end(wait=True)
+        return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
 
-    def plan(self) -> StepPlan:
-        """The next step; without sequences when there is no room to work."""
-        now = self._clock.now()
-        plan = self.scheduler.schedule(now)
-        self.recent.started(plan, now)
-        return plan
-
-    def run(self, plan: StepPlan) -> list[TokenOutput]:
-        """Run what was planned."""
+    def begin(self) -> StepPlan | None:
+        """Give the next step to the runner. None when it has enough to do, or when there is no work or no room."""
+        if self._flying and (self.lane is None or not self.scheduler.foresee()):
+            return None
+        plan = self.scheduler.schedule(self._clock.now())
         if not plan.sequences:
-            return []
-        began = self._clock.now()
+            return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
-        outputs = self.scheduler.update(plan, self.runner.run(plan))
+        self._flying.append(plan)
+        if self.lane is not None:
+            self.scheduler.launch(plan)
+            self.lane.give(partial(self._compute, plan))
+        return plan
+
+    def _compute(self, plan: StepPlan) -> Ran:
+        """In the lane's thread, where there is one."""
+        began = self._clock.now()
+        result = self.runner.run(plan)
+        return Ran(result, began, self._clock.now())
+
+    def end(self, *, wait: bool = False) -> Step | None:
+        """The oldest step in flight. None when there is none, or when it has not ended and is not to be waited for.
+
+        Raises whatever the runner did; then the steps in flight have never been.
+        """
+        if not self._flying:
+            return None
+        try:
+            ran = self._compute(self._flying[0]) if self.lane is None else self.lane.take(wait)
+        except BaseException:
+            if self.lane is not None:
+                self.lane.clear()
+            self._flying.clear()
+            self.scheduler.abandon()
+            raise
+        if ran is None:
+            return None
+        plan = self._flying.popleft()
+        return Step(plan, self._record(plan, ran))
+
+    def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
+        outputs = self.scheduler.update(plan, ran.result)
         self.steps += 1
+        self.busy += ran.ended - ran.began
+        if self._free_since is not None:
+            self.idle += ran.began - self._free_since
+        self._free_since = ran.ended if self.has_work else None
         self.write_down()
-        now = self._clock.now()
-        if self.recent.ran(plan, began, [now]) and (times := self.recent.times):
+        self.recent.started(plan, ran.began)
+        if self.recent.ran(plan, ran.began, [ran.ended]) and (times := self.recent.times):
             self.scheduler.predict_by(times)
-        if self._budget is not None and self._budget.ran(plan.num_tokens, now - began):
+        if self._budget is not None and self._budget.ran(plan.num_tokens, ran.ended - ran.began):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=self._budget.tokens)
         for output in outputs:
-            self.recent.stamp(output, now)
+            self.recent.stamp(output, ran.ended)
         return outputs
 
     def write_down(self) -> None:
@@ -123,9 +201,15 @@ class Engine:
         if self.cache_log is not None:
             self.cache_log.note([p.key for p in added], removed)
 
+    def settle(self) -> None:
+        """Return when the runner does nothing any longer. What it has computed can still be had from `end`."""
+        if self.lane is not None:
+            self.lane.settle()
+
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""
         self.scheduler.check()
+        self.settle()
         self.runner.check()
         held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
         assert len(self.recent) == held

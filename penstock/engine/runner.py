@@ -1,4 +1,4 @@
-"""A plan to tensors, through the model, to tokens. Keeps nothing between steps but the KV cache."""
+"""A plan to tensors, through the model, to tokens. Keeps nothing between steps but the KV cache and the last draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw, likeliest, score
+from penstock.engine.sampling import draw, filled, likeliest, score
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
@@ -25,6 +25,7 @@ class Runner:
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
+        self._drawn = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
 
     @property
     def vocab_size(self) -> int:
@@ -41,6 +42,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         batch = Batch(plan.sequences, self.device, self.cache.prepare(plan), self._scratch)
+        if any(s.tokens[-1] < 0 for s in plan.sequences):
+            batch.tokens = filled(batch.tokens, self._drawn)
         try:
             return self._compute(plan, batch)
         finally:
@@ -55,7 +58,7 @@ class Runner:
         if sampled:
             last = [rows[-1] for _, rows in sampled]
             logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
-            result = draw(logits, [s for s, _ in sampled])
+            self._drawn, result = draw(logits, [s for s, _ in sampled], self._drawn)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:

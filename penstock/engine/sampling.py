@@ -17,24 +17,31 @@ from penstock.nn import ops
 from penstock.nn.ops.gumbel import row_key
 
 
-def draw(logits: Tensor, steps: Sequence[SequenceStep]) -> StepResult:
+def filled(tokens: Tensor, drawn: Tensor) -> Tensor:
+    """Token ids [n] with what was drawn in the place of each placeholder: -1 - i stands for drawn[i]."""
+    return torch.where(tokens < 0, drawn[(-1 - tokens).clamp_(min=0)], tokens)
+
+
+def draw(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple[Tensor, StepResult]:
     """One token per row, and which of them are broken.
 
     Args:
         logits: [rows, vocab] float32, from the model; changed in place.
         steps: whose rows they are.
+        before: what the step before this one drew, for placeholders in histories.
+
+    Returns: the tokens [rows] on the device, and as a result.
     """
     reports = _Logprobs(logits, steps)
-    best, finite = ops.argmax(logits)
-    ids = best.tolist()
-    rows = [row for row, step in enumerate(steps) if _adjust(logits[row], step) or not step.params.greedy]
+    tokens, finite = ops.argmax(logits)
+    rows = [row for row, step in enumerate(steps) if _adjust(logits[row], step, before) or not step.params.greedy]
     if rows:
-        chosen = logits if len(rows) == len(steps) else logits[torch.tensor(rows, device=logits.device)]
-        drawn = ops.sample(chosen, [_draw(steps[row]) for row in rows]).tolist()
-        for row, token in zip(rows, drawn, strict=True):
-            ids[row] = token
+        index = torch.tensor(rows, device=logits.device)
+        chosen = logits if len(rows) == len(steps) else logits[index]
+        tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
+    ids = tokens.tolist()
     broken = frozenset(s.request_id for s, whole in zip(steps, finite.tolist(), strict=True) if not whole)
-    return StepResult(ids, reports.of(ids), broken=broken)
+    return tokens, StepResult(ids, reports.of(ids), broken=broken)
 
 
 def _draw(step: SequenceStep) -> ops.Draw:
@@ -43,7 +50,7 @@ def _draw(step: SequenceStep) -> ops.Draw:
     return ops.Draw(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 
-def _adjust(row: Tensor, step: SequenceStep) -> bool:
+def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
     """What may not be drawn, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
     p = step.params
     if p.allowed_token_ids is None and not step.banned and not p.logit_bias and not p.penalised:
@@ -61,6 +68,8 @@ def _adjust(row: Tensor, step: SequenceStep) -> bool:
     if p.penalised:
         assert step.history is not None
         history = torch.tensor(step.history, device=row.device)
+        if step.history[-1] < 0:
+            history = filled(history, before)
         if p.repetition_penalty != 1.0:
             seen = history.unique()
             values = row[seen]

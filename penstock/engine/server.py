@@ -122,9 +122,11 @@ class EngineServer:
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
         looked = self._beat = self._clock.now() - HEARTBEAT
+        if engine.lane is not None:
+            self._poller.register(engine.lane.fileno(), zmq.POLLIN)
         stalled = False
         while not self._stopping:
-            beat(0)
+            beat(engine.tokens_in_flight)
             self._receive(self._patience(stalled))
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
@@ -151,7 +153,7 @@ class EngineServer:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
         if stalled:
             return STALLED
-        if self._engine.has_work:
+        if self._engine.has_work and not self._engine.tokens_in_flight:
             return 0.0
         due = self._beat + HEARTBEAT
         if self._changed:
@@ -161,21 +163,28 @@ class EngineServer:
         return max(0.0, due - self._clock.now())
 
     def _step(self) -> bool:
-        """One step; False when there was no room to work."""
-        plan = self._engine.plan()
-        if not plan.sequences:
-            return False
-        if self._handoffs is not None:
-            self._handoffs.started(self._clock.now(), plan)
-        self._beat_with(plan.num_tokens)
-        outputs = self._engine.run(plan)
-        self._beat_with(0)
+        """Begin what may begin, and report what has ended; False when there was no room to work."""
+        engine = self._engine
+        if engine.lane is not None:
+            engine.lane.hush()
+        self._begin()
+        step = engine.end()
+        if step is None:
+            return bool(engine.tokens_in_flight)
         # that everybody has one more token is no news
-        self._changed |= bool(plan.work.prefills) or any(output.finish is not None for output in outputs)
-        self._report(outputs, plan.num_tokens)
+        self._changed |= bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
+        self._report(step.outputs, step.plan.num_tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
+        if engine.lane is not None:
+            self._begin()
         return True
+
+    def _begin(self) -> None:
+        while plan := self._engine.begin():
+            if self._handoffs is not None:
+                self._handoffs.started(self._clock.now(), plan)
+            self._beat_with(plan.num_tokens)
 
     def _miss_clients(self, now: float) -> None:
         """Give up whoever has been silent for too long; to be called when everything that has arrived was read."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepWork
-from penstock.core.request import TokenOutput
-from penstock.engine.loop import Engine
+from penstock.engine.loop import Engine, Step
 
 
 class WatchedEngine(Engine):
-    """Another one in its place.
+    """Another one in its place, which schedules when nothing runs.
 
     Attributes:
         taken: of each step what was in it, and the ms until the next one could begin. One after which there was nothing
@@ -22,17 +21,18 @@ class WatchedEngine(Engine):
         self._now = clock.now
         self._last: tuple[StepWork, float] | None = None
 
-    def plan(self) -> StepPlan:
+    def begin(self) -> StepPlan | None:
         now = self._now()
-        if self._last is not None:
-            work, began = self._last
-            self.taken.append((work, (now - began) * 1e3))
-        plan = super().plan()
-        self._last = (plan.work, now) if plan.sequences else None
+        plan = super().begin()
+        if plan is not None:
+            if self._last is not None:
+                work, began = self._last
+                self.taken.append((work, (now - began) * 1e3))
+            self._last = plan.work, now
         return plan
 
-    def run(self, plan: StepPlan) -> list[TokenOutput]:
-        outputs = super().run(plan)
+    def end(self, *, wait: bool = False) -> Step | None:
+        step = super().end(wait=wait)
         if not self.has_work:
             self._last = None
-        return outputs
+        return step

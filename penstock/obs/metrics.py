@@ -83,6 +83,8 @@ class _Engine:
     queries: Counter
     hits: Counter
     preemptions: Counter
+    busy: Counter
+    idle: Counter
     step_tokens: Histogram
     up: Gauge
     lost: Counter
@@ -101,6 +103,8 @@ class _Engine:
         self.preemptions.inc(stats.preemptions - last.preemptions)
         self.queries.inc(stats.prefix_queries - last.prefix_queries)
         self.hits.inc(stats.prefix_hits - last.prefix_hits)
+        self.busy.inc(stats.busy - last.busy)
+        self.idle.inc(stats.idle - last.idle)
         self.last = stats
         if step_tokens:
             self.step_tokens.observe(step_tokens)
@@ -153,6 +157,8 @@ class Metrics:
         queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
+        busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
+        idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
         up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
         lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         step_tokens = Histogram(
@@ -170,6 +176,8 @@ class Metrics:
                 queries=queries.labels(model_name, name),
                 hits=hits.labels(model_name, name),
                 preemptions=preemptions.labels(model_name, name),
+                busy=busy.labels(model_name, name),
+                idle=idle.labels(model_name, name),
                 step_tokens=step_tokens.labels(model_name, name),
                 up=up.labels(model_name, name),
                 lost=lost.labels(model_name, name),

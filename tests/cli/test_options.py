@@ -81,6 +81,7 @@ def test_a_bad_file_is_named(tmp_path, content, says):
 def test_the_flags_of_serve():
     assert sorted(option.name for option in serve.OPTIONS) == [
         "api-key",
+        "async-scheduling",
         "chat-template",
         "device",
         "drain-timeout",

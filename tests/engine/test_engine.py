@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -61,7 +62,8 @@ def test_cancel_gives_everything_back(model):
     collector.engine.check()
     assert collector.engine.scheduler.num_running == 1
     collector.engine.cancel(["b"])
-    assert not collector.engine.has_work
+    collector.run()
+    assert list(map(len, collector.tokens.values())) == [1, 1, 1], "tokens came after the end"
     assert collector.engine.scheduler.pool.used == 0
 
 
@@ -106,8 +108,9 @@ class SlowRunner:
         return self.runner.run(plan)
 
 
-def test_timing_of_a_finished_request(model):
-    engine = make_engine(model, budget=64, sequences=1)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_timing_of_a_finished_request(model, ahead):
+    engine = make_engine(model, budget=64, sequences=1, ahead=ahead)
     clock = ManualClock()
     engine._clock, engine.runner = clock, SlowRunner(engine.runner, clock)
     engine.add(make_request("first", [1] * 10, max_tokens=2))
@@ -117,6 +120,88 @@ def test_timing_of_a_finished_request(model):
         timing |= {o.request_id: o.timing for o in engine.step()[0] if o.timing}
     assert (timing["first"].queue, timing["first"].prefill, timing["first"].decode) == (0, 1, 1)
     assert (timing["second"].queue, timing["second"].prefill, timing["second"].decode) == (2, 2, 2)
+
+
+class Traced:
+    """What runs in which order, and what the loop has reported by then."""
+
+    def __init__(self, runner, reported):
+        self.runner, self.reported, self.began = runner, reported, []
+
+    def run(self, plan):
+        self.began.append((plan.num_tokens, len(self.reported)))
+        return self.runner.run(plan)
+
+
+def test_a_step_begins_before_the_last_one_is_reported(model):
+    engine = make_engine(model)
+    reported = []
+    runner = engine.runner = Traced(engine.runner, reported)
+    engine.add(make_request("a", [1] * 10, max_tokens=8))
+    while engine.has_work:
+        outputs, _ = engine.step()
+        engine.settle()
+        reported += outputs
+    assert runner.began == [(10, 0), (1, 0), *((1, i) for i in range(1, 7))]
+    assert engine.busy > 0
+
+
+SPECIAL = {
+    "stop": {"stop_ids": range(0, 320, 9), "max_tokens": 60},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "max_tokens": 40},
+    "sampled": {"temperature": 1.2, "top_p": 0.9, "max_tokens": 40},
+    "least": {"min_tokens": 7, "stop_ids": range(0, 320, 5), "max_tokens": 60},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 20},
+    "length": {"max_tokens": 500},
+}
+
+
+@pytest.mark.parametrize("mode", ["contiguous", "table"])
+@pytest.mark.parametrize("blocks", [64, 9, 7])
+def test_scheduling_ahead_changes_nothing_but_when(model, mode, blocks):
+    """Also where there is hardly room, and some leave while a step computes them."""
+
+    def answers(ahead, requests):
+        limits = {"blocks": blocks, "model_len": 400, "budget": 70, "sequences": 6}
+        collector = Collector(make_engine(model, address_mode=mode, ahead=ahead, **limits))
+        for i, request in enumerate(requests):
+            collector.engine.add(request)
+            collector.engine.add(make_request(f"leaves{i}", [i + 1] * 90, max_tokens=50, priority=i % 2))
+            for _ in range(1 + i % 3):
+                collector.step()
+            collector.engine.cancel([f"leaves{i}"])
+        collector.run()
+        assert collector.engine.scheduler.pool.used == 0
+        return {r.id: (collector.tokens[r.id], collector.finish[r.id], len(collector.logprobs[r.id])) for r in requests}
+
+    bad_word = replace(make_request("bad words", [5] * 40, max_tokens=30), bad_words=((212,), (7, 9)))
+    requests = [bad_word] + [
+        make_request(f"{name}{i}", [(7 * i + k) % 300 + 1 for k in range(30 + 40 * i)], seed=i, priority=i, **special)
+        for i in range(2)
+        for name, special in SPECIAL.items()
+    ]
+    ahead = answers(True, requests)
+    assert ahead == answers(False, requests)
+    assert {finish for _, finish, _ in ahead.values()} == {"stop", "length"}
+
+
+def test_a_runner_that_fails_once_has_cost_nothing_but_time(model):
+    collector = Collector(make_engine(model))
+    runner, failed = collector.engine.runner.run, []
+
+    def fail_once(plan):
+        if not failed and plan.sequences[0].start > 12:
+            failed.append(plan)
+            raise MemoryError
+        return runner(plan)
+
+    collector.engine.runner.run = fail_once
+    with pytest.raises(MemoryError):
+        collector.run(make_request("a", [1] * 10), make_request("b", [2] * 10))
+    collector.run()
+    assert collector.tokens == Collector(make_engine(model)).run(
+        make_request("a", [1] * 10), make_request("b", [2] * 10)
+    )
 
 
 def test_build_sizes_and_finds_its_budget(checkpoint):

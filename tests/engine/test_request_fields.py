@@ -242,6 +242,7 @@ def test_a_prompt_whose_scores_are_no_numbers_ends_with_an_error(model):
     engine.add(asked())
     (output,) = engine.step()[0]  # before anything is drawn
     assert (output.finish, output.prompt_logprobs) == ("error", None)
+    assert engine.step()[0] == []  # what was in flight
     assert not engine.has_work
 
 

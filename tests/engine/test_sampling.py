@@ -7,11 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.plan import SequenceStep
+from penstock.core.plan import SequenceStep, StepResult
 from penstock.core.sampling import SamplingParams
-from penstock.engine.sampling import draw, score
+from penstock.engine import sampling
+from penstock.engine.sampling import score
 
 VOCAB = 50
+
+
+def draw(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> StepResult:
+    tokens, result = sampling.draw(rows, steps, torch.tensor(before, dtype=torch.int64))
+    assert tokens.tolist() == result.tokens
+    return result
 
 
 def step(seed=0, position=10, history=None, prompt_tokens=0, **params) -> SequenceStep:

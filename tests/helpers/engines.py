@@ -34,6 +34,7 @@ def make_engine(
     order: str = "block",
     mapping_budget: int = MAPPINGS,
     pacing: Pacing | None = None,
+    ahead: bool = True,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table."""
     if isinstance(model, Path):
@@ -51,7 +52,7 @@ def make_engine(
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache, pacing=pacing)
-    return Engine(scheduler, Runner(model, cache), SystemClock())
+    return Engine(scheduler, Runner(model, cache), SystemClock(), ahead=ahead)
 
 
 def make_request(

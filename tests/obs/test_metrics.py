@@ -20,6 +20,7 @@ NAMES = {
     *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
     *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
     *("goodput_requests_total", "slo_attainment_ratio"),
+    *("engine_busy_seconds_total", "engine_idle_seconds_total"),
 }
 
 
@@ -70,7 +71,7 @@ def test_load_is_shown_as_it_is() -> None:
     assert value(metrics, "num_requests_running") == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(lives=st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1), min_size=1, max_size=4))
 def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) -> None:
     metrics = Metrics("m", ["e"])
@@ -79,9 +80,12 @@ def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) 
         metrics.observe_stats("e", stats(steps=0), 0)  # what a fresh engine says first
         for step, (more_queries, more_hits) in enumerate(life, 1):
             queries, hits = queries + more_queries, hits + more_hits
-            metrics.observe_stats("e", stats(step, prefix_queries=queries, prefix_hits=hits, preemptions=step), 1)
+            totals = {"prefix_queries": queries, "prefix_hits": hits, "preemptions": step, "busy": step, "idle": hits}
+            metrics.observe_stats("e", stats(step, **totals), 1)
     assert value(metrics, "prefix_cache_queries_total") == sum(q for life in lives for q, _ in life)
     assert value(metrics, "prefix_cache_hits_total") == sum(h for life in lives for _, h in life)
+    assert value(metrics, "engine_idle_seconds_total") == sum(h for life in lives for _, h in life)
+    assert value(metrics, "engine_busy_seconds_total") == sum(len(life) for life in lives)
     assert value(metrics, "num_preemptions_total") == sum(len(life) for life in lives)
 
 

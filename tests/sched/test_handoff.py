@@ -80,14 +80,17 @@ class Network:
             due = self.now + self.rng.random() * self.faults.delay
             self.queue.append((due, receiver.name, Arrival(sender, message, copy)))
 
-    def deliver(self):
-        due = [q for q in self.queue if q[0] <= self.now]
-        self.queue = [q for q in self.queue if q[0] > self.now]
+    def deliver(self, receiver):
+        due = [q for q in self.queue if q[0] <= self.now and q[1] == receiver]
+        self.queue = [q for q in self.queue if q not in due]
         return sorted(due, key=lambda q: q[0])
 
 
 class Node:
-    """An engine without a device; it is runner, carrier and host at once."""
+    """An engine without a device; it is runner, carrier and host at once.
+
+    Where the world schedules ahead, a step is always in flight while messages come, and its work is done when it ends.
+    """
 
     def __init__(self, name, world, blocks, source, memory):
         self.peer = Peer(name, 1, "")
@@ -97,6 +100,7 @@ class Node:
         self.scheduler = Scheduler(limits, BlockPool(blocks, source), prefix_cache=world.prefix_cache)
         self.handoffs = Handoffs(self.scheduler, self, self, LEASE)
         self.joins = 0
+        self.flying, self.drawn = [], []
 
     # carrier
     def send(self, peer, message):
@@ -134,21 +138,36 @@ class Node:
 
     # engine
     def step(self):
-        if not self.scheduler.has_work:
+        self.begin()
+        if self.world.ahead:
+            self.begin()
+            self.world.hear(self.peer.name)
+        if self.flying:
+            self.end(self.flying.pop(0))
+
+    def begin(self):
+        if not self.scheduler.has_work or (self.flying and not (len(self.flying) == 1 and self.scheduler.foresee())):
             return
         plan = self.scheduler.schedule()
         if not plan.sequences:
             return
+        self.flying.append(plan)
+        if self.world.ahead:
+            self.scheduler.launch(plan)
         self.handoffs.started(self.world.network.now, plan)
+
+    def end(self, plan):
         for block in plan.fresh_blocks:
             self.memory[block] = [None] * BLOCK_TOKENS
         tokens = []
         for s in plan.sequences:
             for i, token in enumerate(s.tokens, s.start):
-                self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = token
+                real = self.drawn[-1 - token] if token < 0 else token
+                self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = real
             if s.sample:
                 end = s.start + len(s.tokens)
                 tokens.append(draw([self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]))
+        self.drawn = tokens
         for output in self.scheduler.update(plan, StepResult(tokens, [None] * len(tokens))):
             self.world.receive(self.peer.name, output)
         self.handoffs.progress(self.world.network.now)
@@ -156,6 +175,10 @@ class Node:
     def check(self):
         self.scheduler.check()
         self.handoffs.check()
+        for plan in self.flying:
+            for block in [*plan.fresh_blocks, *(b for s in plan.sequences for b in s.blocks)]:
+                assert self.scheduler.pool.owns(block), "a block that a step may touch is another's"
+                assert self.scheduler.pool.holders(block) > 0, "a block is anybody's while a step may touch it"
 
 
 class World:
@@ -172,7 +195,9 @@ class World:
         decoder_room=None,
         local=0.0,
         begun=0.0,
+        ahead=False,
     ):
+        self.ahead = ahead
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
         self.network = Network(faults, self.rng)
@@ -226,14 +251,18 @@ class World:
                 self.kill(faults.kill[0])
             if faults.cancel is not None and network.now >= faults.cancel and not self.cancelled:
                 self.cancel()
-            for _, receiver, arrival in network.deliver():
-                if node := self.nodes.get(receiver):
-                    node.handoffs.on(network.now, arrival)
+            for name in list(self.nodes):
+                if not self.ahead or self.rng.random() < 0.5:  # else when the next step is scheduled too
+                    self.hear(name)
             for node in self.nodes.values():
                 node.step()
                 node.handoffs.tick(network.now)
                 node.check()
             self.check_owners()
+
+    def hear(self, name):
+        for _, _, arrival in self.network.deliver(name):
+            self.nodes[name].handoffs.on(self.network.now, arrival)
 
     def kill(self, name):
         victim = self.nodes.pop(name)
@@ -272,8 +301,9 @@ class World:
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("begun", [0.0, 1.0], ids=["new", "interrupted"])
-def test_every_request_moves_and_none_changes(shared, prefix_cache, begun):
-    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache, begun=begun)
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead):
+    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache, begun=begun, ahead=ahead)
     assert any(r.generated for r in world.requests.values()) == bool(begun)
     world.run()
     world.check_end()
@@ -300,9 +330,10 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache, begun):
     room=st.sampled_from([10, 14, 40]),
     local=st.sampled_from([0.0, 0.5]),
     begun=st.sampled_from([0.0, 0.5]),
+    ahead=st.booleans(),
 )
-def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, faults, prefix_cache, room, local, begun):
-    world = World(seed, faults, shared=shared, prefix_cache=prefix_cache, room=room, local=local, begun=begun)
+def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, faults, **variant):
+    world = World(faults=faults, shared=shared, **variant)
     world.run()
     world.check_end()
     if faults.kill is None and faults.cancel is None:
@@ -312,8 +343,9 @@ def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, seed, fault
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
-def test_a_full_decoder_leaves_requests_where_they_are(shared):
-    world = World(3, Faults(), shared=shared, room=40, decoder_room=10)
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+def test_a_full_decoder_leaves_requests_where_they_are(shared, ahead):
+    world = World(3, Faults(), shared=shared, room=40, decoder_room=10, ahead=ahead)
     world.run()
     world.check_end()
     assert set(world.ended.values()) == {"full"}
@@ -444,6 +476,26 @@ def test_a_silent_decoder_is_asked_less_and_less_often():
     for tick in range(100):
         node.handoffs.tick(tick * LEASE / 20)
     assert len([m for m in carrier.sent if isinstance(m, Reserve)]) <= 5 * len(asked)
+
+
+def test_room_that_needs_preempting_is_made_when_no_step_is_in_flight():
+    world = World(0, Faults(), shared=False, requests=0, room=10, ahead=True)
+    world.receive = lambda *_: None
+    node, sent = world.nodes["decoder"], []
+    node.send = lambda peer, message: sent.append(message)
+    node.scheduler.add(replace(make_request("fills", list(range(500)), max_tokens=60), offline=True))
+    node.step()
+    node.step()
+    request = make_request("online", list(range(1000, 1400)), max_tokens=4)
+    reserve = Reserve(Lease("online", 0), request, "frontend")
+    node.handoffs.on(0.0, Arrival(Peer("prefiller", 1, ""), reserve, None))
+    assert sent == []
+    assert node.scheduler.counters.preemptions == 0
+    for _ in range(3):
+        node.step()
+        node.check()
+    assert [type(message) for message in sent] == [Reserved]
+    assert node.scheduler.counters.preemptions == 1
 
 
 def test_a_request_that_begins_here_anew_is_not_taken_over_too():

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
@@ -36,24 +36,62 @@ def likeliest(tokens: list[int], count: int) -> list[tuple[int, float]]:
 
 
 class Engine:
-    """Runs plans against a memory of what every block holds, so that a wrong block id is noticed."""
+    """Runs plans against a memory of what every block holds, so that a wrong block id is noticed.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    With `ahead` the next step is scheduled while one is in flight, whose work is done only when it ends.
+    """
+
+    def __init__(self, scheduler: Scheduler, ahead: bool = False) -> None:
         self.scheduler = scheduler
+        self.ahead = ahead
+        self.flying: list[StepPlan] = []
+        self.drawn: list[int] = []  # in the last step that ended
+        self.computed: Counter[str] = Counter()  # tokens of each request
         self.cells: dict[tuple[int, int], list[int]] = {}  # (block, offset) -> all tokens up to and with it
         self.out: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.hypotheses: dict[str, list[Hypothesis]] = {}
         self.now = 0.0
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.flying)
+
     def step(self) -> StepPlan:
+        self.begin()
+        if self.ahead:
+            self.begin()
+        return self.end()
+
+    def begin(self) -> StepPlan | None:
+        if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.foresee()):
+            return None
         plan = self.scheduler.schedule(self.now)
         self.now += 0.01
+        if not plan.sequences:
+            assert self.flying or not self.scheduler.has_work
+            return None
         limits = self.scheduler.limits
         assert plan.num_tokens <= limits.token_budget
         assert 0 < len(plan.sequences) <= limits.max_sequences
         assert max(Counter(s.request_id for s in plan.sequences).values()) == 1
         assert len(set(plan.fresh_blocks)) == len(plan.fresh_blocks)
+        if self.ahead:
+            self.scheduler.launch(plan)
+        self.flying.append(plan)
+        self.check_flights()
+        return plan
+
+    def check_flights(self) -> None:
+        """Nothing that a step in flight may touch is to be had."""
+        pool = self.scheduler.pool
+        for plan in self.flying:
+            regions = [s.branches.blocks for s in plan.sequences if s.branches is not None]
+            for blocks in [plan.fresh_blocks, *(s.blocks for s in plan.sequences), *regions]:
+                assert all(map(pool.holders, blocks)), "a block is anybody's while a step may touch it"
+
+    def end(self) -> StepPlan:
+        plan = self.flying.pop(0)
         for key in [k for k in self.cells if k[0] in plan.fresh_blocks]:
             del self.cells[key]
         drawn, candidates = [], {}
@@ -62,8 +100,9 @@ class Engine:
                 candidates[s.request_id] = self.branch(s)
                 continue
             past = self.read(s.blocks, s.start - 1) if s.start else []
+            self.computed[s.request_id] += len(s.tokens)
             for i, token in enumerate(s.tokens):
-                past = [*past, token]
+                past = [*past, self.drawn[-1 - token] if token < 0 else token]
                 position = s.start + i
                 self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
             for position in range(s.start):  # every block of the past holds exactly this sequence's past
@@ -72,8 +111,10 @@ class Engine:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
             if s.sample:
                 drawn.append(next_token(past))
+        self.drawn = drawn
         outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn), candidates=candidates))
         self.collect(outputs)
+        self.check_flights()
         return plan
 
     def branch(self, s: SequenceStep) -> list[list[tuple[int, float]]]:
@@ -128,11 +169,13 @@ def searched(request: Request) -> list[Hypothesis]:
     return search.results()
 
 
-def make(num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs") -> Engine:
+def make(
+    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs", ahead=False
+) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = PACING[pacing](TIMES, budget)
-    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache, pacing=paced))
+    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache, pacing=paced), ahead)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -149,7 +192,9 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small."""
+    """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
+    steps are scheduled ahead, and whatever happens may happen while two are in flight.
+    """
 
     @initialize(
         num_blocks=st.integers(2, 10),
@@ -157,9 +202,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 5),
         prefix=st.booleans(),
         pacing=st.sampled_from(sorted(PACING)),
+        ahead=st.booleans(),
     )
-    def start(self, num_blocks, budget, sequences, prefix, pacing):
-        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing)
+    def start(self, num_blocks, budget, sequences, prefix, pacing, ahead):
+        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing, ahead=ahead)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -175,6 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tpot_ms=st.sampled_from([None, 1.0, 8.0, 50.0]),
         waited=st.sampled_from([0.0, 0.5, 20.0]),
         offline=st.booleans(),
+        bad_words=st.sampled_from([(), (), (), ((1, 2),)]),
     )
     def arrive(self, prefix, family, own, max_tokens, priority, **promise):
         name = f"r{len(self.requests)}"
@@ -219,15 +266,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 40))
     def steps(self, count):
         for _ in range(count):
-            if not self.engine.scheduler.has_work:
+            if not self.engine.has_work:
                 return
             self.engine.step()
             self.engine.scheduler.check()
+
+    @precondition(lambda self: self.engine.ahead)
+    @rule()
+    def begin(self):
+        self.engine.begin()
+
+    @precondition(lambda self: self.engine.flying)
+    @rule()
+    def end(self):
+        self.engine.end()
 
     @invariant()
     def consistent(self):
         if hasattr(self, "engine"):
             self.engine.scheduler.check()
+            self.engine.check_flights()
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -235,11 +293,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         work = sum(len(p) + m for p, m in self.requests.values())
         for _ in range(20 * work + 10):
-            if not scheduler.has_work:
+            if not self.engine.has_work:
                 break
             self.engine.step()
             scheduler.check()
-        assert not scheduler.has_work, "somebody starves"
+        assert not self.engine.has_work, "somebody starves"
         assert scheduler.pool.used == 0, "a block leaked"
         for name, (prompt, max_tokens) in self.requests.items():
             if name in self.cancelled:
@@ -257,7 +315,7 @@ TestScheduler.settings = settings(
 
 
 def run(engine: Engine) -> None:
-    while engine.scheduler.has_work:
+    while engine.has_work:
         engine.step()
         engine.scheduler.check()
 

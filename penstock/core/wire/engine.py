@@ -156,6 +156,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_queries: int  # prompt tokens looked up
     prefix_hits: int  # prompt tokens found
     steps: int
+    busy: float = 0.0  # seconds that these took
+    idle: float = 0.0  # seconds between them in which nothing was computed although there was work
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

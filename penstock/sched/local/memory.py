@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
+from penstock.sched.local.ahead import Flights
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.sequence import Sequence, blocks_for
 
@@ -17,10 +18,12 @@ class Memory:
 
     Args:
         prefix_cache: whether anything can be found.
+        flights: whose blocks stay held, whoever lets go of them.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, prefix_cache: bool) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, prefix_cache: bool, flights: Flights) -> None:
         self._pool, self._limits, self._prefix_cache = pool, limits, prefix_cache
+        self._flights = flights
 
     def prefix_hit(self, sequence: Sequence) -> list[int]:
         """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
@@ -91,15 +94,21 @@ class Memory:
         if full == sequence.published or not self._prefix_cache:
             return
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        flight = self._flights.of(sequence)
         for i in range(sequence.published, full):
             parent = sequence.keys[i - 1] if i else sequence.root
-            sequence.blocks[i] = self._pool.publish(sequence.blocks[i], sequence.keys[i], parent)
+            mine, key = sequence.blocks[i], sequence.keys[i]
+            if flight is not None and self._pool.match([key]) not in ([], [mine]):
+                self._pool.hold([mine])  # it will be swapped, and the step in flight reads this one
+                flight.kept.append([mine])
+            sequence.blocks[i] = self._pool.publish(mine, key, parent)
         sequence.published = full
 
     def let_go(self, sequence: Sequence) -> None:
         """Of all its blocks."""
         # what is on its way is checked where it arrives, and asked for again
         self._pool.end_transfer(sequence.blocks[: sequence.travelling])
-        self._pool.release(sequence.blocks)
+        if not self._flights.keep(sequence):
+            self._pool.release(sequence.blocks)
         sequence.travelling = 0
         sequence.blocks = []

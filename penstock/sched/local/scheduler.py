@@ -13,7 +13,7 @@ blocks are set aside for it (`reserve`), filled by whoever carries them, and the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
@@ -21,6 +21,7 @@ from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
+from penstock.sched.local.ahead import Flights
 from penstock.sched.local.draft import Draft
 from penstock.sched.local.group import BeamGroup, check_group, make_sequence
 from penstock.sched.local.limits import Counters, Limits
@@ -39,6 +40,9 @@ class Scheduler:
     """The sequences of one engine. `add` and `cancel` at any time between steps; then, again and again,
 
     plan = schedule(now); result = run(plan); outputs = update(plan, result)
+
+    One more step may be scheduled while a plan runs: see `sched.local.ahead`. Then `add` and `cancel` may come at any
+    time.
 
     Times are seconds of one clock, whatever it is; who sets no deadlines may leave them out.
 
@@ -61,7 +65,8 @@ class Scheduler:
         self.pool = pool
         self.root = root
         self.counters = Counters()
-        self.memory = Memory(pool, limits, prefix_cache)
+        self._flights = Flights()
+        self.memory = Memory(pool, limits, prefix_cache, self._flights)
         self._prefix_cache = prefix_cache
         self._pacing = Fcfs() if pacing is None else pacing
         self._sequences: dict[str, Sequence] = {}
@@ -75,7 +80,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._flights.ending)
 
     @property
     def num_waiting(self) -> int:
@@ -92,7 +97,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._flights.ending)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether there is not room for something because steps are in flight."""
+        return self._flights.held_back
 
     @property
     def steady(self) -> bool:
@@ -114,7 +124,7 @@ class Scheduler:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
         waiting = sum([s.pending for s in self._waiting])
         held, prefill = 0, 0
-        for sequence in self._running:
+        for sequence in (*self._running, *self._flights.ending.values()):
             held += sequence.computed
             pending = sequence.pending
             if pending > 1:
@@ -165,7 +175,7 @@ class Scheduler:
             return False
         self._pacing.leave(sequence)
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
-            if self._leaving.pop(request_id, None) is None:
+            if not (self._leaving.pop(request_id, None) or self._flights.ending.pop(request_id, None)):
                 self._running.remove(sequence)
             self._let_go(sequence)
         else:
@@ -210,7 +220,7 @@ class Scheduler:
 
     def reserve(self, request: Request) -> Reservation | None:
         """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now. Offline
-        sequences are preempted for an online one.
+        sequences are preempted for an online one, unless that is `held_back`.
 
         Raises InvalidRequest or PromptTooLong when there never will be.
         """
@@ -230,7 +240,7 @@ class Scheduler:
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = [] if request.offline else [s for s in self._running if s.offline]
         victims = self._victims(missing + ahead, hit, offline)
-        if victims is None:
+        if victims is None or (victims and self._flights.hold_back()):
             return None
         for victim in victims:
             self._preempt(victim)
@@ -264,12 +274,17 @@ class Scheduler:
 
     def _crowd(self) -> int:
         """Sequences that run here or soon will, or whose departure may fail; of a beam search as many as it is wide."""
-        return sum([s.rows for s in self._running]) + len(self._leaving) + len(self._reserved)
+        here = sum([s.rows for s in self._running]) + len(self._flights.ending)
+        return here + len(self._leaving) + len(self._reserved)
 
     # --- steps
 
-    def schedule(self, now: float = 0.0) -> StepPlan:
-        """The next step; empty when nothing has work, or when all room is held by what leaves or comes."""
+    def schedule(self, now: float = 0.0, wait: float = 0.0) -> StepPlan:
+        """The next step; empty when nothing has work, or when all room is held by what leaves, comes or is in flight.
+
+        Args:
+            wait: seconds until it can begin.
+        """
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
@@ -277,23 +292,49 @@ class Scheduler:
         reading: list[Sequence] = []
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
-        allowance = self._pacing.begin(now, decoding, reading, self._waiting)
+        allowance = self._pacing.begin(now + wait, decoding, reading, self._waiting)
         draft = Draft(self.limits.token_budget)
         self._decode(draft, allowance.decoding)
         self._fill(draft, allowance, reading)
         if not draft.grants:
-            assert self._leaving or self._reserved or not self._sequences, "work waits and nothing can run"
+            held = self._leaving or self._reserved or self._flights
+            assert held or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         released, self._released = self._released, []
         return draft.plan(released)
 
+    def launch(self, plan: StepPlan) -> None:
+        """A runner has it: until its `update`, nothing that it may touch becomes anybody else's."""
+        self._flights.launch(plan, self._sequences)
+
+    def foresee(self) -> bool:
+        """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
+        return self._flights.foresee(self._running, self.limits.max_model_len)
+
+    def abandon(self) -> None:
+        """The runner has failed and touches nothing any longer. What was in flight is computed again."""
+        while self._flights:
+            for sequence in self._land(self._flights.first).values():
+                if sequence.blocks:  # of which nobody knows what is in them
+                    self._preempt(sequence)
+
+    def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
+        """Nothing touches the plan's blocks any longer. Returns the sequences that it has computed something for."""
+        flight = self._flights.land(plan, self._running)
+        if flight is None:
+            return self._sequences
+        for blocks in flight.kept:
+            self.pool.release(blocks)
+        return flight.sequences
+
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
         outputs = []
+        computed = self._land(plan)
         drawn = iter(zip(result.tokens, result.logprobs, strict=True))
         for step in plan.sequences:
             token, logprobs = next(drawn) if step.sample else (None, None)
-            sequence = self._sequences.get(step.request_id)
+            sequence = computed.get(step.request_id)
             if sequence is None:
                 continue
             if sequence.id in result.broken:
@@ -399,6 +440,8 @@ class Scheduler:
         missing = sequence.blocks_until(sequence.computed + count) - len(sequence.blocks)
         while missing > 0 and self.pool.available < missing:
             draft.short = True
+            if self._flights.hold_back():
+                return False
             victim = max(self._running, key=_rank)
             draft.forget(victim)
             self._preempt(victim)
@@ -430,7 +473,7 @@ class Scheduler:
         standing = sequence.standing
         lower = [s for s in self._running if s.rank[:2] > standing]
         victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
-        if victims is None:
+        if victims is None or (victims and self._flights.hold_back()):
             return False
         for victim in victims:
             draft.forget(victim)
@@ -491,12 +534,14 @@ class Scheduler:
         """Raise AssertionError unless sequences, queues and blocks agree."""
         self.pool.check()
         assert self._crowd() <= self.limits.max_sequences
-        assert len(self._running) + len(self._waiting) + len(self._leaving) == len(self._sequences)
-        assert {*self._running, *self._waiting, *self._leaving.values()} == set(self._sequences.values())
+        assert self.num_running + len(self._waiting) + len(self._leaving) == len(self._sequences)
+        holding = [*self._running, *self._flights.ending.values(), *self._leaving.values()]
+        assert {*holding, *self._waiting} == set(self._sequences.values())
         self._waiting.check()
-        holding = [*self._running, *self._leaving.values()]
+        self._flights.check()
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
-        self.pool.check_holders(Counter(block for owner in owners for block in owner.blocks))
+        held = [*(owner.blocks for owner in owners), *self._flights.kept]
+        self.pool.check_holders(Counter(block for blocks in held for block in blocks))
         self.pool.check_transfers(Counter(block for s in holding for block in s.blocks[: s.travelling]))
         for s in holding:
             assert s.travelling <= len(s.blocks)

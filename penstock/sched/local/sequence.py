@@ -34,7 +34,10 @@ class Sequence:
             its next token is due like a first one, also when others were generated elsewhere.
         tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
+        in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is foreseen
+            (`sched.local.ahead`); when it draws a token, the last of `tokens` is a placeholder.
         special: it asks for something that steps of most sequences need not be told.
+        guided: what may be drawn next depends on which tokens were drawn.
         prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
@@ -51,6 +54,8 @@ class Sequence:
         "computed",
         "departs",
         "first",
+        "guided",
+        "in_flight",
         "keys",
         "prompt_logprobs",
         "published",
@@ -81,9 +86,10 @@ class Sequence:
         self.special = bool(
             params.penalised or params.min_tokens or request.bad_words or self.prompt_logprobs is not None
         )
+        self.guided = bool(request.bad_words)
         self.root = salted(root, request.cache_salt)
         self.tokens = list(request.context)
-        self.computed = 0
+        self.computed = self.in_flight = 0
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
         self.published = 0
@@ -112,6 +118,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that are not computed yet: one while decoding, more while the prompt is read."""
         return len(self.tokens) - self.computed
+
+    @property
+    def settled(self) -> int:
+        """Tokens whose KV is in `blocks` by now, whatever is in flight."""
+        return self.computed - self.in_flight
 
     @property
     def generated(self) -> int:

@@ -65,8 +65,9 @@ class Handoffs:
         self.prefiller.started(now, (s.request_id for s in plan.sequences))
 
     def progress(self, now: float) -> None:
-        """A step has run: send what is full, and commit what has its first token."""
+        """A step has run: send what is full, commit what has its first token, and make room that had to wait."""
         self.prefiller.progress(now)
+        self.decoder.progress(now)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         """The frontend that gave it does not want it any longer, in attempts up to `generation`; the scheduler is told

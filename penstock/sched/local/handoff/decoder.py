@@ -44,12 +44,19 @@ class Decoder:
         self._lease = lease
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
+        self._later: list[tuple[Peer, Reserve]] = []  # for which room can be made when no step is in flight
         self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
         return len(self._incoming)
 
     # --- what the engine tells
+
+    def progress(self, now: float) -> None:
+        """A step has run."""
+        later, self._later = self._later, []
+        for peer, message in later:
+            self.on_reserve(now, peer, message)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         incoming = self._incoming.get(request_id)
@@ -92,6 +99,9 @@ class Decoder:
         if known is not None and (known.lease.generation, known.lease.attempt) < (lease.generation, lease.attempt):
             self._end(known, "another attempt began")
         reservation, reason = self._reserve(message)
+        if reservation is None and self._scheduler.held_back:
+            self._later.append((peer, message))
+            return
         if reservation is None:
             self._close(lease, committed=False)
             self._carrier.send(peer, Rejected(lease, reason))

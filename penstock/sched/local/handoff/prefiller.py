@@ -167,7 +167,7 @@ class Prefiller:
     def _advance(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         """Send what there is to send of a sequence that may still be reading its prompt."""
         if out.state is _State.STREAMING:
-            while out.pushed < sequence.computed // BLOCK_TOKENS:
+            while out.pushed < sequence.settled // BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
         if out.state is _State.COMMITTING or not self._scheduler.leaving(sequence.id):
@@ -188,7 +188,7 @@ class Prefiller:
         block = sequence.blocks[index]
         if self._carrier.shares:
             self._scheduler.pool.offer(block)
-        full = (index + 1) * BLOCK_TOKENS <= sequence.computed
+        full = (index + 1) * BLOCK_TOKENS <= sequence.settled
         if full:
             extend_keys(sequence.keys, sequence.root, sequence.tokens, index + 1)
         generation, checksum = self._carrier.stamp(block)
