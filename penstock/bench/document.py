@@ -27,7 +27,7 @@ def build(kind: str, config: Mapping[str, Any], result: Mapping[str, Any], comma
     """The JSON object of one run, with what is needed to judge it.
 
     Args:
-        kind: `serve`, `slo`, `latency` or `throughput`.
+        kind: `serve`, `slo`, `latency`, `throughput` or `kernels`.
         config: every setting of the run, named as its flag. Secrets are left out, as in the command line.
         result: numbers; keys are stable within a schema version, units are in the keys.
     """

@@ -175,19 +175,22 @@ def compare(console: Console, new: Mapping[str, Any], old: Mapping[str, Any]) ->
 
 def ratios(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[tuple[str, float, float, float]]:
     """(label, earlier, now, ratio) of every number that both documents have above 0."""
-    for label, path, more_is_better in _compared(new["kind"]):
+    for label, path, more_is_better in _compared(new):
         now, before = _at(new, path), _at(old, path)
         if now and before:
             yield label, before, now, now / before if more_is_better else before / now
 
 
-def _compared(kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+def _compared(document: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    kind = document["kind"]
     if kind == "slo":
         yield "greatest load", ("best",), True
     elif kind == "latency":
         yield from ((f"batch ms {stat}", ("latency", "batch_ms", stat), False) for stat in STATS)
     elif kind == "throughput":
         yield from ((_words(name), ("throughput", name), True) for name in RATES)
+    elif kind == "kernels":
+        yield from ((f"{name} ms", ("kernels", name, "step_ms"), False) for name in document["kernels"])
     else:
         yield from ((_words(name), ("summary", name), True) for name in RATES)
         for key, name in LATENCIES:

@@ -1,4 +1,4 @@
-"""`penstock bench serve | slo | latency | throughput`: measure a running server, or an engine in this process."""
+"""`penstock bench KIND`: measure a running server, an engine in this process, or what its steps consist of."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import bench_kernels
 from penstock.cli.options import client_key
 from penstock.core.errors import ConfigError
 
@@ -116,6 +117,10 @@ def add_parser(subparsers: Any) -> None:
     throughput.add_argument("--num-warmups", type=int, default=3, help="prompts before the run, which are not counted")
     _result_flags(throughput)
     throughput.set_defaults(run=run, benchmark=_throughput)
+
+    kernels = bench_kernels.add_parser(kinds)
+    _result_flags(kernels)
+    kernels.set_defaults(run=run, benchmark=_kernels)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -336,6 +341,17 @@ def _throughput(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> 
     result = measure_throughput(llm, prompts, [params(r.output_tokens) for r in requests], SystemClock())
     content = {"throughput": msgspec.to_builtins(result), "workload": {"cut": cut}}
     return _finish_offline(args, console, "throughput", content, report.show_throughput, earlier)
+
+
+def _kernels(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    from rich.console import Console
+
+    from penstock.bench import document
+
+    bench_kernels.check(args)
+    content = document.build("kernels", _config(args), bench_kernels.run(args), sys.argv)
+    _finish(args, Console(), content, earlier)
+    return 0
 
 
 def _client(args: argparse.Namespace) -> Client:

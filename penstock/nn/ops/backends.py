@@ -66,3 +66,13 @@ class Op(Generic[Function]):
             yield
         finally:
             self._chosen = before
+
+    @contextmanager
+    def wrapped(self, device: str, wrap: Callable[[Function], Function]) -> Iterator[None]:
+        """On one device, call what `wrap` makes of the function, for measurements."""
+        before = self._chosen
+        self._chosen = {**before, device: wrap(self.on(device))}
+        try:
+            yield
+        finally:
+            self._chosen = before
