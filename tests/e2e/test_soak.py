@@ -125,7 +125,7 @@ async def soak(server: Server, made: list[Ask]) -> tuple[list[str], list[int]]:
                 problems.append(problem)
             done += 1
             if done % 100 == 0:
-                memory.append(server.memory())
+                memory.append(server.memory(kv=True))
 
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
@@ -151,7 +151,6 @@ def test_two_thousand_requests_are_answered(memory):
     assert len(memory) == REQUESTS // 100
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="kernels kept for every number of rows grow the heap")
 def test_and_memory_stays_flat(memory):
     half = len(memory) // 2
-    assert memory[-1] < GROWTH * memory[half], [round(m / 1e6) for m in memory]
+    assert max(memory[half:]) < GROWTH * memory[half], [round(m / 1e6) for m in memory]

@@ -82,12 +82,20 @@ class Server:
                 if b"penstock.cli.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     yield int(pid)
 
-    def memory(self) -> int:
-        """Bytes that the server and its engine have to themselves; without KV, whose pages they share and touch one by
-        one."""
-        pids = (self.process.pid, self.engine_pid())
-        found = (re.search(r"Pss_Anon:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()) for pid in pids)
-        return sum(int(match[1]) << 10 for match in found if match)
+    def memory(self, *, kv: bool = False) -> int:
+        """Bytes that the server and its engine have to themselves. Not what they share with others: whoever else uses
+        the same libraries changes that.
+
+        Args:
+            kv: with the KV cache, whose pages come one by one, when they are first written. An engine maps each in
+                several places: they are counted once, where its resident size (RSS) counts each of those.
+        """
+        kinds = "Pss_(?:Anon|Shmem)" if kv else "Pss_Anon"
+        total = 0
+        for pid in (self.process.pid, self.engine_pid()):
+            found = re.findall(rf"{kinds}:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+            total += sum(map(int, found)) << 10
+        return total
 
     def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
         """Send a signal and return the exit code."""
