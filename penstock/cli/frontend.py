@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.cli.http import ServerOptions, Site, allow_connections, make_site, set_up_logging
 from penstock.cli.options import words
+from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
 from penstock.service.instances import Endpoint
 
@@ -34,6 +35,7 @@ LOOK = 0.5  # seconds between two looks at the parent
 
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 2 when the options cannot be served."""
+    began = SystemClock().now()  # as engines do: a later life finds them ready
     given = settings["server"]
     keys = os.environ.get("PENSTOCK_API_KEY")
     options = ServerOptions(**{**given, "directory": Path(given["directory"]), "api_key": words(keys) if keys else ()})
@@ -42,16 +44,16 @@ def main(settings: dict[str, Any]) -> int:
     import uvloop
 
     try:
-        return uvloop.run(serve(settings, options))
+        return uvloop.run(serve(settings, options, began))
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
 
 
-async def serve(settings: dict[str, Any], options: ServerOptions) -> int:
+async def serve(settings: dict[str, Any], options: ServerOptions, began: float) -> int:
     listener = socket.socket(fileno=settings["listen_fd"])
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
-    site = make_site(options, listener, settings["name"], endpoints, settings["master"])
+    site = make_site(options, listener, settings["name"], endpoints, began, settings["master"])
     try:
         await site.run(watch_parent(settings["parent"], site))
     finally:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.service.placement import Placement
 
 log = logging.getLogger("penstock.server")
+MOST_PATIENCE = 60.0  # seconds that requests wait for an engine to be back, however long it takes to start
 LAST_WORDS = 5  # seconds to send what is left to say once every request has ended
 
 
@@ -88,8 +89,13 @@ def set_up_logging(options: ServerOptions, process: str = "") -> None:
 class Site:
     """A frontend and the HTTP server over it, on one listening socket.
 
+    Requests that were interrupted, and that no engine can go on with, wait for one to be back: a client that got an
+    error could only ask again, wait as long, and have lost what was computed. They wait twice as long as the first
+    engine took to start, which is what the next start will take as well.
+
     Attributes:
         context: of all its wires.
+        began: when engines began to start, by the frontend's clock.
     """
 
     options: ServerOptions
@@ -97,6 +103,7 @@ class Site:
     context: zmq.SyncContext
     frontend: Frontend
     http: uvicorn.Server
+    began: float
     tracing: Tracing | None = None
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
@@ -149,7 +156,11 @@ class Site:
             await asyncio.to_thread(self.tracing.close)
 
     async def _announce(self) -> None:
+        from penstock.service.flight import PATIENCE
+
         await self.frontend.wait_ready()
+        took = self.frontend.clock.now() - self.began
+        self.frontend.traffic.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
         host, port = self.listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
@@ -160,6 +171,7 @@ def make_site(
     listener: socket.socket,
     name: str,
     endpoints: Sequence[Endpoint],
+    began: float,
     master: str | None = None,
     flight_recorder: str | None = None,
 ) -> Site:
@@ -167,6 +179,7 @@ def make_site(
     Args:
         name: of the frontend.
         endpoints: of the engines.
+        began: when these began to start, by `SystemClock`.
         master: the master's ZMQ endpoint; None for one of its own, in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
     """
@@ -212,7 +225,7 @@ def make_site(
         options.max_queued_tokens,
     )
     app = create_app(frontend, metrics, api_keys=options.api_key, max_body_bytes=options.max_body_size, tracing=tracing)
-    return Site(options, listener, context, frontend, _http_server(app, options), tracing)
+    return Site(options, listener, context, frontend, _http_server(app, options), began, tracing)
 
 
 def make_master(

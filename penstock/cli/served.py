@@ -9,28 +9,25 @@ import socket
 from penstock.cli.http import ServerOptions, Site, make_site
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure
-from penstock.service.flight import AGAIN, PATIENCE
+from penstock.service.flight import AGAIN
 from penstock.service.instances import Endpoint
 from penstock.service.launcher import LOOK, Launcher
 from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 
 log = logging.getLogger("penstock.server")
-MOST_PATIENCE = 60.0  # seconds that requests wait for the engine to be back, however long it takes to start
 
 
 class EngineKeeper:
-    """Keeps the only engine running, and has its requests wait while it is away.
+    """Keeps the only engine running.
 
-    An engine that died is the only one that can go on with its requests, so there is more sense in waiting for it than
-    where there are others: a client that got an error could only ask again, wait as long, and have lost what was
-    computed. It is waited for twice as long as it took to start, which is what the next start will take as well.
+    Attributes:
+        began: when that was begun, by the clock.
     """
 
     def __init__(self, name: str, launcher: Launcher, supervisor: Supervisor, clock: Clock) -> None:
         self.name = name
         self._launcher, self._supervisor, self._clock = launcher, supervisor, clock
-        self._began = clock.now()
-        self._known = False  # how long it takes to start
+        self.began = clock.now()
 
     async def keep(self, site: Site) -> None:
         """Until it cannot be kept up; then every request ends with an error, and then the server."""
@@ -39,9 +36,6 @@ class EngineKeeper:
             for name, sentence in self._launcher.step():
                 traffic.instance_lost(name, sentence)
                 traffic.instances[name].lost = sentence  # it says more than that the connection has ended
-            if site.frontend.ready and not self._known:
-                self._known = True
-                traffic.patience = min(max(PATIENCE, 2 * (self._clock.now() - self._began)), MOST_PATIENCE)
             await asyncio.sleep(LOOK)
         site.frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
         if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then it has said why itself
@@ -66,7 +60,8 @@ async def serve(
     flight_recorder: str | None,
 ) -> int:
     """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
-    site = make_site(options, listener, "frontend-0", [Endpoint(keeper.name, address)], flight_recorder=flight_recorder)
+    endpoints = [Endpoint(keeper.name, address)]
+    site = make_site(options, listener, "frontend-0", endpoints, keeper.began, flight_recorder=flight_recorder)
     try:
         await site.run(keeper.keep(site))
     finally:

@@ -4,9 +4,11 @@ import asyncio
 import socket
 import tempfile
 
+import pytest
 import zmq
 
 from penstock.cli.http import ServerOptions, make_site
+from penstock.core.clock import ManualClock
 from penstock.core.wire.engine import decode_command
 from penstock.service.checkpoint import DEMO
 from penstock.service.instances import Endpoint
@@ -33,11 +35,30 @@ def options():
     )
 
 
+@pytest.mark.parametrize(("took", "patience"), [(0.5, 5.0), (10.0, 20.0), (100.0, 60.0)])
+def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, monkeypatch):
+    async def go():
+        clock = ManualClock()
+        site = make_site(options(), socket.socket(), "f", [Endpoint("e", "ipc:///nobody")], clock.now())
+        site.frontend.clock = clock
+        at_first = site.frontend.traffic.patience
+
+        async def ready():
+            clock.advance(took)
+
+        monkeypatch.setattr(site.frontend, "wait_ready", ready)
+        await site._announce()
+        await site.close()
+        return at_first, site.frontend.traffic.patience
+
+    assert asyncio.run(go()) == (5.0, patience)
+
+
 def test_everybody_who_speaks_with_an_engine_has_a_name_of_their_own():
     """An engine knows frontends and masters by name: two of one name would take each other's messages."""
 
     async def go(address):
-        sites = [make_site(options(), socket.socket(), name, [Endpoint("e", address)]) for name in ("f0", "f1")]
+        sites = [make_site(options(), socket.socket(), name, [Endpoint("e", address)], 0.0) for name in ("f0", "f1")]
         context, speakers = zmq.Context(), set()
         engine = context.socket(zmq.ROUTER)
         engine.bind(address)
