@@ -78,8 +78,10 @@ inline f32x16 multiply_add<bf16>(f32x16 sum, uint32_t word, const Line& line) {
 // lines from `ahead` on are asked for.
 template <class T, int M, int G, int FETCH>
 void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float* sums, bool first, const Line* ahead) {
-    f32x16 sum[M][G];
+    f32x16 sum[M][G];  // in registers, which needs every loop over it unrolled
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
         for (int g = 0; g < G; g++) sum[m][g] = first ? f32x16{} : load(sums + m * PANEL + g * LANES);
     for (int64_t step = 0; step < steps; step++) {
         for (int f = 0; f < FETCH; f++) __builtin_prefetch(ahead + f, 0, 3);
@@ -93,7 +95,9 @@ void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float
         lines += G;
         ahead += FETCH;
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
         for (int g = 0; g < G; g++) store(sums + m * PANEL + g * LANES, sum[m][g]);
 }
 
@@ -158,37 +162,54 @@ struct Product {
     // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last).
     void operator()(int64_t row, int64_t rows, int64_t first, int64_t last) const {
         const Line* end = weight.lines + last * GROUPS * steps_of(weight);
-        for (int64_t panel = first; panel < last; panel++) one(row, rows, panel, panel == first, end);
+        const Tiles warm(rows, false), cold(rows, true);
+        for (int64_t panel = first; panel < last; panel++) one(row, panel, panel == first ? cold : warm, warm, end);
     }
 
+    // How tiles share rows, and of each step's lines of the next block those that they ask for.
+    struct Tiles {
+        struct Part {
+            int64_t first, rows, from, lines;
+        };
+        Part parts[ROWS_AT_ONCE / ROWS];
+        int64_t count, rows;
+        bool streams;  // the first one reads from memory itself, and asks for what it is about to use
+
+        Tiles(int64_t rows, bool cold) : count((rows + ROWS - 1) / ROWS), rows(rows), streams(cold || count == 1) {
+            const int64_t shares = count - streams;
+            for (int64_t t = 0; t < count; t++) {
+                const int64_t first = rows * t / count, share = t - streams;
+                const int64_t from = share < 0 ? 0 : GROUPS * share / shares;
+                parts[t] = {first, rows * (t + 1) / count - first, from,
+                            share < 0 ? GROUPS : GROUPS * (share + 1) / shares - from};
+            }
+        }
+    };
+
     // Lines come from memory once, also when several tiles use them: a block of them stays in a cache while one tile
-    // after the other adds it to its sums, and each asks for its share of the next block, which may be the next panel's.
-    // `cold` is a panel whose first block nobody has asked for; `end` is where nobody will have use for lines.
-    void one(int64_t row, int64_t rows, int64_t panel, bool cold, const Line* end) const {
+    // after the other adds it to its sums, and all along the next block is on its way, which may be the next panel's.
+    // `opening` is for the first block, `tiles` for the others; `end` is where nobody will have use for lines.
+    void one(int64_t row, int64_t panel, const Tiles& opening, const Tiles& tiles, const Line* end) const {
         alignas(64) static thread_local float sums[ROWS_AT_ONCE * PANEL];
         const int64_t steps = steps_of(weight);
         int64_t groups;
         const Line* lines = group_of(weight, panel * GROUPS, &groups);
-        const int64_t tiles = (rows + ROWS - 1) / ROWS;
-        const int64_t most = tiles == 1 ? steps : tiles < MANY_TILES ? FEW_STEPS : MANY_STEPS;
+        const int64_t most = tiles.count == 1 ? steps : tiles.count < MANY_TILES ? FEW_STEPS : MANY_STEPS;
         const int64_t blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
         for (int64_t from = 0; from < steps; from += block) {
             const int64_t count = std::min(block, steps - from);
             const Line *here = lines + from * groups, *next = here + count * groups;
-            const bool streams = tiles == 1 || (cold && from == 0);  // the first tile reads from memory
-            const int64_t shares = tiles - streams;
-            const int share = shares == 1 ? GROUPS : shares < GROUPS ? 2 : 1;
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t first = rows * t / tiles, m = rows * (t + 1) / tiles - first;
-                const int64_t fetched = (t - streams) * share * count;
-                const bool fetches = fetched < block * groups && next + fetched < end;
-                const bool stream = streams && t == 0;
-                tile_of<T>(m, groups, stream ? GROUPS : fetches ? share : 0)(
-                    x + (row + first) * x_stride + from * 4, x_stride, here, count, sums + first * PANEL, from == 0,
-                    stream ? here + AHEAD : next + fetched);
+            const Tiles& now = from == 0 ? opening : tiles;
+            for (int64_t t = 0; t < now.count; t++) {
+                const auto& part = now.parts[t];
+                const bool stream = now.streams && t == 0;
+                const Line* ahead = stream ? here + AHEAD : next + part.from * count;
+                tile_of<T>(part.rows, groups, stream || ahead < end ? part.lines : 0)(
+                    x + (row + part.first) * x_stride + from * 4, x_stride, here, count, sums + part.first * PANEL,
+                    from == 0, ahead);
             }
         }
-        finish(sums, row, rows, panel * PANEL);
+        finish(sums, row, tiles.rows, panel * PANEL);
     }
 
     void finish(const float* sums, int64_t row, int64_t rows, int64_t column) const {
