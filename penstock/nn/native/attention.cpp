@@ -116,6 +116,26 @@ struct Source {
     }
 };
 
+// Asks for what will be read next, V while K is computed with and the next block's K meanwhile V is: a token at a time,
+// evenly, since memory does nothing between bursts.
+template <class E>
+class Ahead {
+   public:
+    // For `tokens` from the first on; `each` is the work between a token and the next.
+    Ahead(const Source<E>& source, const E* first, int64_t tokens, int64_t each)
+        : token_(first), stride_(source.stride), dim_(source.dim), each_(each), left_(tokens) {}
+
+    void done(int64_t work) {
+        for (owed_ += work; owed_ >= each_ && left_ > 0; owed_ -= each_, left_--, token_ += stride_)
+            for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d);
+    }
+
+   private:
+    const E* token_;
+    const int64_t stride_, dim_, each_;
+    int64_t left_, owed_ = 0;
+};
+
 // The same in working memory: K as [unit][token], V as [unit of tokens][dimension], for many queries to be read from.
 template <class E>
 struct Packed {
@@ -176,19 +196,21 @@ inline void multiply_keys(const Source<E>& block, const uint32_t* const* q, f32x
     const int64_t units = block.dim / UnitOf<E>::EACH;
     for (int r = 0; r < R; r++)
         for (int n = 0; n < 4; n++) scores[r][n] = f32x16{};
+    Ahead<E> ahead(block, block.values, block.count, ceil_div(units, 16) * 16);
     for (int64_t unit = 0; unit < units; unit += 16) {
 #pragma GCC unroll 4
         for (int n = 0; n < 4; n++) {
             f32x16 columns[16];
             block.keys_at(16 * n, unit, columns);
-            const int64_t done = (unit / 16 * 4 + n) * 64, steps = ceil_div(units, 16) * 4;
-            block.fetch(block.keys, done / steps, (done + 64) / steps);
             if (units - unit >= 16) {
 #pragma GCC unroll 16
-                for (int c = 0; c < 16; c++)
+                for (int c = 0; c < 16; c++) {
                     for (int r = 0; r < R; r++)
                         scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
+                    if (c % 4 == 3) ahead.done(4 * 16);
+                }
             } else {
+                ahead.done(16 * 16);
                 for (int c = 0; c < units - unit; c++)
                     for (int r = 0; r < R; r++)
                         scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
@@ -205,7 +227,19 @@ inline void values_at(const Packed<E>& block, int64_t token, int64_t d, f32x16 (
 template <int N, class E>
 inline void values_at(const Source<E>& block, int64_t token, int64_t d, f32x16 (&columns)[N]) {
     block.values_at(token, d, columns);
-    if (d == 0) block.fetch(block.values, token, token + UnitOf<E>::EACH);
+}
+
+// Nothing is left to ask for where a block has been packed.
+struct NoneAhead {
+    void done(int64_t) {}
+};
+template <class E>
+NoneAhead values_ahead(const Packed<E>&, int64_t) {
+    return {};
+}
+template <class E>
+Ahead<E> values_ahead(const Source<E>& block, int64_t width) {
+    return {block, block.keys + block.next, block.next ? BLOCK_TOKENS : 0, width};
 }
 
 // Weighted sums of V over some positions, of several queries: sum exp(score - most) v, and of the weights, as 16 parts.
@@ -399,12 +433,13 @@ class Tile {
         }
         int64_t d = 0;
         float* to = sums.value + i * call_.width;
-        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, keep, d, to);
+        auto ahead = values_ahead(block, call_.width);
+        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, keep, d, to, ahead);
         if (d + 32 <= call_.width) {
-            add_values<R, 2>(block, units, keep, d, to);
+            add_values<R, 2>(block, units, keep, d, to, ahead);
             d += 32;
         }
-        if (d < call_.width) add_values<R, 1>(block, units, keep, d, to);
+        if (d < call_.width) add_values<R, 1>(block, units, keep, d, to, ahead);
     }
 
     // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.
@@ -431,14 +466,16 @@ class Tile {
         return (weights[0] + weights[1]) + (weights[2] + weights[3]);
     }
 
-    template <int R, int N, class B>
-    void add_values(const B& block, const uint32_t* const* weights, const f32x16* keep, int64_t d, float* to) const {
+    template <int R, int N, class B, class Next>
+    void add_values(const B& block, const uint32_t* const* weights, const f32x16* keep, int64_t d, float* to,
+                    Next& ahead) const {
         f32x16 found[R][N];
         for (int r = 0; r < R; r++)
             for (int n = 0; n < N; n++) found[r][n] = f32x16{};
         for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
             f32x16 columns[N];
             values_at<N>(block, token, d, columns);
+            ahead.done(16 * N * U::EACH);
             for (int r = 0; r < R; r++)
                 for (int n = 0; n < N; n++)
                     found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH, columns[n]);
