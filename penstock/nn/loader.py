@@ -33,6 +33,7 @@ FUSED = {
 }
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
+MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
@@ -103,12 +104,23 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 
 def weights(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, tensor) of every weight. Raises ConfigError naming the file that is missing or broken."""
+    """(file, name, tensor) of every weight, in the order in which they lie in the files.
+
+    Raises ConfigError naming the file that is missing or broken.
+    """
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no mapping
-                    yield path, name, file.get_tensor(name)
+                names = file.offset_keys()
+            while names:
+                # tensors are views of a mapping, and what was read of it takes memory for as long as it is there
+                with safe_open(path, framework="pt") as file:
+                    mapped = 0
+                    while names and mapped < MAPPED_BYTES:
+                        tensor = file.get_tensor(name := names.pop(0))
+                        mapped += tensor.nbytes
+                        yield path, name, tensor
+                        del tensor
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found", "model") from None
         except (SafetensorError, OSError, RuntimeError) as error:
