@@ -52,6 +52,7 @@ ENGINE_OPTIONS = (
         "auto",
         "how a step is computed: op by op, or as one call; auto is full where there are kernels for it",
     ),
+    Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )
 SERVER_OPTIONS = (
     Option("host", text, "127.0.0.1", "address to listen on"),

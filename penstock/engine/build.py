@@ -26,6 +26,7 @@ from penstock.nn.graph import MODES, obstacle
 from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
+from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_pacing
 from penstock.sched.local.budget import StepBudget
 from penstock.sched.local.sequence import blocks_for
@@ -56,6 +57,7 @@ class EngineOptions:
         scheduling_policy: a name in `sched.local.PACING`.
         graph_mode: "eager", "full" or "auto", how a step is computed (nn/graph.py); "auto" is "full" where it can be.
         async_scheduling: whether the next step is scheduled while one runs (sched/local/ahead.py).
+        weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
     model: str
@@ -73,6 +75,7 @@ class EngineOptions:
     scheduling_policy: str = "slack"
     graph_mode: str = "auto"
     async_scheduling: bool = True
+    weight_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     device = _device(options.device)
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
-    model = load_model(Path(options.model), device, _dtype(options.dtype))
+    weights = WeightCache() if options.weight_cache else None
+    model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
     if options.graph_mode == "full" and (reason := obstacle(model)) is not None:
         raise ConfigError(f"graph-mode: 'full' is not to be had, {reason}", "graph-mode")
@@ -160,6 +164,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         model_len,
         budget.high,
     )
+    if weights is not None:
+        weights.save_later()
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, runner, clock, ledger_of(pool), found, ahead=options.async_scheduling)
     return Built(engine, runner, layout, _shape(model), pool)

@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.nn.layers import Linear, hold
+from penstock.nn.layers import Linear
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.packed import PackedWeight, Weight, packs, put
+from penstock.nn.packed import PackedWeight, Weight, layout, packs, put
 from penstock.nn.rope import frequencies
+from penstock.nn.weight_cache import WeightCache
 
 # a checkpoint's projection -> the fused one it is part of, and its place there
 FUSED = {
@@ -33,6 +34,8 @@ FUSED = {
 }
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
+MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
+MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
@@ -52,11 +55,14 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+def load_model(
+    directory: Path, device: torch.device, dtype: torch.dtype | None = None, cache: WeightCache | None = None
+) -> Decoder:
     """Build the architecture that config.json names and fill it.
 
     Args:
         dtype: of the weights; None takes the checkpoint's.
+        cache: where packed weights are looked for, and are remembered to be saved if they were not there.
 
     Raises:
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
@@ -76,22 +82,36 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype | None 
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
     dtype = dtype or config.dtype or _stored_dtype(directory)
+    key = None
+    packed = packs(device, dtype)
     try:
         with torch.device("meta"):
             model = cls(config).to(dtype)
-            if packs(device, dtype):
+            if packed:
                 model.pack()
+    except (RuntimeError, MemoryError) as error:  # torch's own way to say so
+        raise _no_room(directory, device, error) from None
+    if packed and cache is not None and cache.wants(model):
+        key = cache_key(directory, dtype)
+        if cache.read(key, model):
+            return model.eval()
+    try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
         model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
         for module in model.modules():
             if isinstance(module, PackedWeight):
                 module.prepare()
-    except (RuntimeError, MemoryError) as error:  # torch's own way to say so
-        reason = str(error).splitlines()[0]
-        where = directory / "config.json"
-        raise ConfigError(f"{where}: no room for such a model on {device} ({reason})", "model") from None
+    except (RuntimeError, MemoryError) as error:
+        raise _no_room(directory, device, error) from None
     fill(model, directory)
+    if cache is not None and key is not None and key == cache_key(directory, dtype):  # not if it changed meanwhile
+        cache.remember(key, model)
     return model.eval()
+
+
+def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0]
+    return ConfigError(f"{directory / 'config.json'}: no room for such a model on {device} ({reason})", "model")
 
 
 def _stored_dtype(directory: Path) -> torch.dtype:
@@ -103,12 +123,23 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 
 def weights(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, tensor) of every weight. Raises ConfigError naming the file that is missing or broken."""
+    """(file, name, tensor) of every weight, in the order in which they lie in the files.
+
+    Raises ConfigError naming the file that is missing or broken.
+    """
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no mapping
-                    yield path, name, file.get_tensor(name)
+                names = file.offset_keys()
+            while names:
+                # tensors are views of a mapping, and what was read of it takes memory for as long as it is there
+                with safe_open(path, framework="pt") as file:
+                    mapped = 0
+                    while names and mapped < MAPPED_BYTES:
+                        tensor = file.get_tensor(name := names.pop(0))
+                        mapped += tensor.nbytes
+                        yield path, name, tensor
+                        del tensor
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found", "model") from None
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -155,7 +186,7 @@ def identity(directory: Path) -> str:
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size))
+                header = json.loads(file.read(min(size, MOST_HEADER)))
                 digest.update(json.dumps(header, sort_keys=True).encode())
                 for name, tensor in sorted(header.items()):
                     if name != "__metadata__":
@@ -164,8 +195,22 @@ def identity(directory: Path) -> str:
                         digest.update(file.read(min(IDENTITY_BYTES, end - start)))
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found", "model") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *MALFORMED) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+    return digest.hexdigest()
+
+
+def cache_key(directory: Path, dtype: torch.dtype) -> str:
+    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
+
+    Nobody can give a file the ctime of another, so one that was changed where `identity` does not look, and was given
+    its former mtime, is another one too.
+    """
+    digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
+    digest.update(f"{dtype} {layout()}".encode())
+    for path in _weight_files(directory):
+        stat = path.stat()
+        digest.update(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     return digest.hexdigest()
 
 
@@ -218,10 +263,7 @@ def _untie(model: Decoder, head: Tensor, path: Path) -> None:
     else:
         same = torch.equal(head, embedding)
     if not same:
-        with torch.device("meta"):
-            model.lm_head = Linear(head.shape[1], (head.shape[0],), bias=False)
-        weight = packed if isinstance(embedding, PackedWeight) else torch.nn.Parameter(head, requires_grad=False)
-        hold(model.lm_head, weight)
+        model.untie(packed if isinstance(embedding, PackedWeight) else torch.nn.Parameter(head, requires_grad=False))
 
 
 def _place(name: str) -> tuple[str, int]:

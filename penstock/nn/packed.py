@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +11,17 @@ from penstock.nn import native
 
 LANES = 16
 LINE = 64  # bytes
+LAYOUT = 1  # to be counted up with whatever changes what stands where
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for packed weights."""
     return device.type == "cpu" and dtype in native.DTYPES and native.missing() is None
+
+
+def layout() -> str:
+    """Names how weights are packed here, which depends on the processor."""
+    return f"{LAYOUT} {native.panel_groups()} {sys.byteorder}"
 
 
 class PackedWeight(nn.Module):

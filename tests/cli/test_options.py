@@ -110,6 +110,7 @@ def test_the_flags_of_serve():
         "send-timeout",
         "served-model-name",
         "step-time-limit-ms",
+        "weight-cache",
     ]
 
 

@@ -12,7 +12,7 @@ from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.graph import FullGraph, obstacle
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
-from penstock.nn.packed import PackedWeight
+from penstock.nn.packed import PackedWeight, Weight
 
 
 class Layer(nn.Module):
@@ -70,6 +70,13 @@ class Decoder(nn.Module):
             if isinstance(module, Linear) or (isinstance(module, Embedding) and self.lm_head is None):
                 outs, ins = module.weight.shape
                 hold(module, PackedWeight(outs, ins, module.weight.dtype, module.weight.device))
+
+    def untie(self, weight: Weight) -> None:
+        """Have a head other than the embedding."""
+        outs, ins = weight.shape
+        with torch.device("meta"):
+            self.lm_head = Linear(ins, (outs,), bias=False)
+        hold(self.lm_head, weight)
 
     @property
     def dtype(self) -> torch.dtype:

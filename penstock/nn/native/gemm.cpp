@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "pack.h"
 #include "pool.h"
 
 namespace penstock {
@@ -284,25 +285,40 @@ void gather(const Packed<T>& weight, const int64_t* tokens, int64_t count, T* ou
 template void gather(const Packed<float>&, const int64_t*, int64_t, float*);
 template void gather(const Packed<bf16>&, const int64_t*, int64_t, bf16*);
 
-// Rows [first, first + rows) of a weight that has weight.outs of them, into its lines.
+// Steps [step, to), at most 16, of rows [begin, end), which are all of one group; the first is at `row`.
+template <class T>
+void pack_tile(const Packed<T>& weight, const T* row, int64_t begin, int64_t end, int64_t step, int64_t to) {
+    int64_t apart;
+    Line* lines = const_cast<Line*>(group_of(weight, begin / LANES, &apart));
+    const int64_t lane = begin % LANES, lanes = end - begin, whole = weight.ins / IN_WORD<T>;
+    const int64_t count = std::min(to, whole) - step;
+    if (lanes == LANES && count > 0) {
+        f32x16 words[LANES];
+        for (int i = 0; i < LANES; i++) words[i] = load_units(row + i * weight.ins + step * IN_WORD<T>, count);
+        transpose(words);
+        for (int64_t i = 0; i < count; i++) std::memcpy(&lines[(step + i) * apart], &words[i], sizeof(Line));
+        step += count;
+    }
+    for (; step < to; step++)
+        for (int64_t i = 0; i < lanes; i++) {
+            uint32_t word = 0;
+            std::memcpy(&word, row + i * weight.ins + step * IN_WORD<T>, step < whole ? 4 : sizeof(T));
+            lines[step * apart].words[lane + i] = word;
+        }
+}
+
+// Rows [first, first + rows) of a weight that has weight.outs of them, into its lines. A panel is written from its first
+// line to its last.
 template <class T>
 void pack(const Packed<T>& weight, const T* from, int64_t first, int64_t rows) {
-    const int64_t whole = weight.ins / IN_WORD<T>, steps = steps_of(weight);
-    parallel_for((first + rows + LANES - 1) / LANES - first / LANES, [&](int task) {
-        const int64_t group = first / LANES + task;
-        int64_t apart;
-        Line* lines = const_cast<Line*>(group_of(weight, group, &apart));
-        const int64_t begin = std::max(first, group * LANES), end = std::min(first + rows, (group + 1) * LANES);
-        const T* row = from + (begin - first) * weight.ins;
-        const int64_t lane = begin % LANES, lanes = end - begin;
-        for (int64_t step = 0; step < whole; step++)
-            for (int64_t i = 0; i < lanes; i++)
-                std::memcpy(&lines[step * apart].words[lane + i], row + i * weight.ins + step * IN_WORD<T>, 4);
-        if (whole < steps)
-            for (int64_t i = 0; i < lanes; i++) {
-                uint32_t word = 0;
-                std::memcpy(&word, row + i * weight.ins + whole * IN_WORD<T>, sizeof(T));
-                lines[whole * apart].words[lane + i] = word;
+    const int64_t steps = steps_of(weight), last = first + rows;
+    parallel_for((last + PANEL - 1) / PANEL - first / PANEL, [&](int task) {
+        const int64_t panel = (first / PANEL + task) * PANEL;
+        for (int64_t step = 0; step < steps; step += LANES)
+            for (int64_t group = panel; group < panel + PANEL; group += LANES) {
+                const int64_t begin = std::max(first, group), end = std::min(last, group + LANES);
+                if (begin >= end) continue;
+                pack_tile(weight, from + (begin - first) * weight.ins, begin, end, step, std::min(steps, step + LANES));
             }
     });
 }

@@ -1,4 +1,4 @@
-// K and V as products read them: in units of 32 bits, which hold one float or two bfloat16 that follow one another in a sum.
+// K, V and weights as products read them: in units of 32 bits, which hold one float or two bfloat16 that follow one another in a sum.
 #pragma once
 
 #include "vec.h"

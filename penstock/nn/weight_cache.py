@@ -1,0 +1,292 @@
+"""Packed weights on disk: written once a checkpoint was loaded, mapped at the next start.
+
+A file is a head, the JSON of what is in it, and the weights, each at the beginning of a page. Engines of one host that
+map it share the memory. A file is only ever put in place whole and never written again, so who has mapped one keeps it,
+also when another takes its place. What is not exactly what was asked for is as good as not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import shutil
+import sys
+import threading
+import warnings
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nn.config import DTYPES
+from penstock.nn.models.decoder import Decoder
+from penstock.nn.native.build import cache_folder
+from penstock.nn.packed import PackedWeight
+
+log = logging.getLogger("penstock.weights")
+MAGIC = b"penstock weights"
+DIGEST = 16  # bytes
+HEAD = len(MAGIC) + 8 + DIGEST  # the magic, how many bytes of JSON follow, and their digest
+MOST_JSON = 64 << 20
+PAGE = 4096
+LEAST = 64 << 20  # bytes of weights; fewer are packed at once
+FILES = 4  # the least recently used go
+SHARE = 0.25  # of the disk, for all files
+RESERVE = 1 << 30  # bytes of the disk that stay free
+PARTS_AT_ONCE = 64
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNTIED = "lm_head.weight.memory"  # there also when config.json says that embeddings are the head
+
+
+class WeightCache:
+    """Of one user, for any checkpoints.
+
+    Args:
+        folder: where the files are; by default beside the compiled kernels.
+        least: bytes that a model must have to be kept.
+        files: how many are kept.
+        share: of the disk's size that they may take together.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, least: int = LEAST, files: int = FILES, share: float = SHARE
+    ) -> None:
+        if folder is None:
+            try:
+                folder = cache_folder().parent / "weights"
+            except RuntimeError:  # nobody's home
+                least = sys.maxsize
+                folder = Path()
+        self._folder, self._least, self._files, self._share = folder, least, files, share
+        self._unsaved: tuple[str, Decoder] | None = None
+
+    def wants(self, model: Decoder) -> bool:
+        """Whether a model is large enough."""
+        return sum(p.nbytes for p in model.parameters()) >= self._least
+
+    def read(self, key: str, model: Decoder) -> bool:
+        """Fill a model that is on "meta", or leave it as it is and return False."""
+        path = self._path(key)
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = _read_header(file, key)
+                found = _match(header, model)
+                whole = _map(file)[-header["bytes"] :]
+                _used(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            log.info("%s is not used: %s", path, error)
+            return False
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.info("%s is not used: %s", path, str(error) or type(error).__name__)
+            with contextlib.suppress(OSError):  # it makes place for another, or is refused again the next time
+                path.unlink()
+            return False
+        if UNTIED in found and model.lm_head is None:
+            weight = model.model.embed_tokens.weight
+            model.untie(PackedWeight(weight.shape[0], weight.shape[1], weight.dtype, weight.device))
+        for name, place in list(model.named_parameters()):
+            offset = found[name]
+            values = whole[offset : offset + place.nbytes].view(place.dtype).view(place.shape)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(values, requires_grad=False))
+        log.info("weights are mapped from %s", path)
+        return True
+
+    def remember(self, key: str, model: Decoder) -> None:
+        """This is what `save` will write."""
+        self._unsaved = key, model
+
+    def save_later(self) -> threading.Thread | None:
+        """Save what there is to save while the engine is at work, whenever nobody else wants the processor."""
+        if self._unsaved is None:
+            return None
+        thread = threading.Thread(target=self._save_idly, name="weight-cache", daemon=True)
+        thread.start()
+        return thread
+
+    def _save_idly(self) -> None:
+        if sys.platform == "linux":  # elsewhere threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self.save()
+
+    def save(self) -> None:
+        """Write what is remembered, unless it is there, or another engine is at it, or there is no room."""
+        if self._unsaved is None:
+            return
+        (key, model), self._unsaved = self._unsaved, None
+        path = self._path(key)
+        part = path.with_suffix(".part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if _is_whole(path, key):
+                return
+            with part.open("ab", buffering=0) as file:
+                if _owns(file, part):
+                    try:
+                        self._write(file, key, model)
+                    except OSError:
+                        part.unlink()
+                        raise
+                    part.replace(path)
+                    log.info("weights are kept in %s for the next start", path)
+        except OSError as error:
+            log.info("weights are not kept for the next start: %s", error)
+
+    def _write(self, file: IO[bytes], key: str, model: Decoder) -> None:
+        parts = _layout(key, model)
+        self._make_room(sum(map(len, parts)), self._path(key))
+        file.truncate(0)
+        while parts:
+            # one call for many, because between calls this thread holds up the one that computes
+            written = os.writev(file.fileno(), parts[:PARTS_AT_ONCE])
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+        os.fsync(file.fileno())  # a name must not outlive what it names
+
+    def _make_room(self, size: int, path: Path) -> None:
+        """Raises OSError, and removes nothing, where it cannot be had."""
+        _remove_abandoned(self._folder, path.with_suffix(".part"))
+        files = [file for file in self._folder.glob("*.weights") if file != path]
+        others = sorted((*used, file) for file in files if (used := _usage(file)))
+        disk = shutil.disk_usage(self._folder)
+        going: list[tuple[int, int, Path]] = []
+        while others and (len(others) >= self._files or _sum(others) + size > disk.total * self._share):
+            going.append(others.pop(0))
+        if size > disk.total * self._share or disk.free + _sum(going) < size + RESERVE:
+            raise OSError(f"{size >> 20} MiB are too much for {self._folder}, where {disk.free >> 20} MiB are free")
+        for _, _, other in going:
+            other.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.weights"
+
+
+def _read_header(file: IO[bytes], key: str) -> dict[str, Any]:
+    """Raises ValueError for a file that is not whole, or another's."""
+    head = file.read(HEAD)
+    if len(head) < HEAD or not head.startswith(MAGIC):
+        raise ValueError("it is something else")
+    length = int.from_bytes(head[len(MAGIC) : -DIGEST], "little")
+    text = file.read(length) if length <= MOST_JSON else b""
+    if _digest(text) != head[-DIGEST:]:
+        raise ValueError("it is damaged")
+    header = json.loads(text)
+    if header["key"] != key:
+        raise ValueError("it belongs to another checkpoint")
+    size, whole = os.fstat(file.fileno()).st_size, _padded(HEAD + length) + header["bytes"]
+    if size != whole:
+        raise ValueError(f"it has {size} bytes instead of {whole}")
+    return header
+
+
+def _match(header: dict[str, Any], model: Decoder) -> dict[str, int]:
+    """Where each weight of a model is, from the first one on. Raises ValueError unless these are the model's."""
+    places, weights = dict(model.named_parameters()), header["weights"]
+    if model.lm_head is None and UNTIED in weights:
+        places[UNTIED] = places["model.embed_tokens.weight.memory"]
+    if weights.keys() != places.keys():
+        raise ValueError("it holds other weights")
+    offsets = {}
+    for name, place in places.items():
+        dtype, shape, offset = weights[name]
+        if (dtype, shape) != (NAMES[place.dtype], list(place.shape)):
+            raise ValueError(f"{name} is {shape} of {dtype}")
+        if offset % PAGE or not 0 <= offset <= header["bytes"] - place.nbytes:
+            raise ValueError(f"{name} cannot be where it should be")
+        offsets[name] = offset
+    return offsets
+
+
+def _map(file: IO[bytes]) -> Tensor:
+    """All bytes of a file, read-only, and present: the first step must not wait for pages one by one."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # large reads, where it is not in memory
+    populate = getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch knows no memory that cannot be written, and weights never are
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _layout(key: str, model: Decoder) -> list[memoryview]:
+    """The parts of a file, one after the other."""
+    weights: dict[str, tuple[str, list[int], int]] = {}
+    parts, end = [], 0
+    for name, parameter in model.named_parameters():
+        weights[name] = NAMES[parameter.dtype], list(parameter.shape), end
+        size = _padded(parameter.nbytes)
+        parts += [_bytes(parameter), memoryview(bytes(size - parameter.nbytes))]
+        end += size
+    text = json.dumps({"key": key, "bytes": end, "weights": weights}).encode()
+    head = MAGIC + len(text).to_bytes(8, "little") + _digest(text) + text
+    return [memoryview(head.ljust(_padded(len(head)), b"\0")), *parts]
+
+
+def _bytes(parameter: Tensor) -> memoryview:
+    return parameter.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=DIGEST).digest()
+
+
+def _is_whole(path: Path, key: str) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return bool(_read_header(file, key))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _owns(file: IO[bytes], part: Path) -> bool:
+    """Whether this process alone may write a file: nobody else has it locked, or has just put it in place."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), part.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _remove_abandoned(folder: Path, mine: Path) -> None:
+    """What processes that ended in the middle have left."""
+    for part in folder.glob("*.part"):
+        if part != mine:
+            try:
+                with part.open("ab") as file:
+                    if _owns(file, part):
+                        part.unlink()
+            except OSError:
+                continue
+
+
+def _used(file: IO[bytes]) -> None:
+    """It is the last that is to go."""
+    with contextlib.suppress(OSError):  # in a folder that is not ours, somebody else decides
+        os.utime(file.fileno())
+
+
+def _usage(path: Path) -> tuple[int, int] | None:
+    """(when it was last used, bytes); None where another engine has removed it."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _sum(files: list[tuple[int, int, Path]]) -> int:
+    return sum(size for _, size, _ in files)
