@@ -106,7 +106,7 @@ class Engine:
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
-        self._short = short
+        self.short = short
         self._took = short  # the last step
         self._flying: deque[StepPlan] = deque()
         self._given = False  # whether the lane has these
@@ -144,7 +144,7 @@ class Engine:
 
     def begin(self) -> StepPlan | None:
         """Schedule the next step. None when the runner has enough to do, or when there is no work or no room."""
-        lane = self.lane if self._took >= self._short else None
+        lane = self.lane if self._took >= self.short else None
         if self._flying and (lane is None or not self._given or not self.scheduler.foresee()):
             return None
         now = self._clock.now()
