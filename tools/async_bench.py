@@ -3,9 +3,10 @@ steps, with and without it.
 
     python tools/async_bench.py [--model demo] [--sequences 1 16 64] [--threads 1 2] [--rounds 5] [--tokens 128]
 
-For each number of threads there are two engine processes, one that schedules ahead and one that does not, each behind
-the wire that frontends use. They are asked in turn, so that whatever else the machine does befalls both alike. "idle"
-is time between steps in which nothing is computed although there is work, as a share of the steps' own.
+For each number of threads there are two engine processes, each behind the wire that frontends use: one schedules in
+turn, the other ahead, with --always also where steps are so short that an engine would not. They are asked one after
+the other, so that whatever else the machine does befalls both alike. "idle" is time between steps in which nothing is
+computed although there is work, as a share of the steps' own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire import codec
 from penstock.core.wire.engine import EngineStats, Enqueue, Failed, Hello, Ready, Refused, StepReport, decode_event
+from penstock.engine.loop import SHORT
 
 PROMPT = 32  # tokens
 SILENCE_MS = 120_000
@@ -45,11 +47,11 @@ class Figures:
 class Served:
     """An engine in a process of its own."""
 
-    def __init__(self, stack: ExitStack, context: zmq.Context[Any], model: str, threads: int, ahead: bool) -> None:
+    def __init__(self, stack: ExitStack, context: zmq.Context[Any], threads: int, *how: Any) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp"))
         address = f"ipc://{folder}/engine"
         os.environ["OMP_NUM_THREADS"] = str(threads)  # the process inherits it
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, model, ahead), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(address, *how), daemon=True)
         process.start()
         stack.callback(process.terminate)
         self.socket = stack.enter_context(context.socket(zmq.DEALER))
@@ -101,7 +103,7 @@ class Served:
         self.socket.send(codec.encode(Hello(sender="bench")))
 
 
-def serve(address: str, model: str, ahead: bool) -> None:
+def serve(address: str, model: str, ahead: bool, short: float) -> None:
     from penstock.core.clock import SystemClock
     from penstock.core.wire.engine import Peer
     from penstock.engine.build import EngineOptions, build_engine
@@ -114,6 +116,7 @@ def serve(address: str, model: str, ahead: bool) -> None:
         max_num_batched_tokens=512, prefix_cache=False, async_scheduling=ahead,
     )  # fmt: skip
     built = build_engine(options, clock)
+    built.engine.short = short
     limits = built.engine.scheduler.limits
     ready = Ready(
         peer=Peer("engine", 1, ""),
@@ -134,12 +137,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--always", action="store_true", help="schedule ahead however short steps are")
     args = parser.parse_args()
     table = Table("threads", "sequences", "scheduling", "tokens/s", "idle", "tokens/s, ahead / in turn")
     for threads in args.threads:
         with ExitStack() as stack:
             context = stack.enter_context(zmq.Context())
-            engines = {ahead: Served(stack, context, args.model, threads, ahead) for ahead in (False, True)}
+            short = 0.0 if args.always else SHORT
+            engines = {ahead: Served(stack, context, threads, args.model, ahead, short) for ahead in (False, True)}
             for sequences in args.sequences:
                 found: dict[bool, list[Figures]] = {False: [], True: []}
                 for i in track(range(args.rounds + 1), f"{threads} threads, {sequences} sequences", transient=True):

@@ -168,6 +168,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
         weights.save_later()
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, runner, clock, ledger_of(pool), found, ahead=options.async_scheduling)
+    if engine.lane is not None:
+        runner.computing = engine.lane.bell.computing
     return Built(engine, runner, layout, _shape(model), pool)
 
 

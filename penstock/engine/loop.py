@@ -18,6 +18,8 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.budget import StepBudget
 from penstock.sched.local.recent import Recent
 
+SHORT = 5e-3  # seconds: for shorter steps, another thread costs more than it hides
+
 
 class Computes(Protocol):
     """What an engine needs of a runner."""
@@ -75,6 +77,7 @@ class Engine:
         budget: finds out how many tokens a step may hold; None where that is known.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
             (`sched.local.ahead`); for runners that know placeholders. Without it a step is computed in `end`.
+        short: seconds; when the last step took less, the next one is computed in `end` all the same.
 
     Attributes:
         steps: that have ended.
@@ -91,6 +94,7 @@ class Engine:
         budget: StepBudget | None = None,
         *,
         ahead: bool = False,
+        short: float = SHORT,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -102,7 +106,11 @@ class Engine:
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
+        self.short = short
+        self._took = short  # the last step
         self._flying: deque[StepPlan] = deque()
+        self._given = False  # whether the lane has these
+        self._began = 0.0  # the first of them, as far as is known
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
 
     @property
@@ -112,7 +120,7 @@ class Engine:
     @property
     def tokens_in_flight(self) -> int:
         """Tokens of the steps that are being computed now, or will be without anybody's doing."""
-        return sum(plan.num_tokens for plan in self._flying) if self.lane is not None else 0
+        return sum(plan.num_tokens for plan in self._flying) if self._given else 0
 
     def add(self, request: Request, *, departs: bool = False) -> None:
         """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
@@ -135,22 +143,34 @@ class Engine:
         return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
 
     def begin(self) -> StepPlan | None:
-        """Give the next step to the runner. None when it has enough to do, or when there is no work or no room."""
-        if self._flying and (self.lane is None or not self.scheduler.foresee()):
+        """Schedule the next step. None when the runner has enough to do, or when there is no work or no room."""
+        lane = self.lane if self._took >= self.short else None
+        if self._flying and (lane is None or not self._given or not self.scheduler.foresee()):
             return None
-        plan = self.scheduler.schedule(self._clock.now())
+        now = self._clock.now()
+        plan = self.scheduler.schedule(now, self._wait(now))
         if not plan.sequences:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
+        if not self._flying:
+            self._began = now
         self._flying.append(plan)
-        if self.lane is not None:
+        self._given = lane is not None
+        if lane is not None:
             self.scheduler.launch(plan)
-            self.lane.give(partial(self._compute, plan))
+            lane.give(partial(self._compute, plan))
         return plan
 
+    def _wait(self, now: float) -> float:
+        """Seconds until the step in flight has ended, as far as can be said."""
+        times = self.recent.times
+        if not self._flying or times is None:
+            return 0.0
+        return max(0.0, self._began + times.step_ms(*self._flying[0].work) / 1e3 - now)
+
     def _compute(self, plan: StepPlan) -> Ran:
-        """In the lane's thread, where there is one."""
+        """In whichever thread."""
         began = self._clock.now()
         result = self.runner.run(plan)
         return Ran(result, began, self._clock.now())
@@ -163,7 +183,7 @@ class Engine:
         if not self._flying:
             return None
         try:
-            ran = self._compute(self._flying[0]) if self.lane is None else self.lane.take(wait)
+            ran = self.lane.take(wait) if self.lane is not None and self._given else self._compute(self._flying[0])
         except BaseException:
             if self.lane is not None:
                 self.lane.clear()
@@ -173,12 +193,14 @@ class Engine:
         if ran is None:
             return None
         plan = self._flying.popleft()
+        self._began = ran.ended
         return Step(plan, self._record(plan, ran))
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
         outputs = self.scheduler.update(plan, ran.result)
         self.steps += 1
-        self.busy += ran.ended - ran.began
+        self._took = ran.ended - ran.began
+        self.busy += self._took
         if self._free_since is not None:
             self.idle += ran.began - self._free_since
         self._free_since = ran.ended if self.has_work else None
@@ -186,7 +208,7 @@ class Engine:
         self.recent.started(plan, ran.began)
         if self.recent.ran(plan, ran.began, [ran.ended]) and (times := self.recent.times):
             self.scheduler.predict_by(times)
-        if self._budget is not None and self._budget.ran(plan.num_tokens, ran.ended - ran.began):
+        if self._budget is not None and self._budget.ran(plan.num_tokens, self._took):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=self._budget.tokens)
         for output in outputs:
             self.recent.stamp(output, ran.ended)

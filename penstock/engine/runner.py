@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,7 @@ class Runner:
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
+        self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
 
     @property
@@ -50,6 +52,7 @@ class Runner:
             self.cache.settle()  # what the mapping thread still clears may belong to others from here on
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
+        self.computing()
         hidden = self.model(batch, self.cache.slots)
         wrong = set(_not_finite(hidden))
         steps = list(zip(plan.sequences, batch.rows, strict=True))

@@ -1,4 +1,4 @@
-"""Where the wire ends: commands in, steps, events out. One thread; the engine is its only owner.
+"""Where the wire ends: commands in, steps, events out. One thread, the only owner of the engine.
 
 Frontends enqueue and get tokens, the master gets snapshots of the load and of the cache, other engines hand requests
 over. What is meant for an earlier life of this engine is refused.
@@ -41,7 +41,7 @@ from penstock.core.wire.engine import (
 )
 from penstock.engine import load
 from penstock.engine.cache_log import CacheLog
-from penstock.engine.loop import Engine
+from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
@@ -107,7 +107,8 @@ class EngineServer:
         Args:
             transport: the way to other engines; without one this engine neither hands over nor takes over.
             lease: seconds of silence after which a hand-off is over.
-            beat: called in every turn, and with the number of tokens when a step of so many begins.
+            beat: called in every turn in which nothing is computed beside it, and with the number of tokens that are to
+                be computed when a step begins or ends.
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
@@ -121,12 +122,20 @@ class EngineServer:
             self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
-        looked = self._beat = self._clock.now() - HEARTBEAT
         if engine.lane is not None:
             self._poller.register(engine.lane.fileno(), zmq.POLLIN)
+        try:
+            self._serve(orphaned)
+        finally:
+            engine.settle()  # whoever gets its blocks next finds nobody writing to them
+
+    def _serve(self, orphaned: Callable[[], bool]) -> None:
+        engine = self._engine
+        looked = self._beat = self._clock.now() - HEARTBEAT
         stalled = False
         while not self._stopping:
-            beat(engine.tokens_in_flight)
+            if not engine.tokens_in_flight:  # else a turn proves nothing of the step
+                self._beat_with(0)
             self._receive(self._patience(stalled))
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
@@ -153,7 +162,8 @@ class EngineServer:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
         if stalled:
             return STALLED
-        if self._engine.has_work and not self._engine.tokens_in_flight:
+        lane = self._engine.lane
+        if self._engine.has_work and (not self._engine.tokens_in_flight or (lane is not None and lane.ready)):
             return 0.0
         due = self._beat + HEARTBEAT
         if self._changed:
@@ -164,27 +174,27 @@ class EngineServer:
 
     def _step(self) -> bool:
         """Begin what may begin, and report what has ended; False when there was no room to work."""
-        engine = self._engine
-        if engine.lane is not None:
-            engine.lane.hush()
         self._begin()
-        step = engine.end()
-        if step is None:
-            return bool(engine.tokens_in_flight)
+        step = self._engine.end()
+        if step is not None:
+            self._ended(step)
+            if self._engine.tokens_in_flight:
+                self._begin()
+        return step is not None or self._engine.tokens_in_flight > 0
+
+    def _ended(self, step: Step) -> None:
+        self._beat_with(self._engine.tokens_in_flight)
         # that everybody has one more token is no news
         self._changed |= bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
         self._report(step.outputs, step.plan.num_tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
-        if engine.lane is not None:
-            self._begin()
-        return True
 
     def _begin(self) -> None:
         while plan := self._engine.begin():
             if self._handoffs is not None:
                 self._handoffs.started(self._clock.now(), plan)
-            self._beat_with(plan.num_tokens)
+            self._beat_with(max(plan.num_tokens, self._engine.tokens_in_flight))
 
     def _miss_clients(self, now: float) -> None:
         """Give up whoever has been silent for too long; to be called when everything that has arrived was read."""
@@ -237,6 +247,8 @@ class EngineServer:
             case Hello():
                 self._greet(client, command)
             case Inspect():
+                while self._engine.tokens_in_flight and (step := self._engine.end(wait=True)):
+                    self._ended(step)
                 self._send(client, load.inspection(self._engine, self._intake, {"clients": len(self._clients)}))
             case Shutdown():
                 self._stopping = True

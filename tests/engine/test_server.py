@@ -55,6 +55,7 @@ class CountingRunner:
     """The next token is the last one plus one."""
 
     def __init__(self):
+        self.drawn = []
         self.pace = threading.Event()
         self.pace.set()
 
@@ -66,8 +67,9 @@ class CountingRunner:
 
     def run(self, plan):
         assert self.pace.wait(20)
-        drawn = [s.tokens[-1] + 1 for s in plan.sequences if s.sample]
-        return StepResult(drawn, [None] * len(drawn))
+        last = [s.tokens[-1] for s in plan.sequences if s.sample]
+        self.drawn = [(self.drawn[-1 - token] if token < 0 else token) + 1 for token in last]
+        return StepResult(self.drawn, [None] * len(last))
 
 
 class Frontend:
@@ -117,13 +119,13 @@ class Frontend:
         return got
 
 
-@pytest.fixture
-def served(tmp_path):
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def served(tmp_path, request):
     address = f"ipc://{tmp_path}/engine"
     limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
     runner, clock = CountingRunner(), JumpingClock()
     runner.clock = clock
-    engine = Engine(Scheduler(limits, BlockPool(range(8))), runner, clock)
+    engine = Engine(Scheduler(limits, BlockPool(range(8))), runner, clock, ahead=request.param, short=0.0)
     server = EngineServer(address, clock)
     engine.beats = []
     thread = threading.Thread(
@@ -192,7 +194,47 @@ def test_every_turn_and_every_step_is_a_beat(served):
     a.tokens_of("r")
     begun = [beat for beat in engine.beats if beat]
     assert begun[0] == 40
-    assert set(begun[1:]) == {1}
+    assert set(begun) == {40, 41, 2, 1} if engine.lane else {40, 1}
+
+
+def test_a_step_that_hangs_is_no_beat_whatever_else_is_done(served):
+    make, engine, runner = served
+    a, b = make("a"), make("b")
+    a.hello()
+    runner.pace.clear()
+    a.ask(make_request("r", [1] * 10, max_tokens=3))
+    deadline = time.monotonic() + 20
+    while engine.beats[-1] != (11 if engine.lane else 10):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    beats = len(engine.beats)
+    if engine.lane:
+        assert b.hello() == READY  # it is answered while the step is computed
+    time.sleep(0.05)
+    assert len(engine.beats) == beats
+    runner.pace.set()
+    assert a.tokens_of("r") == [2, 3, 4]
+
+
+def test_who_leaves_during_a_step_gets_nothing_of_it(served):
+    make, engine, runner = served
+    a = make()
+    a.hello()
+    a.ask(make_request("goes", [1], max_tokens=200))
+    a.ask(make_request("stays", [50], max_tokens=9))
+    a.until(lambda e: isinstance(e, StepReport) and len(e.outputs) == 2)
+    runner.pace.clear()
+    a.say(Cancel(LIFE, ["goes"]))
+    a.say(Hello("a"))
+    if engine.lane:
+        a.until(lambda e: isinstance(e, StepReport) and e.stats.running == 1)  # it has left while the step is computed
+    runner.pace.set()
+    reports = []
+    a.until(lambda e: isinstance(e, StepReport) and (reports.append(e) or any(o.finish for o in e.outputs)))
+    assert reports[-1].outputs[-1].tokens == [59]
+    if engine.lane:
+        assert {o.request_id for report in reports for o in report.outputs} == {"stays"}
+    assert a.inspect().broken == ""
 
 
 def test_another_protocol_is_refused(served):

@@ -52,7 +52,7 @@ def make_engine(
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache, pacing=pacing)
-    return Engine(scheduler, Runner(model, cache), SystemClock(), ahead=ahead)
+    return Engine(scheduler, Runner(model, cache), SystemClock(), ahead=ahead, short=0.0)
 
 
 def make_request(
