@@ -67,6 +67,7 @@ WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a plac
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
+TOTALS = ("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle")  # of an engine's life
 
 
 Compat = Literal["none", "vllm"]
@@ -93,12 +94,7 @@ class _Engine:
     def observe(self, stats: EngineStats, step_tokens: int) -> None:
         self.show_load(stats)
         last = self.last
-        if (
-            stats.steps < last.steps
-            or stats.preemptions < last.preemptions
-            or stats.prefix_queries < last.prefix_queries
-            or stats.prefix_hits < last.prefix_hits
-        ):
+        if any(getattr(stats, total) < getattr(last, total) for total in TOTALS):
             last = NO_STATS
         self.preemptions.inc(stats.preemptions - last.preemptions)
         self.queries.inc(stats.prefix_queries - last.prefix_queries)

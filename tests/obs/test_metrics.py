@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.wire.engine import EngineStats
 from penstock.obs.logs import RequestRecord
-from penstock.obs.metrics import Metrics
+from penstock.obs.metrics import TOTALS, Metrics
 
 NAMES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
@@ -94,6 +94,16 @@ def test_a_restart_is_seen_although_the_new_engine_has_made_more_steps() -> None
     metrics.observe_stats("e", stats(5, prefix_queries=100), 1)
     metrics.observe_stats("e", stats(9, prefix_queries=30), 1)
     assert value(metrics, "prefix_cache_queries_total") == 130
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_whichever_total_went_back_the_engine_started_again(total: str) -> None:
+    """A new life has done as much of everything else by the time it is first heard."""
+    metrics = Metrics("m", ["e"])
+    before = stats(**dict.fromkeys(TOTALS, 5))
+    metrics.observe_stats("e", before, 1)
+    metrics.observe_stats("e", stats(**dict.fromkeys(TOTALS, 5) | {total: 1}), 1)
+    assert value(metrics, "num_preemptions_total") == (6 if total == "preemptions" else 10)
 
 
 def test_heartbeats_are_no_steps() -> None:
