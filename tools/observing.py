@@ -1,12 +1,13 @@
 """What observing costs: metrics, the request's line, and its spans, against the throughput of a server.
 
     python tools/observing.py calls               # each call, alone: microseconds, and per request
-    python tools/observing.py serve [--rounds N]  # two real servers in turn: all of it on, against none of it
+    python tools/observing.py serve [--pairs N]   # a real server: all of it on, against none of it
 
 `calls` needs no quiet machine; with the tokens per second of a run (--tokens-per-second) it says the share of one core.
-`serve` answers the question itself: short rounds of the same requests against one server and the other, turn by turn,
-so that whatever else the machine does meets both. Of every pair it takes the ratio of the throughputs, and of the CPU
-time that the server's processes used per token, which others disturb less; and of all pairs the medians.
+`serve` answers the question itself: a server under load, in which all of it is switched on and off in turn, twice a
+second, so that whatever else the machine does meets both. Of every pair of such slices it takes the ratio of the
+throughputs, and of the CPU time that the server's processes used per token, which others disturb less; and of all pairs
+the medians. Spans are not in it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,21 @@ import logging
 import math
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
+import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from penstock.bench.client import Call, Client
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import EngineStats
 from penstock.obs.logs import RequestRecord, log_request, setup_logging
@@ -47,14 +46,30 @@ RECORD = RequestRecord(
     seed=1,
 )  # fmt: skip
 ROOT = Path(__file__).parent.parent
-SCRAPE_SECONDS = 5.0
-# Python runs it at the start of every process of the server
-OFF = """
-from penstock.obs import logs, metrics
-logs.log_request = lambda *args: None
-for name in [name for name in vars(metrics.Metrics) if name.startswith("observe_")]:
-    setattr(metrics.Metrics, name, lambda *args, **named: None)
+SCRAPE_SECONDS = 15.0
+SLICE = 0.5  # seconds
+LEAST = 500  # tokens of a slice
+# Python runs it at the start of every process of the server. All is switched within one server: two of them differ by
+# more than what is to be measured, for as long as they live.
+SWITCH = """
+import signal
+
+def switch(number, frame):
+    from penstock.obs.metrics import Metrics
+    from penstock.service import generation
+    places = [(Metrics, name) for name in vars(Metrics) if name.startswith("observe_")] + [(generation, "log_request")]
+    for place, name in places:
+        real = kept.setdefault((place, name), getattr(place, name))
+        setattr(place, name, real if number == signal.SIGUSR1 else nothing)
+
+def nothing(*args, **named):
+    pass
+
+kept = {}
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, switch)
 """
+ON, OFF = signal.SIGUSR1, signal.SIGUSR2
 
 
 def microseconds(call: Callable[[], object], seconds: float = 0.5) -> float:
@@ -88,10 +103,11 @@ def calls(options: argparse.Namespace) -> None:
     print(f"a token {token:.2f} us, a step {step:.2f} us, a scrape {scrape:.0f} us")
     print("a request: " + ", ".join(f"{name} {us:.1f} us" for name, us in request.items()))
     tokens = options.tokens_per_second
-    per_second = tokens * token + tokens / options.batch * step + tokens / 64 * sum(request.values()) + scrape / 15
+    with_spans = tokens * token + tokens / options.batch * step + tokens / 64 * sum(request.values()) + scrape / 15
+    without = with_spans - tokens / 64 * request["spans"]
     print(
-        f"at {tokens} tokens/s, {options.batch} a step, 64 a request, a scrape each 15 s: "
-        f"{per_second / 1e4:.2f} % of one core"
+        f"at {tokens:g} tokens/s, {options.batch} a step, 64 a request, a scrape each 15 s: "
+        f"{without / 1e4:.2f} % of one core, with spans {with_spans / 1e4:.2f} %"
     )
 
 
@@ -115,96 +131,93 @@ def spans() -> Callable[[], None]:
 
 
 @contextmanager
-def scraped(url: str) -> Iterator[None]:
-    over = threading.Event()
-
-    def scrape() -> None:
-        while not over.wait(SCRAPE_SECONDS):
-            urllib.request.urlopen(url + "/metrics").read()
-
-    thread = threading.Thread(target=scrape)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextmanager
-def observed_or_not(observed: bool, traces: bool) -> Iterator[Server]:
-    """A server with all of it, or with none."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        (Path(folder) / "sitecustomize.py").write_text("" if observed else OFF)
-        flags = ["--log-format", "json"]
-        if observed and traces:
-            from tests.helpers.traces import receiving
-
-            flags += ["--otlp-traces-endpoint", stack.enter_context(receiving())[0] + "/v1/traces"]
+def switchable() -> Iterator[Server]:
+    """A server of which `ON` and `OFF` switch everything on and off that observes."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(SWITCH)
         # ours, whatever is installed: the file above is read before the working directory counts
-        with mock.patch.dict(os.environ, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"):
-            server = stack.enter_context(serving("demo", *QUICK, *flags))
-        yield server
+        with (
+            mock.patch.dict(os.environ, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"),
+            serving("demo", *QUICK, "--log-format", "json") as server,
+        ):
+            yield server
 
 
 def cpu_seconds(server: Server) -> float:
-    """That the server and its engine have used so far."""
-    total = 0
-    for pid in (server.process.pid, server.engine_pid()):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])  # in user mode, and in the kernel
-    return total / os.sysconf("SC_CLK_TCK")
+    """That all threads of the server and its engine have used so far."""
+    tasks = (task for pid in (server.process.pid, server.engine_pid()) for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-async def load(url: str, seed: int, options: argparse.Namespace) -> int:
-    """Requests of one kind, so many at once; returns the tokens that came."""
-    rng = random.Random(seed)
-    waiting = iter(range(options.num_prompts))
-    tokens = 0
+class Load:
+    """Requests without an end, so many at once.
 
-    async def work(client: Client) -> None:
-        nonlocal tokens
-        for number in waiting:
-            body = {"prompt": rng.choices(range(300, 4000), k=128), "max_tokens": 64, "temperature": 0}
-            body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-            record = await client.send(Call(number, 0.0, msgspec.json.encode(body), 128, 64), time.monotonic())
-            assert not record.error, record.detail
-            tokens += sum(count for _, count in record.events)
+    Attributes:
+        tokens: that have come so far.
+    """
 
-    async with Client(url) as client:
-        await asyncio.gather(*(work(client) for _ in range(options.batch)))
-    return tokens
+    def __init__(self, url: str, at_once: int) -> None:
+        self.tokens = 0
+        self._url, self._at_once = url, at_once
+        self._rng = random.Random(0)
+
+    async def run(self) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60) as client:
+            await asyncio.gather(*(self._ask(client) for _ in range(self._at_once)))
+
+    async def _ask(self, client: httpx.AsyncClient) -> None:
+        while True:
+            prompt = self._rng.choices(range(300, 4000), k=128)
+            length = self._rng.randint(32, 96)  # not all alike, or prompts would come in waves
+            body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                async for piece in answer.aiter_bytes():
+                    self.tokens += piece.count(b'"text":')  # an event for each token, or a few that came together
 
 
-def measure(server: Server, seed: int, options: argparse.Namespace) -> tuple[float, float]:
-    """(output tokens per second, CPU microseconds per output token) of one round."""
-    used, began = cpu_seconds(server), time.perf_counter()
-    tokens = asyncio.run(load(server.url, seed, options))
-    seconds = time.perf_counter() - began
-    return tokens / seconds, 1e6 * (cpu_seconds(server) - used) / tokens
+async def slices(server: Server, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """(throughput, CPU time per token) with all of it on, over the same with all off, for each pair of slices."""
+    load = Load(server.url, options.batch)
+    running = asyncio.create_task(load.run())
+    scraped = time.perf_counter()
+
+    async def measure(how: int) -> tuple[float, float]:
+        nonlocal scraped
+        server.process.send_signal(how)
+        used, tokens, began = cpu_seconds(server), load.tokens, time.perf_counter()
+        if how == ON and began > scraped + SCRAPE_SECONDS / 2:  # half of the time is off
+            scraped = began
+            await asyncio.to_thread(server.get, "/metrics")
+        while time.perf_counter() < began + SLICE or load.tokens < tokens + LEAST:
+            if running.done():
+                await running  # raises what ended it
+            await asyncio.sleep(0.01)
+        seconds, tokens = time.perf_counter() - began, load.tokens - tokens
+        return tokens / seconds, (cpu_seconds(server) - used) / tokens
+
+    await measure(ON)  # what is first has other costs
+    found = []
+    for number in range(options.pairs):
+        order = (ON, OFF) if number % 2 else (OFF, ON)  # what comes second is not always the same
+        got = {how: await measure(how) for how in order}
+        found.append((got[ON][0] / got[OFF][0], got[ON][1] / got[OFF][1]))
+    running.cancel()
+    server.process.send_signal(ON)
+    counted = await asyncio.to_thread(server.metric, "generation_tokens_total")
+    assert 0.3 < counted / load.tokens < 0.7, f"{counted} of {load.tokens} tokens were counted, half of them are right"
+    return found
 
 
 def serve(options: argparse.Namespace) -> None:
-    with observed_or_not(True, options.traces) as on, observed_or_not(False, False) as off, scraped(on.url):
-        for server in (on, off):
-            measure(server, 0, options)  # what is first has other costs
-        speeds, costs = [], []
-        for number in range(1, options.rounds + 1):
-            order = (on, off) if number % 2 else (off, on)  # what comes second is not always the same
-            got = {server: measure(server, number, options) for server in order}
-            speeds.append(got[on][0] / got[off][0])
-            costs.append(got[on][1] / got[off][1])
-            print(
-                f"{number:3}: on {got[on][0]:5.0f} tokens/s {got[on][1]:5.0f} us each, off {got[off][0]:5.0f} tokens/s "
-                f"{got[off][1]:5.0f} us each: {speeds[-1]:.4f} {costs[-1]:.4f}",
-                flush=True,
-            )
-        assert on.metric("generation_tokens_total") > 0 == off.metric("generation_tokens_total"), "it was not measured"
+    with switchable() as server:
+        found = asyncio.run(slices(server, options))
+    speeds, costs = zip(*found, strict=True)
     print(f"throughput on / off: {shown(speeds)} (0.99 or more is wanted)")
     print(f"CPU per token on / off: {shown(costs)}")
 
 
-def shown(ratios: list[float]) -> str:
+def shown(ratios: Sequence[float]) -> str:
     """The median, and an interval that holds the true one in 95 of 100 measurements: between two of the ratios in
     their order, whatever their distribution."""
     ordered, count = sorted(ratios), len(ratios)
@@ -216,11 +229,9 @@ def shown(ratios: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["calls", "serve"])
-    parser.add_argument("--rounds", type=int, default=40, help="of `serve`: pairs")
-    parser.add_argument("--num-prompts", type=int, default=48, help="requests in a round")
-    parser.add_argument("--traces", action="store_true", help="with spans, sent to a receiver in this process")
+    parser.add_argument("--pairs", type=int, default=240, help="of slices, a second each")
     parser.add_argument("--batch", type=int, default=16, help="sequences at once")
-    parser.add_argument("--tokens-per-second", type=float, default=1400, help="of the server, for `calls`")
+    parser.add_argument("--tokens-per-second", type=float, default=3500, help="of the server, for `calls`")
     options = parser.parse_args()
     calls(options) if options.what == "calls" else serve(options)
 

@@ -7,17 +7,21 @@ one of them (`max by (engine)`), never their sum. The others count what went thr
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import nan
+from itertools import accumulate
+from math import inf, nan
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from penstock.core.request import FinishReason
 from penstock.core.wire.engine import EngineStats
@@ -131,6 +135,40 @@ class _ServiceClass:
             self.attainment.set(self._kept / len(self._verdicts))
 
 
+class _Tokens(Collector):
+    """What is counted for every token: without the locks and checks of prometheus-client's own metrics, which several
+    threads may share, and which cost three times as much."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._generated = 0
+        self._intervals = [0] * (len(PER_TOKEN) + 1)  # by bucket, the last for what is above all bounds
+        self._seconds = 0.0
+
+    def together(self, tokens: int) -> None:
+        """So many came, and no time between them means anything."""
+        self._generated += tokens
+
+    def later(self, seconds: float, tokens: int) -> None:
+        """So many came together, this long after the one before them."""
+        if tokens:
+            self._generated += tokens
+            self._intervals[bisect_left(PER_TOKEN, seconds / tokens)] += tokens
+            self._seconds += seconds
+
+    def collect(self) -> Iterable[Family]:
+        generated = CounterMetricFamily(PREFIX + "generation_tokens", "Tokens generated", labels=["model_name"])
+        generated.add_metric([self._model_name], self._generated)
+        yield generated
+        intervals = HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "From one token to the next", labels=["model_name"]
+        )
+        bounds = map(floatToGoString, (*PER_TOKEN, inf))
+        buckets = list(zip(bounds, accumulate(self._intervals), strict=True))
+        intervals.add_metric([self._model_name], buckets, self._seconds)
+        yield intervals
+
+
 class Metrics:
     """Everything that is counted for one served model, in a registry of its own.
 
@@ -182,12 +220,12 @@ class Metrics:
         }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them that were found in a cache")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._tokens = _Tokens(model_name)
+        self.registry.register(self._tokens)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
         self._prediction = self._histogram(
             "predicted_minus_actual_ttft_seconds", "Time to first token: what was predicted, less what came", PREDICTION
         )
-        self._itl = self._histogram("inter_token_latency_seconds", "From one token to the next", PER_TOKEN)
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "A request's mean time per token after its first", PER_TOKEN
         )
@@ -286,7 +324,7 @@ class Metrics:
     def observe_first_token(self, seconds: float) -> None:
         """An output's first token came, this long after the request arrived. Counts one generated token."""
         self._ttft.observe(seconds)
-        self._generation_tokens.inc()
+        self._tokens.together(1)
 
     def observe_prediction(self, predicted: float, actual: float) -> None:
         """Of a sequence's time to first token, in seconds."""
@@ -294,13 +332,11 @@ class Metrics:
 
     def observe_inter_token(self, seconds: float, tokens: int) -> None:
         """`tokens` more came together, this long after the one before them. Counts them as generated."""
-        self._generation_tokens.inc(tokens)
-        for _ in range(tokens):
-            self._itl.observe(seconds / tokens)
+        self._tokens.later(seconds, tokens)
 
     def observe_together(self, tokens: int) -> None:
         """`tokens` more came at once with a first one, and no time between them means anything."""
-        self._generation_tokens.inc(tokens)
+        self._tokens.together(tokens)
 
     def observe_request(self, record: RequestRecord) -> None:
         """A request is over."""
