@@ -15,8 +15,9 @@ from penstock.cli import chat
 from penstock.core.errors import ConfigError, PenstockError, Unavailable
 
 PROGRAM = """
-import argparse, sys
+import argparse, signal, sys
 from penstock.cli import chat
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 parser = argparse.ArgumentParser()
 chat.add_parser(parser.add_subparsers())
 args = parser.parse_args(["chat", *sys.argv[1:]])
