@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Literal, TextIO
 
 import msgspec
 
@@ -14,6 +18,8 @@ Format = Literal["text", "json"]
 
 ONLINE, OFFLINE = SERVICE_CLASSES = ("online", "offline")
 SLO = {True: "met", False: "missed", None: "-"}
+
+MOMENT = 0.1  # seconds that a request's line waits for others
 
 logger = logging.getLogger("penstock.request")
 
@@ -61,15 +67,70 @@ class RequestRecord:
     status: int = 200
 
 
+FIELDS = tuple(each.name for each in fields(RequestRecord))
+
+
 def log_request(record: RequestRecord, format: Format) -> None:
-    """Write the request's line, at level INFO."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
+    """Log the request's line, at level INFO, a moment later: with others that end meanwhile, for each by itself costs
+    several times as much. What ends with the process is logged before."""
+    if logger.isEnabledFor(logging.INFO):
+        _ended.add(time.time(), record, format)
+
+
+def log_ended() -> None:
+    """Log the requests now that have ended."""
+    _ended.log()
+
+
+class _Ended:
+    """Requests whose lines are not logged yet."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[float, RequestRecord, Format]] = deque()
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, at: float, record: RequestRecord, format: Format) -> None:
+        """
+        Args:
+            at: when it ended, seconds since 1970.
+        """
+        self._waiting.append((at, record, format))
+        if not self._some.is_set():
+            self._some.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+            self._thread.start()
+            atexit.register(self.log)
+
+    def log(self) -> None:
+        with contextlib.suppress(IndexError):  # then all are logged
+            while True:
+                at, record, format = self._waiting.popleft()
+                logger.handle(_log_record(at, record, format))
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+
+    def _run(self) -> None:
+        while True:
+            self._some.wait()
+            time.sleep(MOMENT)
+            self._some.clear()
+            self.log()
+
+
+_ended = _Ended()
+
+
+def _log_record(at: float, record: RequestRecord, format: Format) -> logging.LogRecord:
     if format == "json":
-        fields = asdict(record)
-        logger.info("%s", msgspec.json.encode(fields).decode(), extra={"fields": fields})
+        found = {name: getattr(record, name) for name in FIELDS}
+        line, extra = msgspec.json.encode(found).decode(), {"fields": found}
     else:
-        logger.info("%s", _line(record))
+        line, extra = _line(record), None
+    made = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None, extra=extra)
+    made.created, made.msecs = at, at % 1 * 1e3
+    return made
 
 
 def _line(record: RequestRecord) -> str:
@@ -119,6 +180,32 @@ class TextFormatter(logging.Formatter):
         return _timestamp(record)
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes at once what is logged, but requests' lines only when it is flushed, all together."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        at_once = record.name != logger.name
+        if at_once:
+            log_ended()  # the order stays
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+        if at_once:
+            self.flush()
+
+    def flush(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            lines, self._lines = self._lines, []
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                self.stream.write("".join(lines))
+                self.stream.flush()
+
+
 def setup_logging(level: str, format: Format, process: str = "") -> None:
     """Send every logger of the process to standard error, once, in one format.
 
@@ -126,7 +213,7 @@ def setup_logging(level: str, format: Format, process: str = "") -> None:
         level: a name such as "INFO".
         process: its name, where several write to the same place.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

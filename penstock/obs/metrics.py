@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate
 from math import inf, nan
-from typing import Literal, TypeVar
+from operator import attrgetter, lt
+from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -51,6 +53,7 @@ PREDICTION = (  # too early, and too late
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 OUTPUTS = (1, 2, 5, 10, 20)
 ATTAINMENT_OVER = 1000  # requests
+MANY = 1024  # observations that wait to be counted
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 VLLM_PREFIX = "vllm:"
@@ -72,15 +75,71 @@ NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
 TOTALS = ("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle")  # of an engine's life
+totals = attrgetter(*TOTALS)
 
 
 Compat = Literal["none", "vllm"]
 Metric = TypeVar("Metric", Counter, Gauge)
+P = TypeVarTuple("P")
+
+
+def _later(observe: Callable[[Metrics, Unpack[P]], None]) -> Callable[[Metrics, Unpack[P]], None]:
+    """It is noted, and counted with others when there are many or somebody looks. By itself it would cost several
+    times as much: what runs now and then finds nothing that it needs in the processor's caches."""
+
+    @wraps(observe)
+    def note(metrics: Metrics, *args: *P) -> None:
+        notes = metrics._notes
+        notes.append((observe, args))
+        if len(notes) >= MANY:
+            metrics._count()
+
+    return note
+
+
+class _Buckets:
+    """One series of a histogram."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last is of what is above all bounds
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def show(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        bounds = map(floatToGoString, (*self._bounds, inf))
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+
+
+class _Histogram(Collector):
+    """As prometheus-client's own, which has locks and checks and costs several times more: requests and steps are many.
+
+    Args:
+        bounds: upper ones, rising.
+    """
+
+    def __init__(self, name: str, help: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        self._name, self._help, self._labels, self._bounds = name, help, labels, bounds
+        self._series: dict[tuple[str, ...], _Buckets] = {}
+
+    def labels(self, *values: str) -> _Buckets:
+        return self._series.setdefault(values, _Buckets(self._bounds))
+
+    def collect(self) -> Iterable[Family]:
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        for values, buckets in self._series.items():
+            buckets.show(family, values)
+        yield family
 
 
 @dataclass(slots=True)
 class _Engine:
-    """What is counted for one engine, and what it said last."""
+    """What is counted for one engine. What it says after each step is kept, and shown once in a while."""
 
     running: Gauge
     waiting: Gauge
@@ -90,29 +149,36 @@ class _Engine:
     preemptions: Counter
     busy: Counter
     idle: Counter
-    step_tokens: Histogram
     up: Gauge
     lost: Counter
-    last: EngineStats = NO_STATS
+    step_tokens: _Buckets
+    load: EngineStats = NO_STATS
+    said: EngineStats = NO_STATS  # its newest totals
+    _counted: EngineStats = NO_STATS  # up to these
 
     def observe(self, stats: EngineStats, step_tokens: int) -> None:
-        self.show_load(stats)
-        last = self.last
-        if any(getattr(stats, total) < getattr(last, total) for total in TOTALS):
-            last = NO_STATS
-        self.preemptions.inc(stats.preemptions - last.preemptions)
-        self.queries.inc(stats.prefix_queries - last.prefix_queries)
-        self.hits.inc(stats.prefix_hits - last.prefix_hits)
-        self.busy.inc(stats.busy - last.busy)
-        self.idle.inc(stats.idle - last.idle)
-        self.last = stats
+        if any(map(lt, totals(stats), totals(self.said))):
+            self.count()
+            self._counted = NO_STATS
+        self.load = self.said = stats
         if step_tokens:
             self.step_tokens.observe(step_tokens)
 
-    def show_load(self, stats: EngineStats) -> None:
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        self.kv_usage.set(stats.used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+    def show(self) -> None:
+        load = self.load
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
+        self.count()
+
+    def count(self) -> None:
+        said, before = self.said, self._counted
+        self.preemptions.inc(said.preemptions - before.preemptions)
+        self.queries.inc(said.prefix_queries - before.prefix_queries)
+        self.hits.inc(said.prefix_hits - before.prefix_hits)
+        self.busy.inc(said.busy - before.busy)
+        self.idle.inc(said.idle - before.idle)
+        self._counted = said
 
 
 @dataclass(slots=True)
@@ -135,44 +201,29 @@ class _ServiceClass:
             self.attainment.set(self._kept / len(self._verdicts))
 
 
-class _Tokens(Collector):
-    """What is counted for every token: without the locks and checks of prometheus-client's own metrics, which several
-    threads may share, and which cost three times as much."""
+class _Generated(Collector):
+    """The first in its registry: whoever collects it has everything counted that was noted.
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._generated = 0
-        self._intervals = [0] * (len(PER_TOKEN) + 1)  # by bucket, the last for what is above all bounds
-        self._seconds = 0.0
+    Attributes:
+        tokens: so far.
+    """
 
-    def together(self, tokens: int) -> None:
-        """So many came, and no time between them means anything."""
-        self._generated += tokens
-
-    def later(self, seconds: float, tokens: int) -> None:
-        """So many came together, this long after the one before them."""
-        if tokens:
-            self._generated += tokens
-            self._intervals[bisect_left(PER_TOKEN, seconds / tokens)] += tokens
-            self._seconds += seconds
+    def __init__(self, model_name: str, count: Callable[[], None]) -> None:
+        self.tokens = 0
+        self._model_name, self._count = model_name, count
 
     def collect(self) -> Iterable[Family]:
-        generated = CounterMetricFamily(PREFIX + "generation_tokens", "Tokens generated", labels=["model_name"])
-        generated.add_metric([self._model_name], self._generated)
-        yield generated
-        intervals = HistogramMetricFamily(
-            PREFIX + "inter_token_latency_seconds", "From one token to the next", labels=["model_name"]
-        )
-        bounds = map(floatToGoString, (*PER_TOKEN, inf))
-        buckets = list(zip(bounds, accumulate(self._intervals), strict=True))
-        intervals.add_metric([self._model_name], buckets, self._seconds)
-        yield intervals
+        self._count()
+        family = CounterMetricFamily(PREFIX + "generation_tokens", "Tokens generated", labels=["model_name"])
+        family.add_metric([self._model_name], self.tokens)
+        yield family
 
 
 class Metrics:
     """Everything that is counted for one served model, in a registry of its own.
 
-    Labels are looked up once, here, so that what happens per token is an addition.
+    Labels are looked up once, here, so that what happens per token is an addition. What is observed is noted first,
+    and counted when there is much of it or somebody looks.
 
     Args:
         model_name: value of the label `model_name`.
@@ -183,7 +234,11 @@ class Metrics:
     def __init__(self, model_name: str, engines: Iterable[str], compat: Compat = "none") -> None:
         self._model_name = model_name
         self._compat = compat
+        self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.registry = CollectorRegistry()
+        self._engines: dict[str, _Engine] = {}
+        self._generated = _Generated(model_name, self._count)
+        self.registry.register(self._generated)
         running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
         waiting = self._by_engine(Gauge, "num_requests_waiting", WAITING)
         self._queue = waiting.labels(model_name, MASTER)
@@ -195,13 +250,10 @@ class Metrics:
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
         up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
         lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
-        step_tokens = Histogram(
-            PREFIX + "iteration_tokens_total",
-            "Tokens computed in one engine step" + SAME,
-            ENGINE_LABELS,
-            registry=self.registry,
-            buckets=STEP_TOKENS,
+        step_tokens = _Histogram(
+            PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
         )
+        self.registry.register(step_tokens)
         self._engines = {
             name: _Engine(
                 running=running.labels(model_name, name),
@@ -212,20 +264,19 @@ class Metrics:
                 preemptions=preemptions.labels(model_name, name),
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),
-                step_tokens=step_tokens.labels(model_name, name),
                 up=up.labels(model_name, name),
                 lost=lost.labels(model_name, name),
+                step_tokens=step_tokens.labels(model_name, name),
             )
             for name in engines
         }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them that were found in a cache")
-        self._tokens = _Tokens(model_name)
-        self.registry.register(self._tokens)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
         self._prediction = self._histogram(
             "predicted_minus_actual_ttft_seconds", "Time to first token: what was predicted, less what came", PREDICTION
         )
+        self._intervals = self._histogram("inter_token_latency_seconds", "From one token to the next", PER_TOKEN)
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "A request's mean time per token after its first", PER_TOKEN
         )
@@ -291,53 +342,65 @@ class Metrics:
         )
         self._recoveries = {how: recoveries.labels(model_name, how) for how in ("recompute", "fetch")}
 
+    @_later
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Take over an engine's load and totals. A total that went back is an engine that started again."""
         self._engines[engine].observe(stats, step_tokens)
 
+    @_later
     def observe_queue(self, waiting: int) -> None:
         """Sequences that wait at the master."""
         self._queue.set(waiting)
 
+    @_later
     def observe_up(self, engine: str, up: bool) -> None:
         """Whether an engine serves now."""
         self._engines[engine].up.set(up)
 
+    @_later
     def observe_loss(self, engine: str) -> None:
         """An engine that had been ready is gone, and its load with it."""
-        self.observe_up(engine, False)
+        self._engines[engine].up.set(False)
         self._engines[engine].lost.inc()
-        self._engines[engine].show_load(NO_STATS)
+        self._engines[engine].load = NO_STATS
 
+    @_later
     def observe_routing(self, policy: str, reason: str) -> None:
         """A sequence was given a place. `reason` is a class of reasons: labels stay few."""
         self._routing.labels(self._model_name, policy, reason).inc()
 
+    @_later
     def observe_handoff(self) -> None:
         """A sequence goes on in another instance than the one that read its prompt."""
         self._handoffs.inc()
 
+    @_later
     def observe_recovery(self, how: Literal["recompute", "fetch"]) -> None:
         """A sequence that was interrupted goes on, where part of what it had was found, or nothing."""
         self._recoveries[how].inc()
 
+    @_later
     def observe_first_token(self, seconds: float) -> None:
         """An output's first token came, this long after the request arrived. Counts one generated token."""
         self._ttft.observe(seconds)
-        self._tokens.together(1)
+        self._generated.tokens += 1
 
+    @_later
     def observe_prediction(self, predicted: float, actual: float) -> None:
         """Of a sequence's time to first token, in seconds."""
         self._prediction.observe(predicted - actual)
 
     def observe_inter_token(self, seconds: float, tokens: int) -> None:
         """`tokens` more came together, this long after the one before them. Counts them as generated."""
-        self._tokens.later(seconds, tokens)
+        if tokens:
+            self._generated.tokens += tokens
+            self._intervals.observe(seconds / tokens, tokens)
 
     def observe_together(self, tokens: int) -> None:
         """`tokens` more came at once with a first one, and no time between them means anything."""
-        self._tokens.together(tokens)
+        self._generated.tokens += tokens
 
+    @_later
     def observe_request(self, record: RequestRecord) -> None:
         """A request is over."""
         self._prompt_tokens.inc(record.prompt_tokens)
@@ -358,6 +421,7 @@ class Metrics:
         if record.prefill is not None and record.decode is not None:
             self._inference.observe(record.prefill + record.decode)
 
+    @_later
     def observe_http(self, route: str, status: int) -> None:
         """A response was sent. `route` is the route's pattern, never the path: labels stay few."""
         self._http.labels(route, str(status)).inc()
@@ -369,6 +433,13 @@ class Metrics:
             text += generate_latest(_AsVllm(self.registry))
         return text, CONTENT_TYPE_LATEST
 
+    def _count(self) -> None:
+        notes, self._notes = self._notes, []
+        for observe, args in notes:
+            observe(self, *args)
+        for engine in self._engines.values():
+            engine.show()
+
     def _by_engine(self, kind: type[Metric], name: str, help: str) -> Metric:
         return kind(PREFIX + name, help + SAME, ENGINE_LABELS, registry=self.registry)
 
@@ -376,8 +447,9 @@ class Metrics:
         """`name` without `_total`, which the exposition appends."""
         return Counter(PREFIX + name, help, ["model_name"], registry=self.registry).labels(self._model_name)
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> _Buckets:
+        metric = _Histogram(PREFIX + name, help, ["model_name"], bounds)
+        self.registry.register(metric)
         return metric.labels(self._model_name)
 
 

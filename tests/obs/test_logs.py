@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.obs.logs import Format, RequestRecord, log_request, setup_logging
+from penstock.obs.logs import Format, RequestRecord, log_ended, log_request, setup_logging
 
 RECORD = RequestRecord(
     request_id="abc", model="m", instance="e0", prompt_tokens=12, cached_tokens=3, completion_tokens=40,
@@ -27,6 +30,7 @@ def root_logger_as_before() -> Iterator[None]:
 def written(capsys: pytest.CaptureFixture[str], format: Format, record: RequestRecord = RECORD) -> str:
     setup_logging("info", format)
     log_request(record, format)
+    log_ended()
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -52,6 +56,32 @@ def test_json_line_has_the_fields_at_the_top(capsys: pytest.CaptureFixture[str])
     assert line["completion_tokens"] == 40
     assert line["queue"] is None
     assert "message" not in line
+
+
+def test_requests_lines_are_written_a_moment_later_and_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("info", "json")
+    for _ in range(3):
+        log_request(RECORD, "json")
+    lines: list[str] = []
+    deadline = time.monotonic() + 20
+    while len(lines) < 3:
+        assert time.monotonic() < deadline
+        lines += capsys.readouterr().err.splitlines()
+        time.sleep(0.01)
+    log_request(RECORD, "json")
+    logging.getLogger("penstock.x").info("at once, and what waits goes before it")
+    loggers = [json.loads(line)["logger"] for line in capsys.readouterr().err.splitlines()]
+    assert loggers == ["penstock.request", "penstock.x"]
+
+
+def test_no_line_is_lost_at_the_end_of_a_process() -> None:
+    program = (
+        "from penstock.obs.logs import *\n"
+        "setup_logging('info', 'text')\n"
+        "for _ in range(7): log_request(RequestRecord(request_id='a', model='m'), 'text')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr.count("id=a") == len(ended.stderr.splitlines()) == 7
 
 
 def test_other_lines_in_json_keep_message_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
 from penstock.core.wire.master import NoPlace, Placed
 from penstock.kv.keys import extend_keys
+from penstock.obs.logs import log_ended
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.flight import ATTEMPTS, PATIENCE
@@ -360,6 +361,7 @@ def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
 
     async def scenario(frontend, link, clock):
         frontend.submit([1], SamplingParams(), request_id="r", model=model).cancel()
+        log_ended()
         assert f"model={model or 'm'} id=r" in caplog.text
 
     run(tokenizer, scenario)

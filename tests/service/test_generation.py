@@ -14,7 +14,7 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ClientTooSlow, EngineFailure
 from penstock.core.request import FinishReason, Hypothesis, Request, Timing, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.obs.logs import Format
+from penstock.obs.logs import Format, log_ended
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 from penstock.service.checkpoint import DEMO
@@ -58,6 +58,7 @@ def line(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, "penstock.request")
 
     def read() -> dict[str, Any]:
+        log_ended()
         (record,) = caplog.records
         return json.loads(record.message)
 
@@ -96,6 +97,7 @@ def test_what_failed_kept_no_promise_and_what_was_left_has_no_verdict(caplog: py
     owner = Owner()
     begin(owner, 500.0).fail(EngineFailure("gone"))
     begin(owner, 500.0).cancel()
+    log_ended()
     assert [json.loads(record.message)["slo_met"] for record in caplog.records] == [False, None]
 
 
