@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import in_flags
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.garbage import collect_rarely
 from penstock.obs.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def main(settings: dict[str, Any]) -> int:
         ready = introduce(settings, incarnation, built, transport)
         server = stack.enter_context(closing(EngineServer(settings["address"], clock)))
         pulse = Pulse(Path(settings["pulse"]), ready.device)
+        collect_rarely()
         try:
             server.run(
                 built.engine,

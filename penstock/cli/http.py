@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.garbage import collect_rarely
 
 if TYPE_CHECKING:
     import uvicorn
@@ -159,6 +160,7 @@ class Site:
         from penstock.service.flight import PATIENCE
 
         await self.frontend.wait_ready()
+        collect_rarely()
         took = self.frontend.clock.now() - self.began
         self.frontend.traffic.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
         host, port = self.listener.getsockname()[:2]

@@ -28,6 +28,7 @@ import msgspec
 
 from penstock.cli.http import make_master
 from penstock.core.errors import PenstockError
+from penstock.core.garbage import collect_rarely
 from penstock.obs.logs import setup_logging
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.bundles import BUNDLES, Circumstances
@@ -64,6 +65,7 @@ async def serve(settings: dict[str, Any]) -> None:
     policies = BUNDLES[settings["policy"]].make(Circumstances(priorities=priorities))
     pump = make_master(context, endpoints, policies, settings["seed"], flight_recorder=recording)
     pump.start()
+    collect_rarely()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))
