@@ -28,7 +28,8 @@ f32x16 read(const char* from, int64_t bytes) {
 template <class Step>
 void repeat(int64_t times, Step step) {
     parallel_for(threads(), [&](int) {
-        f32x16 sums[16] = {};
+        f32x16 sums[16];  // all different, or a compiler computes one for all
+        for (int j = 0; j < 16; j++) sums[j] = splat(static_cast<float>(j));
         for (int64_t i = 0; i < times; i++)
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) sums[j] = step(sums[j]);
