@@ -17,9 +17,7 @@ constexpr int64_t ENOUGH = 1 << 14;  // elements that a thread handles in the ti
 template <class E>
 f32x16 rounded(f32x16 x) {
     if constexpr (sizeof(E) == 4) return x;
-    E held[LANES];
-    store(held, x);
-    return load(held);
+    return widen(narrow(x));
 }
 
 // f(d, lanes) for every sixteen elements of a row, the last of which may be fewer.

@@ -69,6 +69,25 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
+// As `narrow`; instructions for it also take what is below 2^-126 for zero.
+inline u16x16 narrow(f32x16 x) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<u16x16>(_mm512_cvtneps_pbh(x));
+#else
+    const u32x16 bits = reinterpret_cast<u32x16>(x);
+    const u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const u32x16 nan = reinterpret_cast<u32x16>((bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector((nan & (bits >> 16 | 64)) | (~nan & rounded), u16x16);
+#endif
+}
+inline f32x16 widen(u16x16 x) {
+#if defined(__AVX512F__)
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x)), 16));
+#else
+    return reinterpret_cast<f32x16>(__builtin_convertvector(x, u32x16) << 16);
+#endif
+}
+
 // Loads and stores need no alignment. `count` < 16 fills the rest with zeros, and leaves memory behind it alone.
 inline f32x16 load(const float* from) {
     f32x16 x;
@@ -78,7 +97,7 @@ inline f32x16 load(const float* from) {
 inline f32x16 load(const bf16* from) {
     u16x16 x;
     std::memcpy(&x, from, sizeof x);
-    return reinterpret_cast<f32x16>(__builtin_convertvector(x, u32x16) << 16);
+    return widen(x);
 }
 template <class T>
 inline f32x16 load(const T* from, int count) {
@@ -89,10 +108,7 @@ inline f32x16 load(const T* from, int count) {
 
 inline void store(float* to, f32x16 x) { std::memcpy(to, &x, sizeof x); }
 inline void store(bf16* to, f32x16 x) {
-    const u32x16 bits = reinterpret_cast<u32x16>(x);
-    const u32x16 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const u32x16 nan = reinterpret_cast<u32x16>((bits & 0x7fffffff) > 0x7f800000);
-    const u16x16 y = __builtin_convertvector((nan & (bits >> 16 | 64)) | (~nan & rounded), u16x16);
+    const u16x16 y = narrow(x);
     std::memcpy(to, &y, sizeof y);
 }
 template <class T>
