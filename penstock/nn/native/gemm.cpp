@@ -160,11 +160,13 @@ struct Product {
     Out* out;
     int64_t out_stride;
 
-    // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last).
-    void operator()(int64_t row, int64_t rows, int64_t first, int64_t last) const {
-        const Line* end = weight.lines + last * GROUPS * steps_of(weight);
+    // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last). `begins`: nobody has asked for the first
+    // panel's lines. Those up to panel `until` are asked for here: whoever does this is likely to go on with them.
+    void operator()(int64_t row, int64_t rows, int64_t first, int64_t last, bool begins, int64_t until) const {
+        const Line* end = weight.lines + until * GROUPS * steps_of(weight);
         const Tiles warm(rows, false), cold(rows, true);
-        for (int64_t panel = first; panel < last; panel++) one(row, panel, panel == first ? cold : warm, warm, end);
+        for (int64_t panel = first; panel < last; panel++)
+            one(row, panel, begins && panel == first ? cold : warm, warm, end);
     }
 
     // How tiles share rows, and of each step's lines of the next block those that they ask for.
@@ -250,12 +252,16 @@ void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows,
     const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = steps * GROUPS;
     const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const int64_t block = blocks ? ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS : 0;
-    int64_t per_task = std::max<int64_t>(1, std::min(TASK / lines, panels * blocks / (8 * threads())));
-    if (panels * lines * rows <= ALONE) per_task = panels;
-    const int64_t chunks = (panels + per_task - 1) / per_task;
-    parallel_for(chunks * blocks, [&](int task) {
-        const int64_t row = task / chunks * block, first = task % chunks * per_task;
-        if (row < rows) product(row, std::min(block, rows - row), first, std::min(panels, first + per_task));
+    // Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
+    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
+    const int64_t range = (panels + ranges - 1) / ranges;
+    const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks / 8));
+    const int64_t chunks = (range + per_task - 1) / per_task;
+    parallel_for(chunks * ranges * blocks, [&](int task) {
+        const int64_t row = task / (chunks * ranges) * block, chunk = task % (chunks * ranges) / ranges;
+        const int64_t from = task % ranges * range, until = std::min(panels, from + range);
+        const int64_t first = from + chunk * per_task, last = std::min(until, first + per_task);
+        if (row < rows && first < last) product(row, std::min(block, rows - row), first, last, chunk == 0, until);
     });
 }
 
