@@ -53,9 +53,10 @@ class Runner:
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()
+        kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         hidden = self.model(batch, self.cache.slots)
         wrong = set(_not_finite(hidden))
-        steps = list(zip(plan.sequences, batch.rows, strict=True))
+        steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [(s, rows) for s, rows in steps if s.sample]
         result = StepResult([], [])
         if sampled:
@@ -92,6 +93,13 @@ class Runner:
             wrong |= {first + i for i in _not_finite(logits)}
             found += score(logits, targets, top)
         return found
+
+
+def _wanted(step: SequenceStep, rows: range) -> range:
+    """Those of a sequence's rows of which more than K and V is needed."""
+    if step.targets or step.branches is not None:
+        return rows
+    return rows[-1:] if step.sample or step.candidates else rows[:0]
 
 
 def _not_finite(rows: Tensor) -> list[int]:

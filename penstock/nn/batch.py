@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -148,6 +149,7 @@ class Batch:
         tokens, positions: [rows] int64.
         slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong.
         rows: per sequence, its rows of the batch.
+        kept: [kept] int64, rising: the rows whose result is wanted; None when those are all.
         spans: of the sequences whose context is one stretch of positions, in the order of the batch.
         branches: of the others.
         scratch: for ops; by default the batch's own.
@@ -164,6 +166,7 @@ class Batch:
         positions: list[int] = []
         slot_blocks: list[int] = []
         self.rows: list[range] = []
+        self.kept: Tensor | None = None
         self.spans: list[Span] = []
         self.branches: list[BranchSpan] = []
         self.scratch = scratch or Scratch()
@@ -187,6 +190,21 @@ class Batch:
         for span in self.branches:
             rows, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
             self.slot_blocks[rows], self.slot_offsets[rows] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
+
+    def keep(self, wanted: Sequence[range]) -> list[range]:
+        """Of the other rows only K and V are needed: once the last layer has stored these, they are left out.
+
+        Args:
+            wanted: per sequence, some of its rows.
+
+        Returns:
+            Where these are among the rows of the result.
+        """
+        kept = [row for rows in wanted for row in rows]
+        if len(kept) < len(self.tokens):
+            self.kept = torch.tensor(kept, dtype=torch.int64, device=self.tokens.device)
+        ends = accumulate(map(len, wanted))
+        return [range(end - len(rows), end) for rows, end in zip(wanted, ends, strict=True)]
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:

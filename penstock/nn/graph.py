@@ -69,6 +69,8 @@ class _Rows(ctypes.Structure):
         ("offsets", _POINTER),
         ("cos", _POINTER),
         ("sin", _POINTER),
+        ("kept_count", _NUMBER),
+        ("kept", _POINTER),
     )
 
 
@@ -125,7 +127,7 @@ class FullGraph:
 
     def __call__(self, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
         """As `Decoder.forward`."""
-        count = len(batch.tokens)
+        count, kept = len(batch.tokens), batch.kept
         spans, ids = batch.places
         cos, sin = (x.contiguous() for x in rotation)
         *strides, element = cache.stride()
@@ -135,6 +137,8 @@ class FullGraph:
         rows = _Rows(
             count,
             *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets, cos, sin)),
+            0 if kept is None else len(kept),
+            None if kept is None else kept.data_ptr(),
         )
         scratch = batch.scratch.take("step", (count, self._width), self._dtype, cache.device)
         out = torch.empty(count, self._hidden, dtype=self._dtype)
@@ -149,7 +153,7 @@ class FullGraph:
             scratch.data_ptr(),
             out.data_ptr(),
         )
-        return out
+        return out if kept is None else out[: len(kept)]
 
 
 def _layers(model: Decoder) -> list[Layer]:

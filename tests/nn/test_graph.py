@@ -68,6 +68,44 @@ def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_rows_that_nobody_wants_change_nothing_for_the_others(checkpoint, mode):
+    model = load_model(checkpoint, CPU, torch.bfloat16)
+    model.graph_mode = mode
+    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
+
+    def step(*wanted: range) -> tuple[torch.Tensor, torch.Tensor, list[range]]:
+        cache.slots.zero_()
+        lengths = (20, 1, 33)
+        steps = [
+            SequenceStep(
+                str(i),
+                0,
+                list(range(1, n + 1)),
+                tuple(range(3 * i, 3 * i + 3))[: -(-n // BLOCK_TOKENS)],
+                True,
+                SamplingParams(),
+                0,
+            )
+            for i, n in enumerate(lengths)
+        ]
+        batch = Batch(steps, CPU)
+        places = batch.keep(wanted) if wanted else []
+        return model(batch, cache.slots), cache.slots.clone(), places
+
+    whole, stored, _ = step()
+    for wanted in [(range(19, 20), range(20, 21), range(21, 54)), (range(19, 20), range(20, 20), range(53, 54))]:
+        found, also_stored, places = step(*wanted)
+        assert [len(rows) for rows in places] == [len(rows) for rows in wanted]
+        for rows, place in zip(wanted, places, strict=True):
+            assert torch.equal(found[place.start : place.stop], whole[rows.start : rows.stop])
+        assert torch.equal(stored, also_stored)
+    nothing, also_stored, _ = step(range(0), range(20, 20), range(21, 21))
+    assert nothing.shape == (0, model.config.hidden_size)
+    assert torch.equal(stored, also_stored)
+
+
+@torch.inference_mode()
 def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
     pytest.importorskip("transformers")
     directory = write_checkpoint(tmp_path, "qwen3")

@@ -24,11 +24,19 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: Batch,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(what to add, residual stream) of the layer before -> of this one."""
+        """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
         x, residual = self.input_layernorm.after(x, residual)
         x = self.self_attn(x, rotation, cache, batch)
+        if kept is not None:
+            x, residual = x[kept], residual[kept]
         x, residual = self.post_attention_layernorm.after(x, residual)
         return self.mlp(x), residual
 
@@ -98,7 +106,7 @@ class Decoder(nn.Module):
             cache: [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim].
 
         Returns:
-            [rows, hidden], normed.
+            [rows, hidden], normed; of `batch.kept`, where only those are wanted.
         """
         if self._rotation is None:
             self._rotation = Rotation(self.config, self.dtype, self.device)
@@ -110,7 +118,8 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
-            x, residual = layer(x, residual, rotation, cache[:, i], batch)
+            kept = batch.kept if i == self.config.num_layers - 1 else None
+            x, residual = layer(x, residual, rotation, cache[:, i], batch, kept)
         return self.model.norm.after(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

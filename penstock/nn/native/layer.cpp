@@ -28,9 +28,16 @@ void embed(const Decoder& decoder, const Rows& rows, T* out) {
         std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + rows.tokens[r] * width, width * sizeof(T));
 }
 
+// Moves rows to the front.
+template <class T>
+void keep(const Rows& rows, T* x, int64_t width) {
+    for (int64_t i = 0; i < rows.kept_count; i++) std::memmove(x + i * width, x + rows.kept[i] * width, width * sizeof(T));
+}
+
 template <class T>
 void compute(const Decoder& decoder, const Rows& rows, const AttentionBatch& batch, T* scratch, T* out) {
-    const int64_t count = rows.rows, hidden = decoder.hidden;
+    const int64_t hidden = decoder.hidden;
+    int64_t count = rows.rows;
     const Cache& cache = batch.cache;
     T *x = out, *residual = scratch, *wide = residual + count * hidden;
     embed(decoder, rows, x);
@@ -46,6 +53,11 @@ void compute(const Decoder& decoder, const Rows& rows, const AttentionBatch& bat
         qkv_to_cache(cache, i, qkv, layer.qkv.outs, batch.heads, layer.q_norm, layer.k_norm, decoder.eps, rows.cos,
                      rows.sin, rows.blocks, rows.offsets, count);
         attention(batch, i, qkv, layer.qkv.outs, heads, decoder.scale, layer.window);
+        if (rows.kept && i == decoder.count - 1) {
+            keep(rows, heads, layer.o.ins);
+            keep(rows, residual, hidden);
+            count = rows.kept_count;
+        }
         project(layer.o, heads, count, x);
         normed(layer.post_norm);
         T *gate_up = wide, *gated = gate_up + count * layer.gate_up.outs;

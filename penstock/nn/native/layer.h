@@ -32,17 +32,20 @@ struct Decoder {
     float eps, scale;
 };
 
-// The rows of a step: [rows] tokens and where their k and v belong, [rows, dim / 2] cos and sin.
+// The rows of a step: [rows] tokens and where their k and v belong, [rows, dim / 2] cos and sin; and which of them are
+// wanted, [kept], rising, or null for all.
 struct Rows {
     int64_t rows;
     const int64_t *tokens, *blocks, *offsets;
     const void *cos, *sin;
+    int64_t kept_count;
+    const int64_t* kept;
 };
 
 // Elements of scratch that a row needs.
 int64_t scratch_width(const Decoder& decoder);
 
-// out [rows, hidden], after the last norm.
+// out [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any use.
 void step(const Decoder& decoder, const Rows& rows, const AttentionBatch& batch, void* scratch, void* out);
 
 }  // namespace penstock
