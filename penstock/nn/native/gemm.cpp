@@ -20,7 +20,8 @@ constexpr int ROWS = 6, GROUPS = 4;
 constexpr int ROWS = 3, GROUPS = 2;
 #endif
 constexpr int PANEL = GROUPS * LANES;
-constexpr int64_t FEW_STEPS = 256 / GROUPS;    // 16 KiB of lines
+constexpr int64_t FEW_STEPS = 128 / GROUPS;    // 8 KiB of lines, for two tiles
+constexpr int64_t SOME_STEPS = 512 / GROUPS;   // 32 KiB
 constexpr int64_t MANY_STEPS = 4096 / GROUPS;  // 256 KiB, which second caches have room for
 constexpr int64_t MANY_TILES = 8;
 constexpr int64_t ROWS_AT_ONCE = 32 * ROWS;
@@ -197,7 +198,10 @@ struct Product {
         const int64_t steps = steps_of(weight);
         int64_t groups;
         const Line* lines = group_of(weight, panel * GROUPS, &groups);
-        const int64_t most = tiles.count == 1 ? steps : tiles.count < MANY_TILES ? FEW_STEPS : MANY_STEPS;
+        const int64_t most = tiles.count == 1            ? steps
+                             : tiles.count == 2          ? FEW_STEPS
+                             : tiles.count < MANY_TILES ? SOME_STEPS
+                                                        : MANY_STEPS;
         const int64_t blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
         for (int64_t from = 0; from < steps; from += block) {
             const int64_t count = std::min(block, steps - from);
