@@ -48,9 +48,9 @@ ENGINE_OPTIONS = (
     ),
     Option(
         "graph-mode",
-        one_of("auto", "eager", "full"),
+        one_of("auto", "eager", "partial", "full"),
         "auto",
-        "how a step is computed: op by op, or as one call; auto is full where there are kernels for it",
+        "how a step is computed: op by op, in two calls a layer, or as one call; auto takes the last that can be",
     ),
     Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -22,7 +23,7 @@ from penstock.engine.runner import Runner
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.nn.config import DTYPES
-from penstock.nn.graph import MODES, obstacle
+from penstock.nn.graph import MODES, Mode, obstacle
 from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
@@ -55,7 +56,7 @@ class EngineOptions:
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
         scheduling_policy: a name in `sched.local.PACING`.
-        graph_mode: "eager", "full" or "auto", how a step is computed (nn/graph.py); "auto" is "full" where it can be.
+        graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
         async_scheduling: whether the next step is scheduled while one runs (sched/local/ahead.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
@@ -119,8 +120,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
-    if options.graph_mode == "full" and (reason := obstacle(model)) is not None:
-        raise ConfigError(f"graph-mode: 'full' is not to be had, {reason}", "graph-mode")
+    mode = options.graph_mode
+    if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
+        raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
     budget = _step_budget(options, model_len)
     if model.device.type == "cuda":

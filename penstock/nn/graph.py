@@ -1,10 +1,13 @@
-"""A step as one call: all layers chained in C++ (native/layer.h), bit for bit what the ops compute one by one."""
+"""A step as one call, or as two for each layer: ops chained in C++ (native/layer.h), bit for bit what they compute one
+by one. That is what a graph is for on a CPU, where a step costs little besides its kernels but dispatching them. It is
+captured once for every shape: nothing in it depends on how many rows there are.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import addressof
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +22,13 @@ from penstock.nn.packed import PackedWeight, Weight
 if TYPE_CHECKING:
     from penstock.nn.models.decoder import Decoder, Layer
 
-MODES = ("auto", "eager", "full")
-CHAINED = [
-    OPS[name] for name in ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "attention", "silu_mul")
-]
-KERNELS = [(op, op.backend("native").function) for op in CHAINED]
+Mode = Literal["eager", "partial", "full"]
+MODES = ("auto", *get_args(Mode))
+SIMPLE = ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "silu_mul")
+CHAINED = {
+    mode: [(OPS[name], OPS[name].backend("native").function) for name in names]
+    for mode, names in {"partial": SIMPLE, "full": (*SIMPLE, "attention")}.items()
+}
 
 
 _POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -74,17 +79,27 @@ class _Rows(ctypes.Structure):
     )
 
 
-def obstacle(model: Decoder) -> str | None:
-    """Why a model's steps cannot be one call here, or None."""
+def obstacle(model: Decoder, mode: Mode) -> str | None:
+    """Why a model's steps cannot be computed so here, or None."""
+    if mode == "eager":
+        return None
     if (reason := native.missing()) is not None:
         return reason
     if not isinstance(_layers(model)[0].mlp.down_proj.weight, PackedWeight):
         return f"there are no kernels for {str(model.dtype).removeprefix('torch.')} on {model.device.type}"
-    other = [op.name for op, kernel in KERNELS if op.on("cpu") is not kernel]
+    other = [op.name for op, kernel in CHAINED[mode] if op.on("cpu") is not kernel]
     return f"{', '.join(other)} computed by other backends" if other else None
 
 
-class FullGraph:
+def choose(model: Decoder, batch: Batch) -> Mode:
+    """How a step is computed: as asked for, where it can be, and else by the next that can."""
+    asked = "full" if model.graph_mode == "auto" else model.graph_mode
+    if asked == "full" and not batch.branches and obstacle(model, "full") is None:
+        return "full"
+    return "partial" if asked != "eager" and obstacle(model, "partial") is None else "eager"
+
+
+class Graph:
     """Where a model's weights are, in the order in which a step reads them. They must not move afterwards."""
 
     def __init__(self, model: Decoder) -> None:
@@ -120,15 +135,18 @@ class FullGraph:
         self._dtype = model.dtype
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
-        self._step = native.function("penstock_step", "pppnppnpp")
+        self._attend = [layer.self_attn.attend for layer in layers]
+        self._step = native.function("penstock_step", "pppnpppnp")
+        self._until, self._after = (
+            native.function(f"penstock_{part}_attention", "pppnppn") for part in ("until", "after")
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of the model has other weights, and describes them when it needs to."""
 
-    def __call__(self, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
-        """As `Decoder.forward`."""
+    def __call__(self, mode: Mode, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+        """As `Decoder.forward`. `mode`: "full"; or "partial", all but attention."""
         count, kept = len(batch.tokens), batch.kept
-        spans, ids = batch.places
         cos, sin = (x.contiguous() for x in rotation)
         *strides, element = cache.stride()
         assert element == 1, cache.stride()
@@ -140,20 +158,29 @@ class FullGraph:
             0 if kept is None else len(kept),
             None if kept is None else kept.data_ptr(),
         )
-        scratch = batch.scratch.take("step", (count, self._width), self._dtype, cache.device)
+        scratch = batch.scratch.take("step", (count * self._width,), self._dtype, cache.device)
         out = torch.empty(count, self._hidden, dtype=self._dtype)
-        self._step(
-            addressof(self._decoder),
-            addressof(rows),
-            spans.data_ptr(),
-            len(spans),
-            ids.data_ptr(),
-            addressof(described),
-            self._heads,
-            scratch.data_ptr(),
-            out.data_ptr(),
-        )
+        step = (addressof(self._decoder), addressof(rows), addressof(described), self._heads)
+        places = (scratch.data_ptr(), out.data_ptr())
+        if mode == "full":
+            spans, ids = batch.places
+            self._step(*step, *places, spans.data_ptr(), len(spans), ids.data_ptr())
+        else:
+            self._by_layers(step, places, batch, cache, scratch[count * self._hidden :])
         return out if kept is None else out[: len(kept)]
+
+    def _by_layers(
+        self, step: tuple[Any, ...], places: tuple[int, int], batch: Batch, cache: Tensor, wide: Tensor
+    ) -> None:
+        count, dim = len(batch.tokens), cache.shape[5]
+        for i, layer in enumerate(self._layers):
+            self._until(*step, *places, i)
+            qkv, heads = wide.split_with_sizes(
+                [count * layer.qkv.outs, count * layer.o.ins, len(wide) - count * (layer.qkv.outs + layer.o.ins)]
+            )[:2]
+            q = qkv.view(count, -1, dim)[:, : self._heads]
+            heads.view(count, self._heads, dim)[:] = self._attend[i](q, cache[:, i], batch)
+            self._after(*step, *places, i)
 
 
 def _layers(model: Decoder) -> list[Layer]:

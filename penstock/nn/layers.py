@@ -98,11 +98,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotation, cache, batch)
+        return self.o_proj(self.attend(q, cache, batch).flatten(1))
+
+    def attend(self, q: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+        """[rows, heads, dim], rotated, over what the cache has -> the same shape."""
         heads = ops.attention(q, cache, batch, self.scale, self.window)
         for span in batch.branches:
             rows = slice(span.row, span.row + span.rows)
             heads[rows] = ops.branch_attention(q[rows], cache, span, self.scale, self.window, batch.scratch)
-        return self.o_proj(heads.flatten(1))
+        return heads
 
 
 class GatedMLP(nn.Module):

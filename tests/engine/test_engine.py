@@ -297,7 +297,7 @@ def test_a_checkpoint_is_known_by_what_is_in_it(checkpoint, tmp_path):
         ({"step_time_limit_ms": -1.0}, "step-time-limit-ms: -1.0, allowed is"),
         ({"kv_address_mode": "flat"}, "kv-address-mode: 'flat', allowed are auto, contiguous, table"),
         ({"kv_layout": "head"}, "kv-layout: 'head', allowed are auto, block, token"),
-        ({"graph_mode": "some"}, "graph-mode: 'some', allowed are auto, eager, full"),
+        ({"graph_mode": "some"}, "graph-mode: 'some', allowed are auto, eager, partial, full"),
         ({"graph_mode": "full", "dtype": "float16"}, "graph-mode: 'full' is not to be had, "),
         ({"device": "tpu"}, "device: 'tpu', allowed are cpu, cuda"),
         ({"device": "cuda:9"}, "device: 'cuda:9', this machine has"),

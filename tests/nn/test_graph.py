@@ -1,16 +1,17 @@
 """A step as one call computes what its ops compute one by one, to the bit."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import KVCache, make_layout
 from penstock.nn import native
 from penstock.nn.batch import Batch
-from penstock.nn.graph import obstacle
+from penstock.nn.graph import choose, obstacle
 from penstock.nn.loader import load_model
 from penstock.nn.ops import OPS
 from tests.helpers.checkpoints import write_checkpoint
@@ -50,14 +51,14 @@ def run(model, mode: str, order: str, consecutive: bool, together: bool = True) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
     model = load_model(checkpoint, CPU, dtype)
-    assert obstacle(model) is None
+    assert obstacle(model, "full") is None
     expected = run(model, "eager", "block", consecutive=False)
     assert model._graph is None
     assert expected[0].isfinite().all()
     for threads in (1, 2):
         native.set_threads(threads)
-        for order, consecutive in (("block", False), ("block", True), ("token", True)):
-            found = run(model, "full", order, consecutive)
+        for mode, order, consecutive in product(("full", "partial"), ("block", "token"), (False, True)):
+            found = run(model, mode, order, consecutive)
             assert model._graph is not None
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b)
@@ -68,7 +69,7 @@ def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("mode", ["eager", "full"])
+@pytest.mark.parametrize("mode", ["eager", "partial", "full"])
 def test_rows_that_nobody_wants_change_nothing_for_the_others(checkpoint, mode):
     model = load_model(checkpoint, CPU, torch.bfloat16)
     model.graph_mode = mode
@@ -110,13 +111,18 @@ def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
     pytest.importorskip("transformers")
     directory = write_checkpoint(tmp_path, "qwen3")
     half = load_model(directory, CPU, torch.float16)
-    assert obstacle(half) == "there are no kernels for float16 on cpu"
+    assert obstacle(half, "full") == obstacle(half, "partial") == "there are no kernels for float16 on cpu"
     assert run(half, "auto", "block", consecutive=True)[0].isfinite().all()
     model = load_model(directory, CPU)
     with OPS["attention"].using("reference"):
-        assert obstacle(model) == "attention computed by other backends"
+        assert obstacle(model, "full") == "attention computed by other backends"
         run(model, "auto", "block", consecutive=True)
-        assert model._graph is None
+        assert model._graph is not None, "the rest is still two calls a layer"
+    other = load_model(directory, CPU)
+    with OPS["silu_mul"].using("reference"):
+        assert obstacle(other, "partial") == "silu_mul computed by other backends"
+        run(other, "auto", "block", consecutive=True)
+        assert other._graph is None
 
 
 @torch.inference_mode()
@@ -130,3 +136,21 @@ def test_a_copy_computes_with_its_own_weights(tmp_path):
     assert not torch.equal(changed, before)
     assert torch.equal(changed, run(other, "eager", "block", consecutive=True)[0])
     assert torch.equal(run(model, "full", "block", consecutive=True)[0], before)
+
+
+@torch.inference_mode()
+def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
+    model = load_model(checkpoint, CPU, torch.bfloat16)
+    prompt = SequenceStep("0", 0, list(range(1, 34)), (0, 1, 2), True, SamplingParams(), 0)
+    beams = SequenceStep(
+        "0", 33, [5, 6], (0, 1, 2), False, SamplingParams(), 0, candidates=2, branches=Branches([[], []], 2, (3,))
+    )
+    found = {}
+    for mode in ("eager", "auto", "full"):
+        model.graph_mode = mode
+        cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
+        cache.slots.zero_()
+        found[mode] = [model(Batch([step], CPU), cache.slots) for step in (prompt, beams)]
+        assert (choose(model, Batch([beams], CPU)) == "partial") == (mode != "eager")
+    for mode in ("auto", "full"):
+        assert all(map(torch.equal, found[mode], found["eager"]))

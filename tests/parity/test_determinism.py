@@ -64,7 +64,8 @@ PROMPT = prompt(200, 1)
 
 ADDRESSED = list(product(("contiguous", "table"), ("block", "token")))
 AHEAD = ("ahead", "in-turn")
-ON_KERNELS = [(*a, "short", ahead, graph) for a, ahead, graph in product(ADDRESSED, AHEAD, ("auto", "eager"))]
+GRAPHS = ("auto", "partial", "eager")
+ON_KERNELS = [(*a, "short", ahead, graph) for a, ahead, graph in product(ADDRESSED, AHEAD, GRAPHS)]
 ON_TORCH = [(*a, length, ahead, "auto") for a, length, ahead in product(ADDRESSED, ("short", "long"), AHEAD)]
 CASES = [
     *product([*ARCHITECTURES, *(f"{name}:bfloat16" for name in ELSEWHERE)], [DEFAULT], VARIANTS),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
-from penstock.nn.graph import FullGraph, obstacle
+from penstock.nn.graph import Graph, choose
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
 from penstock.nn.packed import PackedWeight, Weight
 
@@ -53,8 +53,8 @@ class Decoder(nn.Module):
     """Base of every dense architecture; a subclass says how to read its config.json.
 
     Attributes:
-        graph_mode: "eager" computes op by op, "full" a step as one call, "auto" that wherever it can be (nn/graph.py).
-            The result is the same, to the bit.
+        graph_mode: "eager" computes op by op, "full" a step as one call, "partial" in two calls a layer all of it but
+            attention, "auto" as one call where it can be (nn/graph.py). The result is the same, to the bit.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
         self.graph_mode = "auto"
         self._rotation: Rotation | None = None
-        self._graph: FullGraph | None = None
+        self._graph: Graph | None = None
 
     def pack(self) -> None:
         """Hold what products read in the kernels' layout; what weights held is gone."""
@@ -111,10 +111,9 @@ class Decoder(nn.Module):
         if self._rotation is None:
             self._rotation = Rotation(self.config, self.dtype, self.device)
         rotation = self._rotation(batch.positions)
-        if self.graph_mode != "eager" and not batch.branches and obstacle(self) is None:
-            if self._graph is None:
-                self._graph = FullGraph(self)
-            return self._graph(batch, rotation, cache)
+        if (mode := choose(self, batch)) != "eager":
+            self._graph = self._graph or Graph(self)
+            return self._graph(mode, batch, rotation, cache)
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):

@@ -34,38 +34,60 @@ void keep(const Rows& rows, T* x, int64_t width) {
     for (int64_t i = 0; i < rows.kept_count; i++) std::memmove(x + i * width, x + rows.kept[i] * width, width * sizeof(T));
 }
 
+// A step up to where it is. Of scratch, the residual stream comes first; then for a while [rows, qkv.outs] q, k and v and
+// [rows, o.ins] what attention makes of them, or what the gated layer has.
 template <class T>
-void compute(const Decoder& decoder, const Rows& rows, const AttentionBatch& batch, T* scratch, T* out) {
-    const int64_t hidden = decoder.hidden;
-    int64_t count = rows.rows;
-    const Cache& cache = batch.cache;
-    T *x = out, *residual = scratch, *wide = residual + count * hidden;
-    embed(decoder, rows, x);
-    std::fill_n(residual, count * hidden, T{});
-    const auto normed = [&](const void* weight) {
-        add_rms_norm(IS_BF16<T>, x, residual, weight, decoder.eps, x, residual, count, hidden);
-    };
-    for (int64_t i = 0; i < decoder.count; i++) {
+struct Progress {
+    const Decoder& decoder;
+    const Rows& rows;
+    T *residual, *x;  // [rows, hidden]
+
+    Progress(const Decoder& decoder, const Rows& rows, void* scratch, void* out)
+        : decoder(decoder), rows(rows), residual(static_cast<T*>(scratch)), x(static_cast<T*>(out)) {}
+
+    T* qkv() const { return residual + rows.rows * decoder.hidden; }
+    T* heads(const Layer& layer) const { return qkv() + rows.rows * layer.qkv.outs; }
+
+    void normed(const void* weight, int64_t count) const {
+        add_rms_norm(IS_BF16<T>, x, residual, weight, decoder.eps, x, residual, count, decoder.hidden);
+    }
+
+    void until_attention(int64_t i, const Cache& cache, int64_t query_heads) const {
         const Layer& layer = decoder.layers[i];
-        normed(layer.input_norm);
-        T *qkv = wide, *heads = qkv + count * layer.qkv.outs;
-        project(layer.qkv, x, count, qkv);
-        qkv_to_cache(cache, i, qkv, layer.qkv.outs, batch.heads, layer.q_norm, layer.k_norm, decoder.eps, rows.cos,
-                     rows.sin, rows.blocks, rows.offsets, count);
-        attention(batch, i, qkv, layer.qkv.outs, heads, decoder.scale, layer.window);
-        if (rows.kept && i == decoder.count - 1) {
-            keep(rows, heads, layer.o.ins);
-            keep(rows, residual, hidden);
-            count = rows.kept_count;
+        if (i == 0) {
+            embed(decoder, rows, x);
+            std::fill_n(residual, rows.rows * decoder.hidden, T{});
         }
-        project(layer.o, heads, count, x);
-        normed(layer.post_norm);
-        T *gate_up = wide, *gated = gate_up + count * layer.gate_up.outs;
+        normed(layer.input_norm, rows.rows);
+        project(layer.qkv, x, rows.rows, qkv());
+        qkv_to_cache(cache, i, qkv(), layer.qkv.outs, query_heads, layer.q_norm, layer.k_norm, decoder.eps, rows.cos,
+                     rows.sin, rows.blocks, rows.offsets, rows.rows);
+    }
+
+    void after_attention(int64_t i) const {
+        const Layer& layer = decoder.layers[i];
+        const bool last = i == decoder.count - 1;
+        const int64_t count = last && rows.kept ? rows.kept_count : rows.rows;
+        if (last && rows.kept) {
+            keep(rows, heads(layer), layer.o.ins);
+            keep(rows, residual, decoder.hidden);
+        }
+        project(layer.o, heads(layer), count, x);
+        normed(layer.post_norm, count);
+        T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
         silu_mul(IS_BF16<T>, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
         project(layer.down, gated, count, x);
+        if (last) normed(decoder.norm, count);
     }
-    normed(decoder.norm);
+};
+
+template <class F>
+void with_type(const Cache& cache, F&& f) {
+    if (cache.is_bf16)
+        f(bf16{});
+    else
+        f(float{});
 }
 
 }  // namespace
@@ -79,14 +101,6 @@ int64_t scratch_width(const Decoder& decoder) {
     return decoder.hidden + widest;
 }
 
-void step(const Decoder& decoder, const Rows& rows, const AttentionBatch& batch, void* scratch, void* out) {
-    if (batch.cache.is_bf16) {
-        compute(decoder, rows, batch, static_cast<bf16*>(scratch), static_cast<bf16*>(out));
-    } else {
-        compute(decoder, rows, batch, static_cast<float*>(scratch), static_cast<float*>(out));
-    }
-}
-
 }  // namespace penstock
 
 extern "C" {
@@ -95,8 +109,31 @@ using namespace penstock;
 
 int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*decoder); }
 
-void penstock_step(const Decoder* decoder, const Rows* rows, const Span* spans, int64_t count, const int64_t* ids,
-                   const Cache* cache, int64_t heads, void* scratch, void* out) {
-    step(*decoder, *rows, {spans, count, ids, *cache, heads}, scratch, out);
+void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch, void* out,
+                   const Span* spans, int64_t count, const int64_t* ids) {
+    const AttentionBatch batch{spans, count, ids, *cache, heads};
+    with_type(*cache, [&](auto type) {
+        const Progress<decltype(type)> step(*decoder, *rows, scratch, out);
+        for (int64_t i = 0; i < decoder->count; i++) {
+            const Layer& layer = decoder->layers[i];
+            step.until_attention(i, *cache, heads);
+            attention(batch, i, step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
+            step.after_attention(i);
+        }
+    });
+}
+
+void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
+                              void* out, int64_t layer) {
+    with_type(*cache, [&](auto type) {
+        Progress<decltype(type)>(*decoder, *rows, scratch, out).until_attention(layer, *cache, heads);
+    });
+}
+
+void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t, void* scratch,
+                              void* out, int64_t layer) {
+    with_type(*cache, [&](auto type) {
+        Progress<decltype(type)>(*decoder, *rows, scratch, out).after_attention(layer);
+    });
 }
 }
