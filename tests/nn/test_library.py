@@ -34,7 +34,7 @@ def test_an_operator_is_the_op(name, dtype):
     args = given(dtype)[name]
     operator = getattr(torch.ops.penstock, name)
     torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
-    compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, backend="eager")
+    compiled = torch.compile(operator, fullgraph=True, backend="eager")
     torch._dynamo.reset()  # what it traced of the others counts towards its limit
     if name == "packed_linear":
         x, lines, outs, bias = args
