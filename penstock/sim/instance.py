@@ -156,6 +156,7 @@ class Instance:
         """It dies: nothing more comes of it. Returns what frontends have by then, for their clients had every token as
         soon as it was drawn."""
         self.alive = False
+        self.intake.handoffs = None  # they know each other: nobody else holds them, and they are to go at once
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
             done = self._stride.done(now)

@@ -1,10 +1,12 @@
 """Whole simulations: reproducible, complete, and right where they can be computed by hand."""
 
+import gc
 import json
 from itertools import accumulate
 
 import pytest
 
+from penstock.sched.local import Scheduler
 from penstock.sim.result import request_rows
 from penstock.workload.requests import WorkRequest
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
@@ -180,6 +182,20 @@ def test_an_answer_that_was_interrupted_pauses_as_long_as_can_be_computed_by_han
     rest = sum(steps[had:])
     # the loss is noticed; to the master and back, to the engine, and the last token back
     assert record.ended == pytest.approx(1.0 + 0.01 + 4 * net + again + rest, rel=1e-6)
+
+
+def test_lives_that_are_over_leave_nothing_for_the_collector_of_cycles():
+    scenario = read(WORKLOAD, SPLIT, FAILURE)
+    gc.collect()
+    gc.disable()
+    try:
+        _, cluster = run(scenario)
+        schedulers = [known for known in gc.get_objects() if type(known) is Scheduler]
+    finally:
+        gc.enable()
+    alive = [place.instance.scheduler for place in cluster.places.values() if place.instance is not None]
+    assert len(alive) == 3
+    assert {id(s) for s in schedulers} == {id(s) for s in alive}
 
 
 def test_failed_instances_come_back():
