@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec.structs import replace
+
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Peer, Pool, Ready, Snapshot
 from penstock.sched.cluster.base import Demand, InstanceLoad, Key
@@ -183,10 +185,14 @@ class Life:
 
     def hear(self, now: float, snapshot: Snapshot) -> None:
         """It tells its load: what is left of the prompts is known better now."""
-        if self.snapshot is None or snapshot.factors != self.snapshot.factors:
-            self._times = None
-        self.snapshot, self.heard = snapshot, now
+        before, self.snapshot, self.heard = self.snapshot, snapshot, now
+        self.touched.add(self.name)  # it may have been silent
+        early = max(self._free_at, self._idle_at) > now  # it has read what it had before that was predicted
+        if before is not None and not self.prompts and not early and _alike(before, snapshot):
+            return  # nothing that policies see
         self.changed()
+        if before is None or snapshot.factors != before.factors:
+            self._times = None
         if not self.prompts:
             self._free_at, self._idle_at = min(self._free_at, now), min(self._idle_at, now)
             return
@@ -263,6 +269,11 @@ def _take(counter: Counter[float], value: float) -> None:
     counter[value] -= 1
     if not counter[value]:
         del counter[value]
+
+
+def _alike(one: Snapshot, other: Snapshot) -> bool:
+    """Whether they tell the same load."""
+    return one == replace(other, sequence=one.sequence)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -26,10 +26,10 @@ class Random(Protocol):
     def random(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # one for all that changes, and a frozen one takes four times as long to make
 class InstanceLoad:
-    """One instance that may be given work, with everything that was sent to it already counted. A view: `peers` and
-    `unlinked` change with the cluster.
+    """One instance that may be given work, with everything that was sent to it already counted. It does not change. A
+    view: `peers` and `unlinked` change with the cluster.
 
     Attributes:
         pool: which work it is meant for now. One of "decode" that still reads prompts, or one of "prefill" on which

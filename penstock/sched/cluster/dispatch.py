@@ -32,8 +32,8 @@ class Comparison(Protocol):
 
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
-    ) -> tuple[str, Mapping[str, float]]:
-        """The chosen candidate's name, and every candidate's cost; there is at least one candidate."""
+    ) -> tuple[InstanceLoad, Mapping[str, float]]:
+        """The chosen candidate, and every candidate's cost; there is at least one candidate."""
 
 
 class Immediate:
@@ -59,19 +59,20 @@ class Immediate:
         readers = [i for i in able if i.pool != "decode"]
         prefill, prefill_costs = self._comparison.choose("prefill", demand, readers or able, rng)
         costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
-        chosen = next(i for i in able if i.name == prefill)
-        takers = [i for i in able if i.name in chosen.peers and hands_over(chosen.pool, i.pool)]
+        takers: list[InstanceLoad] = []
+        if prefill.peers:
+            takers = [i for i in able if i.name in prefill.peers and hands_over(prefill.pool, i.pool)]
         decode = None
         if takers:
-            staying = [chosen] if chosen.pool == "any" else []
-            name, costs["decode"] = self._comparison.choose("decode", demand, [*staying, *takers], rng)
-            decode = name if name != prefill else None
+            staying = [prefill] if prefill.pool == "any" else []
+            home, costs["decode"] = self._comparison.choose("decode", demand, [*staying, *takers], rng)
+            decode = home.name if home is not prefill else None
         return Decision(
             key=demand.key,
-            prefill=prefill,
+            prefill=prefill.name,
             decode=decode,
             policy=self.name,
-            reason=why(chosen, decode),
+            reason=why(prefill, decode),
             costs=costs,
         )
 

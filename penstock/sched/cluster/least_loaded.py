@@ -15,10 +15,9 @@ class LeastLoaded:
 
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
-    ) -> tuple[str, Mapping[str, float]]:
-        costs = [float(c.pending_tokens + c.held_tokens) for c in candidates]
-        least = min(costs)
-        lightest = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
-        fewest = min(c.requests for c in lightest)
-        chosen = rng.choice([c.name for c in lightest if c.requests == fewest])
-        return chosen, {c.name: cost for c, cost in zip(candidates, costs, strict=True)}
+    ) -> tuple[InstanceLoad, Mapping[str, float]]:
+        costs = {c.name: float(c.pending_tokens + c.held_tokens) for c in candidates}
+        least = min(costs.values())
+        lightest = [c for c, cost in zip(candidates, costs.values(), strict=True) if cost == least]
+        fewest = min([c.requests for c in lightest])
+        return rng.choice([c for c in lightest if c.requests == fewest]), costs

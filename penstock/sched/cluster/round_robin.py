@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from penstock.sched.cluster.base import Demand, InstanceLoad, Random, Stage
 
@@ -17,9 +18,9 @@ class RoundRobin:
 
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
-    ) -> tuple[str, Mapping[str, float]]:
-        names = sorted(candidate.name for candidate in candidates)
+    ) -> tuple[InstanceLoad, Mapping[str, float]]:
+        ordered = sorted(candidates, key=attrgetter("name"))
         last = self._last.get(stage, "")
-        turns = [n for n in names if n > last] + [n for n in names if n <= last]
-        self._last[stage] = turns[0]
-        return turns[0], {name: float(turn) for turn, name in enumerate(turns)}
+        turns = [c for c in ordered if c.name > last] + [c for c in ordered if c.name <= last]
+        self._last[stage] = turns[0].name
+        return turns[0], {c.name: float(turn) for turn, c in enumerate(turns)}
