@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import CacheDelta, Command, Event, Link, Peer, Pool, Ready, Refused, Snapshot
@@ -44,8 +44,7 @@ MASTER_TICK = 0.1  # seconds between a master's looks at the clock
 WATCH = 0.01  # seconds after which a broken connection is noticed
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """An instance at a moment; `pool` is None while it is down."""
 
     pool: Pool | None
@@ -176,7 +175,7 @@ class Cluster:
             self.timeline.add([Due(self._requests[0].at, Priority.ARRIVAL, partial(self._arrive, 0))])
         for failure in self._scenario.failures:
             self.timeline.add([Due(failure.at, Priority.FAULT, partial(self._fail, failure))])
-        self.timeline.run(lambda: stopped or self.over)
+        self.timeline.run(lambda: stopped or not self._left)
         for place in self.places.values():
             self._close_account(place, self.timeline.now)
 

@@ -54,7 +54,8 @@ class Timeline:
 
     def run(self, over: Callable[[], bool]) -> None:
         """Let everything happen until `over` says so, which is asked after every event, or nothing is left."""
-        while self._heap and not over():
-            self.now, _, _, act = heappop(self._heap)
+        heap = self._heap
+        while heap and not over():
+            self.now, _, _, act = heappop(heap)
             self.happened += 1
             self.add(act(self.now))

@@ -33,6 +33,7 @@ from penstock.core.wire.engine import (
     Ready,
     Refused,
     SetPool,
+    Snapshot,
     Unlink,
 )
 from penstock.core.wire.handoff import PeerMessage, Push
@@ -131,7 +132,8 @@ class Instance:
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = self._deltas = 0
-        self._snapshot = snapshot(self.intake)
+        self._load: Snapshot | None = None  # as it is now; None when it may have changed
+        self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
 
     @property
@@ -224,6 +226,7 @@ class Instance:
     # --- steps
 
     def _begin(self, now: float) -> None:
+        self._load = None
         plan = self.scheduler.schedule(now)
         if not plan.sequences:
             return  # no room: until a message or a deadline makes some
@@ -254,6 +257,7 @@ class Instance:
 
     def _record(self, now: float, stride: Stride) -> None:
         """Tell everybody of the steps that are over."""
+        self._load = None
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
         self.busy += now - began
@@ -306,7 +310,7 @@ class Instance:
 
     def _pulse(self, now: float) -> None:
         if self.handoffs.busy and now >= self._ticked_at + self._tick_every:
-            self._ticked_at = now
+            self._ticked_at, self._load = now, None
             self.handoffs.tick(now)
         if now >= self._looked_at + self._heartbeat and (self._changed or now >= self._told_at + IDLE_HEARTBEAT):
             self._tell_master(now)
@@ -315,11 +319,12 @@ class Instance:
         """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
         in the cache."""
         self._looked_at, self._changed = now, False
-        seen = snapshot(self.intake)
-        if seen != self._snapshot or now >= self._told_at + IDLE_HEARTBEAT:
-            self._snapshot, self._told_at = seen, now
+        if self._load is None:
+            self._load = snapshot(self.intake)
+        if self._load != self._told or now >= self._told_at + IDLE_HEARTBEAT:
+            self._told, self._told_at = self._load, now
             self._snapshots += 1
-            self._news.append(self._post.to_master(now, self.name, replace(seen, sequence=self._snapshots)))
+            self._news.append(self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots)))
         added, removed = self.scheduler.pool.take_changes()
         if added or removed:
             self._deltas += 1
@@ -338,7 +343,7 @@ class Instance:
     def _read(self, now: float) -> None:
         if not self._inbox:
             return
-        self._changed = True
+        self._changed, self._load = True, None
         letters, self._inbox = self._inbox, []
         for letter in letters:
             match letter:

@@ -48,16 +48,21 @@ class Pace:
             most: steps.
         """
         ends: list[float] = []
-        step_ms, kv_ms = self._step_ms(sequences), self._kv_ms
+        step_ms, kv_ms, seconds = self._step_ms(sequences), self._kv_ms, self._seconds
         while now < until and len(ends) < most:
-            kv_tokens += sequences
-            now += self._noisy(step_ms + kv_ms * kv_tokens)
-            ends.append(now)
+            before = len(ends)
+            for luck in self._lucks(most - before):
+                kv_tokens += sequences
+                now += (step_ms + kv_ms * kv_tokens) * seconds * luck
+                ends.append(now)
+                if now >= until:
+                    break
+            self._used += len(ends) - before
         return ends
 
     def give_back(self, steps: int) -> None:
         """So many of the last steps were not taken after all."""
-        self._used -= steps if self._noise else 0
+        self._used -= steps
         assert self._used >= 0
 
     def _step_ms(self, sequences: int) -> float:
@@ -68,12 +73,19 @@ class Pace:
         return ms
 
     def _noisy(self, ms: float) -> float:
-        if not self._noise:
-            return ms * self._seconds
-        if self._used == len(self._drawn):
-            mean = -(self._noise**2) / 2
-            self._drawn = self._drawn[-KEPT:] + self._rng.lognormal(mean, self._noise, DRAWN_AT_ONCE).tolist()
-            self._used = len(self._drawn) - DRAWN_AT_ONCE
-        factor = self._drawn[self._used]
+        (luck,) = self._lucks(1)
         self._used += 1
-        return ms * self._seconds * factor
+        return ms * self._seconds * luck
+
+    def _lucks(self, most: int) -> list[float]:
+        """Factors of the next steps, at least one and as many as are drawn."""
+        if self._used == len(self._drawn):
+            self._drawn = self._drawn[-KEPT:] + self._draw()
+            self._used = len(self._drawn) - DRAWN_AT_ONCE
+        return self._drawn[self._used : self._used + most]
+
+    def _draw(self) -> list[float]:
+        if not self._noise:
+            return [1.0] * DRAWN_AT_ONCE
+        drawn: list[float] = self._rng.lognormal(-(self._noise**2) / 2, self._noise, DRAWN_AT_ONCE).tolist()
+        return drawn

@@ -134,16 +134,19 @@ class Recent:
         """
         prefills, decodes, kv_tokens, rows = plan.work
         learner, learned = self.learner, False
+        last, interval = self._last_step, self.interval_ms
         for i, end in enumerate(ends, after):
             took = end - began
-            if self._last_step is not None and decodes:
+            if last is not None and decodes:
                 # from the end of one step to the end of the next, or what the step took after a pause
-                self.interval_ms = _mean(self.interval_ms, min(end - self._last_step, 2 * took) * 1e3)
+                gap = end - last if end - last < 2 * took else 2 * took
+                interval = _mean(interval, gap * 1e3)
             if learner is not None and end >= self._learn_at:
                 self._learn_at = end + (CHECK_EVERY if learner.settled else LEARN_EVERY)
                 learner.observe(prefills, decodes, kv_tokens + i * decodes, rows, took * 1e3)
                 learned = True
-            self._last_step = began = end
+            last = began = end
+        self._last_step, self.interval_ms = last, interval
         if learner is not None and learned:
             self.factors = learner.factors
         return learned
