@@ -14,6 +14,7 @@ from hashlib import blake2b
 from penstock.core.plan import BLOCK_TOKENS
 
 KEY_BYTES = 16
+_BLOCK_BYTES = BLOCK_TOKENS * array("I").itemsize
 
 
 def root_key(*parts: str) -> bytes:
@@ -32,14 +33,13 @@ def salted(root: bytes, salt: str) -> bytes:
     return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"penstock.salt").digest()
 
 
-def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Key of the block that holds `tokens` (exactly one block of them) after the block named `parent`."""
-    assert len(tokens) == BLOCK_TOKENS
-    return blake2b(parent + array("I", tokens).tobytes(), digest_size=KEY_BYTES).digest()
-
-
 def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], full_blocks: int) -> None:
     """Append the keys that are missing until `keys` names the first `full_blocks` blocks of `tokens`."""
-    for i in range(len(keys), full_blocks):
-        parent = keys[i - 1] if i else root
-        keys.append(block_key(parent, tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]))
+    if len(keys) >= full_blocks:
+        return
+    assert len(tokens) >= full_blocks * BLOCK_TOKENS
+    data = array("I", tokens[len(keys) * BLOCK_TOKENS : full_blocks * BLOCK_TOKENS]).tobytes()
+    key = keys[-1] if keys else root
+    for start in range(0, len(data), _BLOCK_BYTES):
+        key = blake2b(key + data[start : start + _BLOCK_BYTES], digest_size=KEY_BYTES).digest()
+        keys.append(key)

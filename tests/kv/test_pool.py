@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.keys import KEY_BYTES, block_key, extend_keys, root_key
+from penstock.kv.keys import KEY_BYTES, extend_keys, root_key
 from penstock.kv.pool import BlockPool
 
 
@@ -15,7 +15,10 @@ def test_a_key_names_everything_before_it():
     extend_keys(keys_ab, root_key("m"), a + b, 2)
     extend_keys(keys_bb, root_key("m"), b + b, 2)
     assert keys_ab[1] != keys_bb[1]
-    assert keys_ab[0] == block_key(root_key("m"), a)
+    one_by_one: list[bytes] = []
+    extend_keys(one_by_one, root_key("m"), a, 1)
+    extend_keys(one_by_one, root_key("m"), a + b, 2)
+    assert one_by_one == keys_ab
     assert len(set(keys_ab + keys_bb)) == 4
     assert {len(k) for k in keys_ab} == {KEY_BYTES}
 
