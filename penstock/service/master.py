@@ -127,7 +127,7 @@ class Master:
 
     Attributes:
         joined: what it tells a frontend that makes itself known.
-        index: who has which prefix.
+        index: who has which prefix, for policies that look at that; empty for others.
         wake: when `tick` is to be called although nothing has happened; inf for never.
     """
 
@@ -210,7 +210,9 @@ class Master:
                 return self._leave(name, message)
             case Snapshot() if life is not None and event.incarnation == life.peer.incarnation:
                 return self._on_snapshot(now, life, event)
-            case CacheDelta() if life is not None and event.incarnation == life.peer.incarnation:
+            case CacheDelta() if (
+                self.joined.wants_keys and life is not None and event.incarnation == life.peer.incarnation
+            ):
                 if not self.index.apply(name, event) and now - life.asked >= ASK_AGAIN:
                     life.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
