@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class BlockSource(Protocol):
@@ -31,8 +30,7 @@ class BlockSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """A block that became findable."""
 
     block: int

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.core.wire.engine import Command, Event, Pool
 from penstock.core.wire.master import FrontendMessage, MasterMessage
 from penstock.service.instances import LinkLost
 
 
-@dataclass(frozen=True, slots=True)
-class FromEngine:
+class FromEngine(NamedTuple):
     name: str
     event: Event | LinkLost
 
 
-@dataclass(frozen=True, slots=True)
-class FromFrontend:
+class FromFrontend(NamedTuple):
     name: str
     message: FrontendMessage
 
 
-@dataclass(frozen=True, slots=True)
-class ToEngine:
+class ToEngine(NamedTuple):
     name: str
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
-class ToFrontend:
+class ToFrontend(NamedTuple):
     name: str
     message: MasterMessage
 

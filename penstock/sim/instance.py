@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -52,8 +52,7 @@ IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
 TICKS = 20  # of the hand-offs, in a lease
 
 
-@dataclass(frozen=True, slots=True)
-class FromFrontend:
+class FromFrontend(NamedTuple):
     frontend: str
     command: Command
 
@@ -69,8 +68,7 @@ class PeerLost:
 Letter = FromFrontend | Command | PeerArrival | PeerLost  # a bare command is the master's
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What requests of one frontend got; a `StepReport` without the load, which nobody reads here."""
 
     incarnation: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
@@ -30,8 +30,7 @@ class Transport:
     lease: float
 
 
-@dataclass(frozen=True, slots=True)
-class PeerArrival:
+class PeerArrival(NamedTuple):
     """What a peer sent; see `sched.local.handoff.Arrival`."""
 
     peer: Peer
