@@ -50,10 +50,9 @@ class BlockPool:
         self._free = list(blocks)[::-1]  # a stack: the block used last is the warmest
         self._holders = dict.fromkeys(self._free, 0)  # every block that is ours
         self._transfers: dict[int, int] = {}
-        self._key: dict[int, bytes] = {}
+        self._named: dict[int, Published] = {}  # every block with a key
         self._block: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction; a dict's first is slow to find
-        self._parent: dict[int, bytes] = {}  # block with a key -> its parent's key
         self._offered: set[int] = set()
         self._spent: list[int] = []
         self._source = source
@@ -102,7 +101,8 @@ class BlockPool:
 
     def agrees(self, block: int, key: bytes) -> bool:
         """Whether a block of ours may hold what `key` names: it has that key, or none yet."""
-        return self._key.get(block, key) == key
+        named = self._named.get(block)
+        return named is None or named.key == key
 
     def idle(self, block: int) -> bool:
         return block in self._idle
@@ -171,25 +171,27 @@ class BlockPool:
         known = self._block.get(key)
         if known == block:  # another sequence that got the same block handed over was quicker
             return block
-        assert block not in self._key
+        assert block not in self._named
         if known is not None:
             self.hold([known])
             self.release([block])
             return known
-        self._name(block, key, parent)
+        self._name(Published(block, key, parent))
         return block
 
     def restore(self, inherited: Iterable[Published]) -> None:
         """At start-up: free blocks become idle and findable, children given before their parents."""
         for published in inherited:
             if published.key not in self._block:
-                self._name(published.block, published.key, published.parent)
+                self._name(published)
                 self._idle[published.block] = None
         assert self._idle.keys() <= set(self._free)
         self._free = [block for block in self._free if block not in self._idle]
 
     def take_changes(self) -> tuple[list[Published], list[bytes]]:
         """What became findable since the last call, and the keys that no longer are."""
+        if not (self._added or self._removed):
+            return [], []
         changes = list(self._added.values()), list(self._removed)
         self._added, self._removed = {}, set()
         return changes
@@ -207,7 +209,7 @@ class BlockPool:
         """A held block without key was exchanged for another instance's; the holder now holds that one."""
         assert theirs not in self._holders
         assert self._holders[mine] == 1
-        assert mine not in self._key
+        assert mine not in self._named
         assert mine not in self._transfers
         del self._holders[mine]
         self._offered.discard(mine)
@@ -234,24 +236,23 @@ class BlockPool:
     def _let_go(self, block: int) -> None:
         if self._is_held(block):
             return
-        if block in self._key:
+        if block in self._named:
             self._idle[block] = None
         elif block in self._offered:
             self._spent.append(block)
         else:
             self._free.append(block)
 
-    def _name(self, block: int, key: bytes, parent: bytes) -> None:
-        self._key[block] = key
+    def _name(self, published: Published) -> None:
+        block, key, _ = published
+        self._named[block] = self._added[key] = published
         self._block[key] = block
-        self._parent[block] = parent
-        self._added[key] = Published(block, key, parent)
         self._removed.discard(key)
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        key = self._key.pop(block)
-        del self._block[key], self._parent[block]
+        key = self._named.pop(block).key
+        del self._block[key]
         if self._added.pop(key, None) is None:
             self._removed.add(key)
         return block
@@ -303,14 +304,15 @@ class BlockPool:
         assert len(free) + len(idle) + len(spent) + len(held) == self.num_blocks, "a block is in two places"
         assert min(self._holders.values()) >= 0
         assert all(t > 0 for t in self._transfers.values())
-        assert self._block.items() == {k: b for b, k in self._key.items()}.items()
-        assert self._key.keys().isdisjoint(free | spent)
-        assert idle <= self._key.keys()
+        assert self._block == {named.key: block for block, named in self._named.items()}
+        assert all(named.block == block for block, named in self._named.items())
+        assert self._named.keys().isdisjoint(free | spent)
+        assert idle <= self._named.keys()
         assert spent <= self._offered, "a block that nobody else knows is given back"
         assert not free & self._offered, "a block that somebody else may read would be reused"
         assert self._offered <= self._holders.keys()
         place = {block: i for i, block in enumerate(self._idle)}
-        for block, parent_key in self._parent.items():
+        for block, _, parent_key in self._named.values():
             parent = self._block.get(parent_key)
             if parent is None or block in self._offered:
                 continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
