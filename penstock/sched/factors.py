@@ -35,16 +35,16 @@ LEAST_OUTLIER = 0.5  # and so far off, as a share of its predicted time, it has 
 BELIEVED = 8  # accidents in a row are none
 WINDOW = 256  # steps
 SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
+PARTS = ("gemm", "lm_head", "prefill_attention", "decode_attention")
 NAMES = (
     "overhead",
     "collectives",
-    *(
-        f"{part}:{bound}"
-        for part in ("gemm", "lm_head", "prefill_attention", "decode_attention")
-        for bound in ("compute", "memory")
-    ),
+    *(f"{part}:{bound}" for part in PARTS for bound in ("compute", "memory")),
 )
 _INDEX = MappingProxyType({name: i for i, name in enumerate(NAMES)})
+_PLACES = MappingProxyType(  # of a part's two factors
+    {part: (_INDEX[f"{part}:compute"], _INDEX[f"{part}:memory"]) for part in PARTS}
+)
 _LOW, _HIGH = np.array([OVERHEAD_BOUNDS if name == "overhead" else BOUNDS for name in NAMES]).T
 
 
@@ -169,7 +169,7 @@ class FactorLearner:
 
 def _bound(name: str, part: Roofline, values: Sequence[float]) -> tuple[int, float]:
     """Which of a part's bounds holds with these factors, and the time that this one is multiplied with."""
-    compute, memory = _INDEX[f"{name}:compute"], _INDEX[f"{name}:memory"]
+    compute, memory = _PLACES[name]
     if values[compute] * part.compute_ms > values[memory] * part.memory_ms:
         return compute, part.compute_ms
     return memory, part.memory_ms
