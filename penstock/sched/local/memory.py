@@ -83,9 +83,9 @@ class Memory:
         """Blocks that these still need for the tokens they have."""
         promised = 0
         for s in sequences:
-            missing = s.demand - len(s.blocks)
-            if missing > 0:
-                promised += missing
+            have = len(s.blocks)
+            if len(s.tokens) > have * BLOCK_TOKENS or s.branching:  # most have all they need
+                promised += max(0, s.demand - have)
         return promised
 
     def publish(self, sequence: Sequence) -> None:

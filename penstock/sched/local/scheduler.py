@@ -238,7 +238,7 @@ class Scheduler:
         standing = standing_of(request)
         # those who wait here already come first
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
-        offline = [] if request.offline else [s for s in self._running if s.offline]
+        offline = (s for s in self._running if s.offline and not request.offline)
         victims = self._victims(missing + ahead, hit, offline)
         if victims is None or (victims and self._flights.hold_back()):
             return None
@@ -471,7 +471,7 @@ class Scheduler:
         # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
         # together would starve each other
         standing = sequence.standing
-        lower = [s for s in self._running if s.rank[:2] > standing]
+        lower = (s for s in self._running if s.standing > standing)
         victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None or (victims and self._flights.hold_back()):
             return False
@@ -494,7 +494,7 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
-    def _victims(self, missing: int, hit: list[int], lower: list[Sequence], rows: int = 1) -> list[Sequence] | None:
+    def _victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
         """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
 
         Args:
@@ -502,13 +502,14 @@ class Scheduler:
             rows: places that it takes.
         """
         needed = missing + sum(map(self.pool.idle, hit))
-        lower.sort(key=_rank)
         victims: list[Sequence] = []
-        while not self._fits_without(victims, needed, hit, rows):
-            if not lower:
-                return None
-            victims.append(lower.pop())
-        return victims
+        if self._fits_without(victims, needed, hit, rows):
+            return victims
+        for victim in sorted(lower, key=_rank, reverse=True):
+            victims.append(victim)
+            if self._fits_without(victims, needed, hit, rows):
+                return victims
+        return None
 
     def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
         if self._crowd() - sum([v.rows for v in victims]) + rows > self.limits.max_sequences:
