@@ -230,7 +230,8 @@ class Instance:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
         self.intake.recent.started(plan, now)
-        repeats = self._strides and all(self.intake.owner(s.request_id).silent for s in plan.sequences)
+        alike = self._strides and not plan.work.prefills  # the steps after it may be
+        repeats = alike and all(self.intake.owner(s.request_id).silent for s in plan.sequences)
         until = self._next_pulse() if repeats else now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
 
@@ -269,11 +270,12 @@ class Instance:
         self.intake.recent.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
-        tokens = []
-        for s in plan.sequences:
-            if s.sample:
-                generated = s.start + len(s.tokens) - s.prompt_tokens
-                tokens.append(STOP if generated + 1 == self._lengths[s.request_id] else own_token(s.seed))
+        lengths = self._lengths
+        tokens = [
+            STOP if s.start + len(s.tokens) + 1 == s.prompt_tokens + lengths[s.request_id] else own_token(s.seed)
+            for s in plan.sequences
+            if s.sample
+        ]
         return StepResult(tokens, [None] * len(tokens))
 
     def _report(self, now: float, outputs: Iterable[TokenOutput]) -> None:
