@@ -28,6 +28,7 @@ NAMES = [
     "hfx-single",
     "roles-azure-code",
     "roles-azure-conv",
+    "thousand-azure-conv",
 ]
 
 
@@ -45,7 +46,7 @@ def test_every_scenario_that_is_kept_can_be_read(path):
         if path.stem.startswith("hfx"):
             assert count <= (8 if scenario.scaling is None else scenario.scaling.most)
         elif not layout.startswith("prefill-"):
-            assert count == 8, layout
+            assert count == (1000 if path.stem.startswith("thousand") else 8), layout
 
 
 def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
