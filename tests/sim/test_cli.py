@@ -201,7 +201,11 @@ def spoiled(document, **changes):
         (lambda d: spoiled(d, vary="offline"), [], "has vary 'offline', and this 'online'"),
         (lambda d: spoiled(d, tolerance=0.05), [], "has tolerance 0.05, and this 0.025"),
         (lambda d: spoiled(d, policies={"hfx": d["policies"]["round_robin"]}), [], "has hfx, and none of round_robin"),
-        (lambda d: json.dumps(d).replace("reused_tokens", "old"), [], "was written by another version"),
+        (
+            lambda d: json.dumps(d).replace("reused_tokens", "old"),
+            [],
+            "was written by another version, which reported other figures",
+        ),
         (json.dumps, ["--seed", "4"], "has the first seed 0, and this 4"),
         (lambda d: spoiled(d, rates=[]), [], "has a search True, and this False"),
     ],
