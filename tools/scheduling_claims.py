@@ -1,4 +1,7 @@
-"""What papers claim, and what was measured beside it, for docs/scheduling.md. What was not measured is None."""
+"""What papers claim, and what was measured beside it, for docs/scheduling.md. What was not measured is None.
+
+Whatever is compared is compared over the seeds that all of it was measured with.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from penstock.sim.svg import short
 from tools.scheduling_results import Measured, Results
 
-Here = Callable[[Results], "str | None"]
+Here = Callable[[Results], "tuple[str, int] | None"]  # what was measured, and with how many seeds
 
 LEAST_KEPT = 0.05  # a baseline that keeps less is beyond comparison: anything is many times that
 DECODERS = 4  # beside the prompt machines that are counted
@@ -56,55 +59,71 @@ def found_rate(scenario: str, policy: str, *others: str) -> Here:
     """What a search makes great, against the best of the others, all of which must have been measured. "NAME@*" is the
     best of a policy's layouts of the scenario's own devices, of those that were measured."""
 
-    def here(results: Results) -> str | None:
+    def here(results: Results) -> tuple[str, int] | None:
         measured = results.search(scenario)
         if measured is None:
             return None
-        ours = _best(results, measured, policy)
-        theirs = [_best(results, measured, other) for other in others]
+        layouts = {each: _layouts(results, measured, each) for each in (policy, *others)}
+        same = measured.together([variant for variants in layouts.values() for variant in variants])
+        best = {each: _best(same, variants) for each, variants in layouts.items()}
+        theirs = [best[other] for other in others]
+        ours = best[policy]
         if ours is None or None in theirs:
             return None
         name, figure = max((each for each in theirs if each is not None), key=lambda each: each[1])
         which = f" of `{name}`" if len(others) > 1 or "@*" in others[0] else ""
         mine = f" (`{ours[0]}`)" if "@*" in policy else ""
-        return f"{times(ours[1], figure)}: {short(ours[1])}{mine} against {short(figure)}{which}"
+        return f"{times(ours[1], figure)}: {short(ours[1])}{mine} against {short(figure)}{which}", len(same.seeds(name))
 
     return here
 
 
-def _best(results: Results, measured: Measured, wanted: str) -> tuple[str, float] | None:
-    """(variant, figure)."""
+def _layouts(results: Results, measured: Measured, wanted: str) -> list[str]:
+    """Variants."""
     policy, _, layout = wanted.partition("@")
-    variants = results.alike(measured, policy, policy) if layout == "*" else [wanted]
+    return results.alike(measured, policy, policy) if layout == "*" else [wanted]
+
+
+def _best(measured: Measured, variants: Sequence[str]) -> tuple[str, float] | None:
+    """(variant, figure)."""
     figures = [(variant, figure) for variant in variants if (figure := measured.figure(variant))]
     return max(figures, key=lambda each: each[1], default=None)
 
 
 def most_kept(scenario: str, policy: str, other: str) -> Here:
-    """The greatest ratio of attainments at any of the rates."""
+    """The greatest ratio of attainments at any of the rates; and the least, if the other one is better there."""
 
-    def here(results: Results) -> str | None:
+    def here(results: Results) -> tuple[str, int] | None:
         pairs = list(_pairs(results, scenario, policy, other, "attainment"))
         known = [pair for pair in pairs if pair[2] >= LEAST_KEPT]
         if not known:
             return None
-        rate, ours, theirs = max(known, key=lambda pair: pair[1] / pair[2])
+        low, high = (pick(known, key=lambda pair: pair[1] / pair[2]) for pick in (min, max))
+        shown = [high, low] if low[1] < low[2] and low is not high else [high]
+        told = [
+            f"{times(ours, theirs)} at {short(r)}/s: {ours:.1%} against {theirs:.1%}" for r, ours, theirs, _ in shown
+        ]
         few = f"{len(pairs) - len(known)} of {len(pairs)} rates"
         beyond = f" (left out: {few}, where that keeps under {LEAST_KEPT:.0%})" if len(known) < len(pairs) else ""
-        return f"{times(ours, theirs)} at {short(rate)}/s: {ours:.1%} against {theirs:.1%}{beyond}"
+        return "; ".join(told) + beyond, min(pair[3] for pair in shown)
 
     return here
 
 
 def least_latency(scenario: str, policy: str, other: str) -> Here:
-    """The greatest cut of the mean latency at any of the rates."""
+    """The greatest cut of the mean latency at any of the rates; and the least, if the other one is faster there."""
 
-    def here(results: Results) -> str | None:
+    def here(results: Results) -> tuple[str, int] | None:
         pairs = [pair for pair in _pairs(results, scenario, policy, other, "mean_latency_s") if pair[2]]
         if not pairs:
             return None
-        rate, ours, theirs = min(pairs, key=lambda pair: pair[1] / pair[2])
-        return f"{change(ours, theirs)} at {short(rate)}/s: {short(ours)} s against {short(theirs)} s"
+        low, high = (pick(pairs, key=lambda pair: pair[1] / pair[2]) for pick in (min, max))
+        shown = [low, high] if high[1] > high[2] and high is not low else [low]
+        told = [
+            f"{change(ours, theirs)} at {short(rate)}/s: {short(ours)} s against {short(theirs)} s"
+            for rate, ours, theirs, _ in shown
+        ]
+        return "; ".join(told), min(pair[3] for pair in shown)
 
     return here
 
@@ -112,14 +131,15 @@ def least_latency(scenario: str, policy: str, other: str) -> Here:
 def over_rates(scenario: str, policy: str, other: str, field: str, told: Callable[[float, float], str]) -> Here:
     """From the lowest ratio to the highest over the rates."""
 
-    def here(results: Results) -> str | None:
+    def here(results: Results) -> tuple[str, int] | None:
         pairs = [pair for pair in _pairs(results, scenario, policy, other, field) if pair[2]]
         if not pairs:
             return None
         low, high = (pick(pairs, key=lambda pair: pair[1] / pair[2]) for pick in (min, max))
+        seeds = min(pair[3] for pair in pairs)
         if len(pairs) == 1:
-            return f"{told(*low[1:])} at {short(low[0])}/s"
-        return f"{told(*low[1:])} ({short(low[0])}/s) to {told(*high[1:])} ({short(high[0])}/s)"
+            return f"{told(*low[1:3])} at {short(low[0])}/s", seeds
+        return f"{told(*low[1:3])} ({short(low[0])}/s) to {told(*high[1:3])} ({short(high[0])}/s)", seeds
 
     return here
 
@@ -127,21 +147,23 @@ def over_rates(scenario: str, policy: str, other: str, field: str, told: Callabl
 def prompt_machines(scenario: str, policy: str, other: str) -> Here:
     """How few read prompts with a TTFT p95 no longer than that of the fewest with which the other keeps its target."""
 
-    def here(results: Results) -> str | None:
+    def here(results: Results) -> tuple[str, int] | None:
         for measured in results.rated(scenario):
-            for rate in measured.rates:
+            counts = {v: results.prompt_machines(scenario, v, DECODERS) for v in measured.policies}
+            same = measured.together([variant for variant, count in counts.items() if count is not None])
+            for rate in same.rates:
                 enough = [
                     (count, row["ttft_p95_ms"])
-                    for count, row in _machines(results, measured, other, rate)
-                    if row["attainment"] >= measured.document["target"]
+                    for count, row in _machines(results, same, other, rate)
+                    if row["attainment"] >= same.document["target"]
                 ]
-                ours = _machines(results, measured, policy, rate)
+                ours = _machines(results, same, policy, rate)
                 if not enough or not ours:
                     continue
                 most, ttft = min(enough)
                 few = min((count for count, row in ours if row["ttft_p95_ms"] <= ttft), default=None)
                 told = f"{most} to {few}" if few else f"{most}; more than the {max(c for c, _ in ours)} that were tried"
-                return f"{told} at {short(rate)}/s"
+                return f"{told} at {short(rate)}/s", len(same.document["seeds"])
         return None
 
     return here
@@ -160,13 +182,14 @@ def _machines(results: Results, measured: Measured, policy: str, rate: float) ->
 
 def _pairs(
     results: Results, scenario: str, policy: str, other: str, field: str
-) -> Iterator[tuple[float, float, float]]:
-    """(rate, of the policy, of the other one) where both are known."""
+) -> Iterator[tuple[float, float, float, int]]:
+    """(rate, of the policy, of the other one, seeds) where both are known."""
     for measured in results.rated(scenario):
-        for rate in measured.rates:
-            ours, theirs = (measured.at(variant, rate).get(field) for variant in (policy, other))
+        both = measured.together((policy, other))
+        for rate in both.rates:
+            ours, theirs = (both.at(variant, rate).get(field) for variant in (policy, other))
             if ours is not None and theirs is not None:
-                yield rate, ours, theirs
+                yield rate, ours, theirs, len(both.document["seeds"])
 
 
 def times(ours: float, theirs: float) -> str:

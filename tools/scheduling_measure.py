@@ -1,17 +1,19 @@
 """Measure what docs/scheduling.md reports: every comparison that it needs, each policy by itself.
 
-    python tools/scheduling_measure.py                     # all that has no result yet: many hours of one core
+    python tools/scheduling_measure.py                     # all that is missing: many hours of one core
     python tools/scheduling_measure.py roles hfx-4task     # of these scenarios only
     python tools/scheduling_measure.py hfx-4task.search    # of this one, only the greatest rates
-    python tools/scheduling_measure.py --list              # what there is, and what is missing
+    python tools/scheduling_measure.py --list              # what there is, and with how many seeds
 
-A result is written when it is whole, so it can be stopped at any time and goes on where it was. `scheduling_report.py`
-makes the page of the results.
+The first seed of everything comes before the second of anything: a result grows by a seed whenever it is its turn. It
+is written when that seed is whole, so measuring can be stopped at any time and goes on where it was.
+`scheduling_report.py` makes the page of what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +88,9 @@ COMPARISONS = (
         ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified", "unified_scaling", "round_robin@eight"),
         (60, 90),
     ),
-    Comparison("hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90)),
+    Comparison(
+        "hfx-disaggregated", ("round_robin", "hfx", "hfx_scaling", "unified", "unified_scaling"), (30, 60, 90, 130)
+    ),
     Comparison("hfx-priority", ("round_robin", "hfx", "unified"), (84, 96)),
     Comparison("cache-mooncake-conversation", CACHE, (6.8, 13.6)),
     Comparison("cache-mooncake-synthetic", CACHE, (7.8, 15.6)),
@@ -140,6 +144,13 @@ class Measurement:
     def title(self) -> str:
         return self.target.name.removesuffix(".json")
 
+    def seeds(self) -> int:
+        """That its result has at all of the rates; 0 without one."""
+        if not self.target.exists():
+            return 0
+        document = json.loads(self.target.read_text(encoding="utf-8"))
+        return len(document["seeds"]) if set(self.of.rates) <= set(document.get("rates") or ()) else 0
+
 
 def measurements(folder: Path, names: Sequence[str] = ()) -> Iterator[Measurement]:
     """Those whose titles begin with a name, in the order of the names, then in that in which they matter."""
@@ -155,8 +166,9 @@ def _every(folder: Path) -> Iterator[Measurement]:
             yield Measurement(of, policy, folder / f"{'.'.join((*words, policy))}.json")
 
 
-def run(one: Measurement, seeds: int, traces: str | None) -> str:
-    """Measure it. Returns what went wrong; "" when nothing did."""
+def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str:
+    """Measure it, going on with its result if it has one, unless all of it is wanted again. Returns what went wrong;
+    "" when nothing did."""
     scenario = Path("scenarios") / f"{one.of.scenario}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         if one.of.changed:
@@ -167,6 +179,8 @@ def run(one: Measurement, seeds: int, traces: str | None) -> str:
         written = Path(folder) / "result.json"
         command = [sys.executable, "-m", "penstock.cli.main", "sim", "compare", str(scenario)]
         command += ["--policies", one.policy, "--seeds", str(seeds), "--jobs", "1", "--json", str(written)]
+        if one.target.exists() and not again:
+            command += ["--resume", str(one.target)]
         if one.of.rates:
             command += ["--rates", ",".join(f"{rate:g}" for rate in one.of.rates)]
         if traces is not None:
@@ -181,25 +195,32 @@ def run(one: Measurement, seeds: int, traces: str | None) -> str:
     return ""
 
 
-def measure(wanted: Sequence[Measurement], seeds: int, jobs: int, traces: str | None) -> int:
-    """All of them, so many at once. Returns how many failed."""
+def measure(every: Sequence[Measurement], seeds: int, jobs: int, traces: str | None, *, again: bool = False) -> int:
+    """What is missing, a seed after the other, so many measurements at once. Returns how many failed.
+
+    Args:
+        again: the first seed also of what has a result.
+    """
     console, failed = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
-        bar = progress.add_task("measured", total=len(wanted))
+        for count in range(1, seeds + 1):
+            afresh = again and count == 1
+            wanted = [one for one in every if afresh or one.seeds() == count - 1]
+            bar = progress.add_task(f"seed {count} of {seeds}", total=len(wanted))
 
-        def work(one: Measurement) -> str:
-            task = progress.add_task(one.title, total=None)
-            try:
-                return run(one, seeds, traces)
-            finally:
-                progress.remove_task(task)
-                progress.advance(bar)
+            def work(one: Measurement, count: int = count, afresh: bool = afresh, bar: TaskID = bar) -> str:
+                task = progress.add_task(one.title, total=None)
+                try:
+                    return run(one, count, traces, again=afresh)
+                finally:
+                    progress.remove_task(task)
+                    progress.advance(bar)
 
-        for one, problem in zip(wanted, pool.map(work, wanted), strict=True):
-            if problem:
-                failed += 1
-                progress.console.print(f"[red]{one.title}: {problem}[/red]")
+            for one, problem in zip(wanted, pool.map(work, wanted), strict=True):
+                if problem:
+                    failed += 1
+                    progress.console.print(f"[red]{one.title}: {problem}[/red]")
     return failed
 
 
@@ -210,18 +231,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)")
     parser.add_argument("--traces", help="the folder of traces, as for `penstock sim`")
-    parser.add_argument("--again", action="store_true", help="also what has a result")
-    parser.add_argument("--list", action="store_true", help="measure nothing, and tell what has a result")
+    parser.add_argument("--again", action="store_true", help="also what has a result, from the first seed on")
+    parser.add_argument("--list", action="store_true", help="measure nothing, and tell what there is")
     args = parser.parse_args(arguments)
     every = list(measurements(ROOT / "docs" / "scheduling" / "results", args.names))
     if args.list:
-        table = Table("", "result")
+        table = Table("", "seeds")
         for one in every:
-            table.add_row(one.title, "yes" if one.target.exists() else "-")
+            table.add_row(one.title, str(one.seeds() or "-"))
         Console().print(table)
         return 0
-    wanted = [one for one in every if args.again or not one.target.exists()]
-    return 1 if measure(wanted, args.seeds, args.jobs, args.traces) else 0
+    return 1 if measure(every, args.seeds, args.jobs, args.traces, again=args.again) else 0
 
 
 if __name__ == "__main__":

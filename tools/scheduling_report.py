@@ -39,6 +39,7 @@ FIELDS = {
 }
 
 Column = tuple[str, Callable[[str, Row], str]]  # its head, and what it says of a variant's row
+SEEDS: Column = ("seeds", lambda name, row: str(len(row["seeds"])) if row.get("seeds") else NONE)
 
 
 # --- the page
@@ -66,8 +67,10 @@ def drawn(results: Results) -> dict[str, str]:
 
 
 def _claim(claim: Claim, results: Results) -> Iterator[str]:
-    rows = [[c.what, c.paper or NONE, c.here(results) or NOT_MEASURED] for c in claim.comparisons]
-    yield _markdown(["", "the paper", "here"], rows, right=False)
+    here = [comparison.here(results) for comparison in claim.comparisons]
+    told = [(NOT_MEASURED, NONE) if found is None else (found[0], str(found[1])) for found in here]
+    rows = [[c.what, c.paper or NONE, *cells] for c, cells in zip(claim.comparisons, told, strict=True)]
+    yield _markdown(["", "the paper", "here", "seeds"], rows, right=False)
     missing = [f"`{scenario}`" for scenario in claim.scenarios if scenario not in results.scenarios]
     if missing:
         yield f"No results yet of {', '.join(missing)}."
@@ -110,14 +113,14 @@ def _command(measured: Measured, results: Results) -> str:
 
 def _note(measured: Measured) -> str:
     document = measured.document
-    seeds = ", ".join(map(str, document.get("seeds") or []))
-    several = len(document.get("seeds") or []) > 1
     if measured.rates:
-        return f"Seeds {seeds}; medians, and in brackets the lowest and the highest." if several else f"Seed {seeds}."
-    whose = "each row is of the seed in the middle, the spread is over all" if several else "no spread"
+        return "Medians over the seeds, in brackets the lowest and the highest. Multiples are over the seeds of both."
     finer = document.get("tolerance")
     told = f" A rate {finer:.1%} higher was missed." if finer and document.get("vary") != "offline" else ""
-    return f"Seeds {seeds}: {whose}. Target: {document['target']:.0%} of requests keep both limits.{told}"
+    return (
+        "Each row is of the seed in the middle, the spread is over all of them; multiples are over the seeds of both. "
+        f"Target: {document['target']:.0%} of requests keep both limits.{told}"
+    )
 
 
 # --- tables
@@ -129,8 +132,9 @@ def _searched(claim: Claim, measured: Measured, results: Results) -> str:
     columns: list[Column] = [
         ("policy", lambda name, row: f"`{name}`"),
         ("offline tokens/s" if offline else "greatest rate (/s)", lambda name, row: _figure(measured, row)),
-        *(_multiple(measured, results, measured.figure, baseline) for baseline in claim.baselines),
-        ("spread", lambda name, row: _range(row.get("spread"), short)),
+        *(_multiple(measured, results, Measured.figure, baseline) for baseline in claim.baselines),
+        SEEDS,
+        ("spread", lambda name, row: _spread(row)),
         ("of the bound", lambda name, row: _percent(row.get("share_of_bound"))),
         ("offline requests/s", partial(_cell, "max_offline_rate")),
         *_served(offline),
@@ -151,6 +155,7 @@ def _rated(claim: Claim, measured: Measured, results: Results, rates: Sequence[f
         ("policy", lambda name, row: f"`{name}`"),
         ("rate (/s)", partial(_cell, "rate")),
         ("kept", lambda name, row: _with_spread(row)),
+        SEEDS,
         *(_rated_multiple(measured, results, *pair) for pair in claim.rated),
         *_served(offline=False),
     ]
@@ -177,22 +182,25 @@ def _reused(row: Row) -> float | None:
 
 
 def _multiple(
-    measured: Measured, results: Results, value: Callable[[str], float | None], baseline: str, what: str = ""
+    measured: Measured, results: Results, value: Callable[[Measured, str], float | None], baseline: str
 ) -> Column:
     """Of the baseline on the same devices: in the file's own layout if it has them, else in the first."""
 
     def cell(name: str, row: Row) -> str:
         base = next(iter(results.alike(measured, baseline, name)), None)
-        ours, theirs = value(name), value(base) if base else None
+        if base is None:
+            return NONE
+        both = measured.together((name, base))
+        ours, theirs = value(both, name), value(both, base)
         return times(ours, theirs) if ours is not None and theirs else NONE
 
-    return f"{what}× `{baseline}`", cell
+    return f"× `{baseline}`", cell
 
 
 def _rated_multiple(measured: Measured, results: Results, field: str, baseline: str) -> Column:
     def cell(name: str, row: Row) -> str:
-        def value(variant: str) -> float | None:
-            return measured.at(variant, row.get("rate", -1.0)).get(field)
+        def value(both: Measured, variant: str) -> float | None:
+            return both.at(variant, row.get("rate", -1.0)).get(field)
 
         return _multiple(measured, results, value, baseline)[1](name, row)
 
@@ -232,8 +240,8 @@ def _unified(results: Results) -> Iterator[str]:
             f"At least as good on {equal} of {len(rows)} workloads, strictly better on {better}. A step of the search "
             "is the least difference that counts."
         )
-        head = ["workload", "best of the others", "theirs", "ours", "ratio", "spread of ours", "of the bound", "cost"]
-        yield _markdown(head, rows)
+        head = ["workload", "best of the others", "theirs", "ours", "ratio", "seeds", "spread of ours", "of the bound"]
+        yield _markdown([*head, "cost"], rows)
     if missing:
         yield f"{NOT_MEASURED.capitalize()}: {', '.join(missing)}."
 
@@ -249,16 +257,18 @@ def _ours(measured: Measured, results: Results) -> Iterator[tuple[str, float, li
         others = [v for v in alike if not v.startswith("unified") and _scales(v) == scales and measured.figure(v)]
         if not others or results.alike(measured, policy, variant)[0] != variant:
             continue
-        best = max(others, key=lambda v: measured.figure(v) or 0.0)
-        theirs, ours = measured.figure(best) or 0.0, measured.figure(variant) or 0.0
-        row, other = measured.policies[variant], measured.policies[best]
+        same = measured.together([variant, *others])
+        best = max(others, key=lambda v: same.figure(v) or 0.0)
+        theirs, ours = same.figure(best), same.figure(variant)
+        if not theirs or not ours:
+            continue
+        row, other = same.policies[variant], same.policies[best]
         cost = NONE
         if scales and row.get("instance_seconds") and other.get("instance_seconds"):
             cost = times(row["instance_seconds"], other["instance_seconds"])
         workload = f"`{measured.scenario}`" + f" on {layout}" * bool(layout) + ", with scaling" * scales
-        share, spread = _percent(row.get("share_of_bound")), _range(row.get("spread"), short)
-        cells = [f"`{best}`", _number(theirs), _number(ours), times(ours, theirs), spread, share, cost]
-        yield workload, ours / theirs, cells
+        cells = [f"`{best}`", _number(theirs), _number(ours), times(ours, theirs), SEEDS[1](variant, row)]
+        yield workload, ours / theirs, [*cells, _spread(row), _percent(row.get("share_of_bound")), cost]
 
 
 def _policies(measured: Measured) -> list[str]:
@@ -275,25 +285,27 @@ def _sensitivity(results: Results) -> Iterator[str]:
     if not rows:
         yield f"{NOT_MEASURED.capitalize()}."
         return
-    yield _markdown(["scenario", "changed", "policy", "what", "changed", "unchanged", ""], rows)
+    yield _markdown(["scenario", "changed", "policy", "what", "changed", "unchanged", "", "seeds"], rows)
 
 
 def _changed(measured: Measured, results: Results) -> Iterator[list[str]]:
-    head = [f"`{measured.scenario}`", measured.changed]
+    usual = results.rated(measured.scenario) if measured.rates else [results.search(measured.scenario)]
     for name in measured.policies:
-        if measured.rates:
-            for rate in measured.rates:
-                usual = [m.at(name, rate).get("attainment") for m in results.rated(measured.scenario)]
-                before = next((value for value in usual if value is not None), None)
-                after = measured.at(name, rate).get("attainment")
-                told = change(after, before) if after is not None and before else NONE
-                yield [*head, f"`{name}`", f"kept at {rate:g}/s", _percent(after), _percent(before), told]
-        else:
-            same = results.search(measured.scenario)
-            after, before = measured.figure(name), same.figure(name) if same else None
+        head = [f"`{measured.scenario}`", measured.changed, f"`{name}`"]
+        same = next((m for m in usual if m is not None and m.seeds(name) & measured.seeds(name)), None)
+        seeds = measured.seeds(name) & (same.seeds(name) if same else measured.seeds(name))
+        after, before = measured.together([name], seeds), same.together([name], seeds) if same else None
+        for rate in measured.rates:
+            pair = [m.at(name, rate).get("attainment") if m else None for m in (after, before)]
+            yield [*head, f"kept at {rate:g}/s", *map(_percent, pair), _change(*pair), str(len(seeds))]
+        if not measured.rates:
+            pair = [m.figure(name) if m else None for m in (after, before)]
             what = "offline tokens/s" if measured.field == "offline_tokens_per_s" else "greatest rate (/s)"
-            told = change(after, before) if after is not None and before else NONE
-            yield [*head, f"`{name}`", what, _number(after), _number(before), told]
+            yield [*head, what, *map(_number, pair), _change(*pair), str(len(seeds))]
+
+
+def _change(after: float | None, before: float | None) -> str:
+    return change(after, before) if after is not None and before else NONE
 
 
 # --- cells
@@ -317,6 +329,11 @@ def _number(value: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return NONE if share is None else f"{share:.1%}"
+
+
+def _spread(row: Row) -> str:
+    """Of a search's figure; one seed has none."""
+    return _range(row.get("spread"), short) if len(row.get("seeds") or ()) > 1 else NONE
 
 
 def _range(low_high: Sequence[float] | None, told: Callable[[float], str]) -> str:

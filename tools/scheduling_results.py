@@ -3,14 +3,16 @@
 A file is SCENARIO.json, and may say more between dots: "search", "rates" or "fixed", for people; a policy or a number,
 when a comparison was made in several runs, which then count as one; anything else is what was changed about the
 scenario ("heartbeat-200", "half-speed"), and such a result stands beside the unchanged one and never for it.
+
+Runs of one comparison may have different numbers of seeds; whoever compares takes those that all have.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.sim.report import figure_of
+from penstock.sim.seeds import of_seeds, seeds_of
 
 Row = Mapping[str, Any]
 
 KINDS = ("search", "rates", "fixed")
-SAME = ("target", "vary", "seeds", "rates")  # of the parts of one comparison
+SAME = ("target", "vary", "rates")  # of the parts of one comparison, as is the first seed
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,23 @@ class Measured:
     def field(self) -> str:
         """What a search makes great."""
         return figure_of(self.document)[0]
+
+    def seeds(self, *variants: str) -> frozenset[int]:
+        """That all of these have; none when one is not there."""
+        each = [seeds_of(self.policies[v]) if v in self.policies else frozenset() for v in variants]
+        return frozenset.intersection(*each) if each else frozenset()
+
+    def together(self, variants: Collection[str], among: Collection[int] | None = None) -> Measured:
+        """These alone, with the seeds that all of them have: nobody if there is none.
+
+        Args:
+            among: and no other seeds than these.
+        """
+        seeds = self.seeds(*variants)
+        if among is not None:
+            seeds &= frozenset(among)
+        rows = {variant: of_seeds(self.policies[variant], seeds, self.field) for variant in variants if seeds}
+        return replace(self, document={**self.document, "seeds": sorted(seeds), "policies": rows})
 
     def figure(self, variant: str) -> float | None:
         """What a search came to; None as well for a variant that is not there."""
@@ -148,7 +168,7 @@ def _read(path: Path, scenarios: Mapping[str, Row]) -> _Part:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(document, dict) or not document.get("policies"):
+    if not isinstance(document, dict) or not document.get("policies") or not document.get("seeds"):
         raise ConfigError(f"{path}: no result of `penstock sim compare`")
     rated = bool(document.get("rates"))
     kind = next((word for word in words if word in KINDS), None)
@@ -171,11 +191,15 @@ def _merged(parts: Sequence[_Part]) -> Iterator[Measured]:
         key = part.scenario, part.changed, tuple(part.document.get("rates") or ())
         groups.setdefault(key, []).append(part)
     for first, *rest in groups.values():
-        policies = dict(first.document["policies"])
+        policies, seeds = dict(first.document["policies"]), set(first.document["seeds"])
         for part in rest:
-            if odd := [name for name in SAME if part.document.get(name) != first.document.get(name)]:
+            odd = [name for name in SAME if part.document.get(name) != first.document.get(name)]
+            odd += ["first seed"] * (part.document["seeds"][0] != first.document["seeds"][0])
+            if odd:
                 raise ConfigError(f"{part.path}: another {odd[0]} than in {first.path}, of which it is a part")
             if twice := policies.keys() & part.document["policies"]:
                 raise ConfigError(f"{part.path}: {min(twice)} is in {first.path} or another part already")
             policies |= part.document["policies"]
-        yield Measured(first.scenario, first.changed, {**first.document, "policies": policies})
+            seeds |= set(part.document["seeds"])
+        document = {**first.document, "seeds": sorted(seeds), "policies": policies}
+        yield Measured(first.scenario, first.changed, document)

@@ -49,6 +49,9 @@ def add_parser(commands: Any) -> None:
     many.add_argument("--seeds", metavar="N", help="so many, from --seed on; the median is reported (default: 1)")
     many.add_argument("--rates", metavar="A,B", help="requests per second to simulate, instead of a search")
     many.add_argument(
+        "--resume", metavar="FILE", help="an earlier --json file of the same: what it has is not simulated again"
+    )
+    many.add_argument(
         "--bound", action=argparse.BooleanOptionalAction, default=True, help="tell what nobody could do better than"
     )
     many.add_argument("--save", metavar="FOLDER", help="write each policy's result and its page there")

@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.document import check_writable
 from penstock.cli.options import Option, integer, number, words
 from penstock.cli.sim import Given, as_json, make_progress, read_given, write
+from penstock.cli.sim_resume import Earlier, read_earlier
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of
 from penstock.core.errors import ConfigError
 from penstock.service.bundles import BUNDLES
 from penstock.sim.report import compare_page, compare_rows, figure_of, run_page
-from penstock.sim.search import STEP, Found, Ladder, Outcome, Probe
+from penstock.sim.search import STEP, Found, Ladder, Outcome, Probe, rung_of
+from penstock.sim.seeds import at_rate, searched
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -77,6 +78,7 @@ class Wanted:
     Attributes:
         rates: instead of a search; () searches.
         saves: whether results are kept whole.
+        earlier: what is known already.
     """
 
     given: Given
@@ -86,10 +88,23 @@ class Wanted:
     bound: bool
     saves: bool
     jobs: int
+    earlier: Earlier
 
     @property
     def varies_offline(self) -> bool:
         return self.given.scenario.workload.vary == "offline"
+
+    def head(self) -> dict[str, Any]:
+        """The document without its policies."""
+        scenario = self.given.scenario
+        return {
+            "scenario": scenario.name,
+            "description": scenario.description,
+            "target": scenario.target,
+            "vary": scenario.workload.vary,
+            "seeds": list(self.seeds),
+            "tolerance": round(STEP - 1, 6),
+        } | ({"rates": list(self.rates)} if self.rates else {})
 
 
 def _read_wanted(args: argparse.Namespace) -> Wanted:
@@ -103,7 +118,7 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
     jobs = len(os.sched_getaffinity(0))
     if args.jobs is not None:
         jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
-    return Wanted(
+    wanted = Wanted(
         given=given,
         variants=tuple(dict.fromkeys(names)),
         seeds=tuple(range(given.seed, given.seed + count)),
@@ -111,7 +126,13 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
         bound=args.bound and not rates and given.scenario.workload.vary == "online",
         saves=args.save is not None,
         jobs=jobs,
+        earlier=Earlier(),
     )
+    if args.resume is None:
+        return wanted
+    if wanted.saves:
+        raise ConfigError("--save: not with --resume, as its file has no whole results", "--save")
+    return replace(wanted, earlier=read_earlier(args.resume, wanted.head(), wanted.variants, FIELDS))
 
 
 # --- all policies at once
@@ -124,17 +145,7 @@ async def _compare(workers: Workers, bars: Progress, wanted: Wanted) -> tuple[di
     else:
         bounds = _Bounds(workers, bars) if wanted.bound else None
         found = await asyncio.gather(*(_searched(workers, bars, wanted, name, bounds) for name in wanted.variants))
-    scenario = wanted.given.scenario
-    document: dict[str, Any] = {
-        "scenario": scenario.name,
-        "description": scenario.description,
-        "target": scenario.target,
-        "vary": scenario.workload.vary,
-        "seeds": list(wanted.seeds),
-        "tolerance": round(STEP - 1, 6),
-    }
-    if wanted.rates:
-        document["rates"] = list(wanted.rates)
+    document = wanted.head()
     document["policies"] = {name: row for name, (row, _) in zip(wanted.variants, found, strict=True)}
     return document, {name: result for _, results in found for name, result in results.items()}
 
@@ -173,33 +184,33 @@ class Sought:
     """What was found for one policy and seed.
 
     Attributes:
+        row: what is reported of it.
         probes: every simulation that the search asked for, for the document.
-        result: at the greatest scale; None when there is none.
-        bound_rate: None when it is not known.
+        rung: see `Found`.
+        result: at the greatest scale; None when there is none, or it was found earlier.
     """
 
-    seed: int
-    found: Found
+    row: dict[str, Any]
     probes: list[dict[str, Any]]
-    result: Result | None
-    native_rate: float
-    bound_rate: float | None
+    rung: int
+    result: Result | None = None
 
-    def row(self, vary: str) -> dict[str, Any]:
-        """What is reported."""
-        result = self.result or {}
-        rate = result.get("rate")
-        missed = None if self.found.missed is None else self.found.missed * self.native_rate
-        share = rate / self.bound_rate if rate is not None and self.bound_rate else None
-        return {
-            "max_rate_90": rate if vary == "online" else None,
-            **{name: result.get(key) for name, key in FIELDS.items()},
-            "share_of_bound": share,
-            "bound_rate": self.bound_rate,
-            "max_scale": self.found.best,
-            "missed_scale": self.found.missed,
-            "missed_rate": missed,
-        } | ({"max_offline_rate": rate} if vary == "offline" else {})
+
+def _row(
+    found: Found, result: Result | None, native_rate: float, bound_rate: float | None, vary: str
+) -> dict[str, Any]:
+    """What is reported of a search."""
+    at_best = result or {}
+    rate = at_best.get("rate")
+    return {
+        "max_rate_90": rate if vary == "online" else None,
+        **{name: at_best.get(key) for name, key in FIELDS.items()},
+        "share_of_bound": rate / bound_rate if rate is not None and bound_rate else None,
+        "bound_rate": bound_rate,
+        "max_scale": found.best,
+        "missed_scale": found.missed,
+        "missed_rate": None if found.missed is None else found.missed * native_rate,
+    } | ({"max_offline_rate": rate} if vary == "offline" else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,20 +240,37 @@ async def _searched(
     workers: Workers, bars: Progress, wanted: Wanted, variant: str, bounds: _Bounds | None
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """One policy: the first seed tells the others where to look. (Its row, its result at the figure by its name.)"""
-    total = FIRST_SEARCH + NEXT_SEARCH * (len(wanted.seeds) - 1)
+    sought = {seed: each for seed, each in _found_earlier(wanted, variant).items() if seed in wanted.seeds}
+    first, *others = wanted.seeds
+    rest = [seed for seed in others if seed not in sought]
+    total = FIRST_SEARCH * (first not in sought) + NEXT_SEARCH * len(rest)
     bar = bars.add_task(variant, total=total)
 
-    def tell(seed: int, rate: float, probe: Probe) -> None:
+    def tell(rate: float, probe: Probe) -> None:
         kept = "kept" if probe.outcome.kept else "missed"
         bars.update(bar, advance=1, description=f"{variant} {'' if probe.share == 1 else '~'}{rate:.3g}/s {kept}")
 
-    first = await _seek(workers, wanted, variant, wanted.seeds[0], None, bounds, tell)
-    near = first.found.rung
-    rest = (_seek(workers, wanted, variant, seed, near, bounds, tell) for seed in wanted.seeds[1:])
-    sought = [first, *await asyncio.gather(*rest)]
+    if first not in sought:
+        sought[first] = await _seek(workers, wanted, variant, first, None, bounds, tell)
+    near = sought[first].rung
+    found = await asyncio.gather(*(_seek(workers, wanted, variant, seed, near, bounds, tell) for seed in rest))
+    sought |= dict(zip(rest, found, strict=True))
     bars.update(bar, total=total, completed=total, description=variant)
-    row, middle = _summary(sought, wanted)
-    return row, {} if middle.result is None else {f"{variant}-seed{middle.seed}": middle.result}
+    rows = {seed: sought[seed].row for seed in wanted.seeds}
+    row = searched(rows, "offline_tokens_per_s" if wanted.varies_offline else "max_rate_90")
+    row["probes"] = [probe for seed in wanted.seeds for probe in sought[seed].probes]
+    result = sought[row["seed"]].result
+    return row, {} if result is None else {f"{variant}-seed{row['seed']}": result}
+
+
+def _found_earlier(wanted: Wanted, variant: str) -> dict[int, Sought]:
+    """By seed."""
+    workload, earlier = wanted.given.scenario.workload, wanted.earlier
+    start = min(workload.scale, workload.most_scale)
+    return {
+        seed: Sought(row, earlier.probes(variant, seed), rung_of(row["max_scale"] or row["missed_scale"], start))
+        for seed, row in earlier.searched(variant).items()
+    }
 
 
 async def _seek(
@@ -252,7 +280,7 @@ async def _seek(
     seed: int,
     near: int | None,
     bounds: _Bounds | None,
-    tell: Callable[[int, float, Probe], None],
+    tell: Callable[[float, Probe], None],
 ) -> Sought:
     """`near`: see `Ladder.search`."""
     offered = await workers.offered(variant, seed)
@@ -264,13 +292,13 @@ async def _seek(
         start=min(workload.scale, workload.most_scale),
         target=wanted.given.scenario.target,
         most=workload.most_scale,
-        told=lambda probe: tell(seed, probe.scale * offered.native_rate, probe),
+        told=lambda probe: tell(probe.scale * offered.native_rate, probe),
     )
     found = await ladder.search(_short(offered), near)
     probes = [_probe(seed, probe, lab.results[probe.scale, probe.share], offered) for probe in found.probes]
     result = None if found.best is None else lab.results[found.best, 1.0]
     bound_rate = await bound if bound is not None else None
-    return Sought(seed, found, probes, result, offered.native_rate, bound_rate)
+    return Sought(_row(found, result, offered.native_rate, bound_rate, workload.vary), probes, found.rung, result)
 
 
 def _short(offered: Offered) -> float:
@@ -293,24 +321,6 @@ def _probe(seed: int, probe: Probe, result: Result | None, offered: Offered) -> 
     }
 
 
-def _summary(sought: Sequence[Sought], wanted: Wanted) -> tuple[dict[str, Any], Sought]:
-    """(what is reported of a policy: the row of the seed in the middle, and what all found; that seed's)."""
-    vary = wanted.given.scenario.workload.vary
-    figure = "offline_tokens_per_s" if wanted.varies_offline else "max_rate_90"
-    rows = {each.seed: each.row(vary) for each in sought}
-    ranked = sorted(sought, key=lambda each: (rows[each.seed][figure] or 0.0, each.seed))
-    middle = ranked[(len(ranked) - 1) // 2]
-    figures = [rows[each.seed][figure] for each in ranked]
-    row = {
-        **rows[middle.seed],
-        "seed": middle.seed,
-        "spread": None if None in figures else [figures[0], figures[-1]],
-        "seeds": [{"seed": seed, **each} for seed, each in rows.items()],
-        "probes": [probe for each in sought for probe in each.probes],
-    }
-    return row, middle
-
-
 # --- given rates
 
 
@@ -318,7 +328,10 @@ async def _rated(
     workers: Workers, bars: Progress, wanted: Wanted, variant: str
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """One policy at every rate, with every seed. (Its row, results of the first seed by name.)"""
-    bar = bars.add_task(variant, total=len(wanted.rates) * len(wanted.seeds))
+    first, earlier = wanted.seeds[0], wanted.earlier
+    known = {rate: earlier.rated(variant, rate) for rate in wanted.rates}
+    pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds if seed not in known[rate]]
+    bar = bars.add_task(variant, total=len(pairs))
 
     async def simulate(rate: float, seed: int) -> Result:
         offered = await workers.offered(variant, seed)
@@ -328,32 +341,24 @@ async def _rated(
         bars.advance(bar)
         return result
 
-    pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds]
     results = dict(zip(pairs, await asyncio.gather(*(simulate(*pair) for pair in pairs)), strict=True))
-    rates = [_rate_row(rate, [results[rate, seed] for seed in wanted.seeds], wanted.seeds) for rate in wanted.rates]
-    if len({task.start for task in wanted.given.scenario.workload.tasks}) > 1:  # what changes when others join
-        for row in rates:
-            row["tasks_over_time"] = results[row["rate"], wanted.seeds[0]]["tasks_over_time"]
+    joins = len({task.start for task in wanted.given.scenario.workload.tasks}) > 1
+    rates = []
+    for rate in wanted.rates:
+        fresh = {seed: _figures(results[rate, seed]) for seed in wanted.seeds if (rate, seed) in results}
+        rows = known[rate] | fresh
+        rates.append(at_rate(rate, {seed: rows[seed] for seed in wanted.seeds}))
+        if joins:  # what changes when others join
+            result = results.get((rate, first))
+            over_time = result["tasks_over_time"] if result else earlier.over_time(variant, rate)
+            rates[-1]["tasks_over_time"] = over_time
     nothing = dict.fromkeys(("max_rate_90", *FIELDS, "share_of_bound"))
-    first = wanted.seeds[0]
-    return {**nothing, "rates": rates}, {
-        f"{variant}-{rate:g}-seed{first}": results[rate, first] for rate in wanted.rates
-    }
+    kept = {f"{variant}-{rate:g}-seed{first}": results[rate, first] for rate, seed in results if seed == first}
+    return {**nothing, "rates": rates}, kept
 
 
-def _rate_row(rate: float, results: Sequence[Result], seeds: Sequence[int]) -> dict[str, Any]:
-    """Medians, and what each seed came to."""
-    rows = [{name: result.get(key) for name, key in FIELDS.items()} for result in results]
-    columns = {name: [row[name] for row in rows] for name in FIELDS}
-    known = {name: [value for value in values if value is not None] for name, values in columns.items()}
-    middle = {name: median(values) if values else None for name, values in known.items()}
-    kept = known["attainment"]
-    return {
-        "rate": rate,
-        **middle,
-        "spread": [min(kept), max(kept)] if kept else None,
-        "seeds": [{"seed": seed, **row} for seed, row in zip(seeds, rows, strict=True)],
-    }
+def _figures(result: Result) -> dict[str, Any]:
+    return {name: result.get(key) for name, key in FIELDS.items()}
 
 
 # --- what is told

@@ -35,6 +35,15 @@ class Outcome:
     worth: float
 
 
+def rung_of(scale: float, start: float) -> int:
+    """The rung of a scale that a search has tried.
+
+    Args:
+        start: the scale of rung 0.
+    """
+    return round(log(scale / start) / log(STEP))
+
+
 class Lab(Protocol):
     """Simulates. The share is how much of the workload, from its beginning, from above 0 to 1."""
 

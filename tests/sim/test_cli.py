@@ -11,6 +11,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.sim import write
+from penstock.cli.sim_workers import Workers
 
 FIELDS = {
     "max_rate_90",
@@ -138,6 +139,85 @@ def test_compare_simulates_given_rates(scenario, tmp_path):
     assert row["rates"][0]["instance_seconds"] > 20 * row["rates"][1]["instance_seconds"]
     assert row["rates"][1]["requests"] == 200  # to the end, however many miss
     assert (tmp_path / "least_loaded-200-seed0.html").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--rates", "30,200"]], ids=["search", "rates"])
+def test_compare_goes_on_with_an_earlier_result_to_the_same_byte(scenario, tmp_path, monkeypatch, flags):
+    once, first, then = (tmp_path / f"{name}.json" for name in ("once", "first", "then"))
+    flags = ["--policies", "round_robin", "--jobs", "1", *flags]
+    assert compare(scenario, *flags, "--seeds", "2", "--json", str(once)) == 0
+    assert compare(scenario, *flags, "--json", str(first)) == 0
+    asked = []
+    monkeypatch.setattr(Workers, "run", lambda self, run, run_it=Workers.run: asked.append(run) or run_it(self, run))
+    assert compare(scenario, *flags, "--seeds", "2", "--resume", str(first), "--json", str(then)) == 0
+    assert {run.seed for run in asked} == {1}
+    assert then.read_bytes() == once.read_bytes()
+    asked.clear()
+    assert compare(scenario, *flags, "--resume", str(then), "--json", str(then)) == 0
+    assert not asked
+    assert then.read_bytes() == first.read_bytes()
+
+
+def test_what_an_earlier_result_lacks_is_simulated(tmp_path):
+    file, earlier, out = (tmp_path / name for name in ("tasks.yaml", "earlier.json", "out.json"))
+    file.write_text(
+        dedent("""
+        workload:
+          duration: 10
+          tasks:
+            - {name: a, rate: 2, prompt: 100, output: 5, ttft-ms: 500, tpot-ms: 50}
+            - {name: b, rate: 2, prompt: 100, output: 5, ttft-ms: 500, tpot-ms: 50, start: 5}
+        engine: {max-model-len: 2048, max-num-seqs: 16}
+        instances: [{count: 1}]
+        """)
+    )
+    flags = ["--jobs", "1", "--json"]
+    assert compare(file, "--policies", "least_loaded", "--rates", "4", *flags, str(earlier)) == 0
+    more = ["--policies", "round_robin,least_loaded", "--rates", "4,8", "--seeds", "2"]
+    assert compare(file, *more, "--resume", str(earlier), *flags, str(out)) == 0
+    before, after = (json.loads(path.read_text())["policies"] for path in (earlier, out))
+    assert list(after) == ["round_robin", "least_loaded"]
+    for row in after.values():
+        assert [entry["rate"] for entry in row["rates"]] == [4, 8]
+        assert all([seed["seed"] for seed in entry["seeds"]] == [0, 1] for entry in row["rates"])
+        assert all(set(entry["tasks_over_time"]["tasks"]) == {"a", "b"} for entry in row["rates"])
+    old, new = before["least_loaded"]["rates"][0], after["least_loaded"]["rates"][0]
+    assert new["seeds"][0] == old["seeds"][0]
+    assert new["tasks_over_time"] == old["tasks_over_time"]
+
+
+def spoiled(document, **changes):
+    return json.dumps({**document, **changes})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "flags", "message"),
+    [
+        (lambda d: None, [], "cannot be read (No such file or directory)"),
+        (lambda d: "{", [], "was not written by `penstock sim compare --json`"),
+        (lambda d: json.dumps({"ttft": 1}), [], "was not written by `penstock sim compare --json`"),
+        (lambda d: spoiled(d, scenario="a/other.yaml"), [], "has scenario 'other.yaml', and this 'scenario.yaml'"),
+        (lambda d: spoiled(d, target=0.95), [], "has target 0.95, and this 0.9"),
+        (lambda d: spoiled(d, vary="offline"), [], "has vary 'offline', and this 'online'"),
+        (lambda d: spoiled(d, tolerance=0.05), [], "has tolerance 0.05, and this 0.025"),
+        (lambda d: spoiled(d, policies={"hfx": d["policies"]["round_robin"]}), [], "has hfx, and none of round_robin"),
+        (
+            lambda d: json.dumps(d).replace("reused_tokens", "old"),
+            [],
+            "was written by another version, which reported other figures",
+        ),
+        (json.dumps, ["--seed", "4"], "has the first seed 0, and this 4"),
+        (lambda d: spoiled(d, rates=[]), [], "has a search True, and this False"),
+    ],
+)
+def test_a_result_of_something_else_is_not_gone_on_with(scenario, tmp_path, capsys, spoil, flags, message):
+    earlier = tmp_path / "earlier.json"
+    common = ["--policies", "round_robin", "--rates", "30", "--jobs", "1"]
+    assert compare(scenario, *common, "--json", str(earlier)) == 0
+    text = spoil(json.loads(earlier.read_text()))
+    earlier.unlink() if text is None else earlier.write_text(text)
+    assert compare(scenario, *common, "--resume", str(earlier), *flags) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1] == f"penstock: --resume: {earlier} {message}"
 
 
 def test_compare_varies_offline_work(tmp_path):

@@ -1,16 +1,19 @@
 """What is to be measured for docs/scheduling.md can be, and is all that the page asks for."""
 
 import json
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from penstock.cli.sim import make_tables
+from penstock.sim import seeds
 from penstock.sim.report import COLUMNS
 from penstock.sim.scenario import parse
 from tools.scheduling_claims import CLAIMS
-from tools.scheduling_measure import COMPARISONS, ROOT, main, measurements
+from tools.scheduling_measure import COMPARISONS, ROOT, main, measure, measurements
 from tools.scheduling_results import Results
 
 TABLES = make_tables()
@@ -26,9 +29,9 @@ def test_every_comparison_can_be_simulated(of):
         assert sum(group.count for group in groups) >= 2
 
 
-def figures(rates, rate):
-    """A row like any other."""
-    row = dict.fromkeys((*COLUMNS, "requests", "spread", "bound_rate", "missed_rate")) | {
+def figures(of, rate, count=3):
+    """A policy of a document with so many seeds, like any other."""
+    row = dict.fromkeys((*COLUMNS, "requests", "bound_rate", "missed_rate")) | {
         "attainment": 0.95,
         "mean_latency_s": 1.0,
         "instance_seconds": 100.0,
@@ -36,9 +39,10 @@ def figures(rates, rate):
         "reused_tokens": 1000,
         "requests": 10,
     }
-    if rates:
-        return row | {"rates": [row | {"rate": rate} for rate in rates]}
-    return row | {"max_rate_90": rate, "offline_tokens_per_s": rate}
+    if of.rates:
+        return row | {"rates": [seeds.at_rate(each, dict.fromkeys(range(count), row)) for each in of.rates]}
+    row |= {"max_rate_90": rate, "offline_tokens_per_s": rate}
+    return seeds.searched(dict.fromkeys(range(count), row), "max_rate_90")
 
 
 def test_with_all_of_it_measured_nothing_on_the_page_is_missing(tmp_path):
@@ -48,7 +52,7 @@ def test_with_all_of_it_measured_nothing_on_the_page_is_missing(tmp_path):
             "target": 0.9,
             "vary": "offline" if one.of.scenario.startswith("colocation") else "online",
             "seeds": [0, 1, 2],
-            "policies": {one.policy: figures(one.of.rates, 10.0)},
+            "policies": {one.policy: figures(one.of, 10.0)},
         }
         one.target.write_text(json.dumps(document | ({"rates": list(one.of.rates)} if one.of.rates else {})))
     results = Results.read(tmp_path, ROOT / "scenarios")
@@ -65,6 +69,39 @@ def test_files_are_told_apart_and_what_is_wanted_can_be_named():
     assert len({one.target for one in everything}) == len(everything)
     some = list(measurements(folder, ["hfx-4", "roles-azure-code"]))
     assert {one.of.scenario for one in some} == {"hfx-4task", "roles-azure-code"}
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Calls of `penstock sim compare`, as (policy, seeds, whether it goes on with a result)."""
+    calls = []
+
+    def compare(command, **_):
+        given = dict(pair for pair in pairwise(command) if pair[0].startswith("--"))
+        calls.append((given["--policies"], int(given["--seeds"]), "--resume" in given))
+        if given["--policies"] == "hfx":
+            return subprocess.CompletedProcess(command, 2, stderr="one\npenstock: no\n")
+        Path(given["--json"]).write_text(json.dumps({"seeds": list(range(int(given["--seeds"])))}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", compare)
+    return calls
+
+
+def test_everything_gets_a_seed_before_anything_gets_the_next(simulated, tmp_path, capsys):
+    every = list(measurements(tmp_path, ["hfx-priority.search"]))
+    assert measure(every, 1, 1, None) == 1
+    assert simulated == [("round_robin", 1, False), ("hfx", 1, False), ("unified", 1, False)]
+    assert "hfx-priority.search.hfx: penstock: no" in capsys.readouterr().err
+    simulated.clear()
+    every[0].target.unlink()
+    assert measure(every, 3, 1, None) == 1  # what failed is tried once
+    more = [(policy, count, True) for count in (2, 3) for policy in ("round_robin", "unified")]
+    assert simulated == [("round_robin", 1, False), ("hfx", 1, False), *more]
+    assert [one.seeds() for one in every] == [3, 0, 3]
+    simulated.clear()
+    assert measure(every, 3, 1, None, again=True) == 1
+    assert len(simulated) == 7
 
 
 def test_what_there_is_can_be_listed(capsys):

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from penstock.service.bundles import BUNDLES
+from penstock.sim import seeds
 from penstock.sim.report import COLUMNS
 from penstock.sim.scenario import SECTIONS
 from tools.scheduling_claims import CLAIMS
@@ -27,28 +28,33 @@ def docs(tmp_path):
     return tmp_path
 
 
+NOTHING = dict.fromkeys((*COLUMNS, "requests", "spread", "bound_rate", "missed_rate"))
+
+
 def measured(**figures):
-    """A policy's row, as `penstock sim compare` writes it."""
-    return dict.fromkeys((*COLUMNS, "requests", "spread", "bound_rate", "missed_rate")) | figures
+    """A policy's row with one seed, which found nothing unless told, as `penstock sim compare` writes it."""
+    return NOTHING | seeds.searched({0: NOTHING | figures}, "max_rate_90") | {"probes": []}
 
 
-def searched(rate, **figures):
-    low_high = [rate * 0.95, rate * 1.05]
+def searched(rate, figure="max_rate_90", count=3, **figures):
+    """With so many seeds: the first finds that rate, one 5 % less and one 5 % more."""
     probes = [
         {"seed": 0, "rate": at * rate, "share": share, "attainment": kept, "complete": kept > 0.9, "kept": kept > 0.9}
         for at, share, kept in ((1.3, 0.1, 0.5), (1.2, 1.0, 0.7), (1.0, 1.0, 0.92))
     ]
-    found = {"max_rate_90": rate, "attainment": 0.92, "spread": low_high, "missed_rate": rate * 1.025, "probes": probes}
-    return measured(**found | figures)
+    found = NOTHING | {"attainment": 0.92, "missed_rate": rate * 1.025} | figures
+    rows = {seed: found | {figure: rate * part} for seed, part in enumerate((1.0, 0.95, 1.05)[:count])}
+    return seeds.searched(rows, figure) | {"probes": probes}
 
 
-def at_rates(**kept_by_rate):
-    """`r20=0.9` is an attainment of 0.9 at 20 requests/s."""
-    rates = [
-        {"rate": float(name[1:]), "spread": [kept - 0.01, kept], "seeds": [], **measured_at(kept)}
-        for name, kept in kept_by_rate.items()
-    ]
-    return measured(rates=rates)
+def at_rates(count=3, **kept_by_rate):
+    """`r20=0.9` is an attainment of 0.9 at 20 requests/s; the last of so many seeds keeps 1 % less."""
+    rates = []
+    for name, kept in kept_by_rate.items():
+        rows = {seed: measured_at(kept) for seed in range(count)}
+        rows |= {2: measured_at(kept) | {"attainment": kept - 0.01}} if count == 3 else {}
+        rates.append(seeds.at_rate(float(name[1:]), rows))
+    return NOTHING | {"rates": rates}
 
 
 def measured_at(kept):
@@ -62,7 +68,7 @@ def save(docs, name, policies, **more):
         "description": "a fake",
         "target": 0.9,
         "vary": "online",
-        "seeds": [0, 1, 2],
+        "seeds": sorted(set().union(*map(seeds.seeds_of, policies.values()))),
         "tolerance": 0.025,
         "policies": policies,
     }
@@ -105,14 +111,15 @@ def test_a_search(docs):
     }
     save(docs, "roles-azure-code.search", policies)
     part = write(docs)["roles"]
-    assert row(part, "azure code: `xllm` over `least_loaded`")[1:] == ["1.67×", "1.75×: 17.5 against 10"]
+    assert row(part, "azure code: `xllm` over `least_loaded`")[1:] == ["1.67×", "1.75×: 17.5 against 10", "3"]
     assert (
         row(part, "azure code: `xllm` over the best static split")[2] == "not measured yet"
     )  # not all splits are there
-    assert row(part, "policy")[:5] == ["policy", "greatest rate (/s)", "× `least_loaded`", "spread", "of the bound"]
-    assert row(part, "`xllm`")[:6] == ["`xllm`", "17.5", "1.75×", "16.6 to 18.4", "70.0%", "1,234"]
+    head = ["policy", "greatest rate (/s)", "× `least_loaded`", "seeds", "spread", "of the bound"]
+    assert row(part, "policy")[:6] == head
+    assert row(part, "`xllm`")[:7] == ["`xllm`", "17.5", "1.75×", "3", "16.6 to 18.4", "70.0%", "1,234"]
     assert row(part, "`unified`")[:3] == ["`unified`", "≥ 20", "2.00×"]
-    assert row(part, "`hfx`")[:4] == ["`hfx`", "–", "–", "–"]
+    assert row(part, "`hfx`")[:5] == ["`hfx`", "–", "–", "1", "–"]
     assert "offline tokens/s" not in part  # nobody has any
     assert "scenarios/roles-azure-code.yaml --seeds 3" in part
     assert "No results yet of `roles-azure-conv`." in part
@@ -127,6 +134,26 @@ def test_the_best_static_split_is_found_when_all_are_there(docs):
     here = row(part, "azure code: `xllm` over the best static split")[2]
     assert here == "1.25×: 20 against 16 of `least_loaded@split-7-1`"
     assert row(part, "`least_loaded@split-7-1`")[:3] == ["`least_loaded@split-7-1`", "16", "1.60×"]
+
+
+def test_only_seeds_that_all_have_are_compared(docs):
+    """Here the first one's."""
+    policies = {"least_loaded": searched(10.0), "unified": searched(22.0)}
+    policies["xllm"] = searched(20.0, count=1)
+    save(docs, "roles-azure-code.search", policies)
+    save(docs, "hfx-4task.rates.hfx", {"hfx": at_rates(r20=0.8)}, rates=[20.0])
+    save(docs, "hfx-4task.rates.round_robin", {"round_robin": at_rates(count=2, r20=0.4)}, rates=[20.0])
+    save(docs, "hfx-4task.half-speed.rates", {"hfx": at_rates(count=2, r20=0.4)}, rates=[20.0])
+    found = write(docs)
+    xllm, least = (row(found["roles"], f"`{name}`") for name in ("xllm", "least_loaded"))
+    assert least[:5] == ["`least_loaded`", "10", "1.00×", "3", "9.5 to 10.5"]
+    assert xllm[:5] == ["`xllm`", "20", "2.00×", "1", "–"]
+    assert row(found["roles"], "azure code: `xllm` over `least_loaded`")[2:] == ["2.00×: 20 against 10", "1"]
+    assert row(found["unified"], "`roles-azure-code`")[1:7] == ["`xllm`", "20", "22", "1.10×", "1", "–"]
+    assert row(found["hfx"], "4 tasks: attainment of `hfx` over `round_robin`, Qwen-7B")[2:] == [
+        "2.00× at 20/s: 80.0% against 40.0%", "2"
+    ]  # fmt: skip
+    assert row(found["sensitivity"], "`hfx-4task` | half-speed")[-4:] == ["40.0%", "80.0%", "−50%", "2"]
 
 
 def test_multiples_are_of_the_baseline_on_the_same_devices(docs):
@@ -156,8 +183,15 @@ def test_given_rates(docs):
     assert row(part, "4 tasks: cost of `hfx_scaling`")[2] == "1.00× (20/s) to 1.00× (20/s)"
     assert row(part, "`hfx`")[1:] == ["90.0% (89.0% to 90.0%)", "50.0% (49.0% to 50.0%)", "40.0% (39.0% to 40.0%)"]
     everything = part.partition("<details>")[2]
-    assert row(everything, "`hfx` | 40")[2:4] == ["50.0% (49.0% to 50.0%)", "2.50×"]
+    assert row(everything, "`hfx` | 40")[2:5] == ["50.0% (49.0% to 50.0%)", "3", "2.50×"]
     assert "](scheduling/hfx-4task.rates.svg)" in part
+
+
+def test_where_the_other_one_is_better_is_not_kept_quiet(docs):
+    policies = {"hfx": at_rates(r20=0.9, r40=0.3), "scorpio": at_rates(r20=0.6, r40=0.6)}
+    save(docs, "hfx-2task.rates", policies, rates=[20.0, 40.0])
+    here = row(write(docs)["hfx"], "2 tasks: attainment of `hfx` over `scorpio`, Qwen-7B")[2]
+    assert here == "1.50× at 20/s: 90.0% against 60.0%; 0.50× at 40/s: 30.0% against 60.0%"
 
 
 def test_caches_and_machines_for_prompts(docs):
@@ -180,11 +214,11 @@ def test_caches_and_machines_for_prompts(docs):
 
 def test_offline_work(docs):
     policies = {
-        "online_first": searched(1.0, max_rate_90=None, offline_tokens_per_s=4000.0, spread=[3900.0, 4100.0]),
-        "online_first@colocated": searched(1.0, max_rate_90=None, offline_tokens_per_s=5000.0),
-        "separate": searched(1.0, max_rate_90=None, offline_tokens_per_s=4500.0),
-        "xllm": searched(1.0, max_rate_90=None, offline_tokens_per_s=9000.0, max_offline_rate=8.0),
-        "unified": searched(1.0, max_rate_90=None, offline_tokens_per_s=10000.0),
+        "online_first": searched(4000.0, "offline_tokens_per_s"),
+        "online_first@colocated": searched(5000.0, "offline_tokens_per_s"),
+        "separate": searched(4500.0, "offline_tokens_per_s"),
+        "xllm": searched(9000.0, "offline_tokens_per_s", max_offline_rate=8.0),
+        "unified": searched(10000.0, "offline_tokens_per_s"),
     }
     save(docs, "colocation-azure-code", policies, vary="offline", target=0.95)
     part = write(docs)["colocation"]
@@ -207,7 +241,7 @@ def test_ours_against_the_best_of_the_others(docs):
     assert row(part, "`roles-azure-code`")[1:5] == ["`xllm`", "10", "12", "1.20×"]
     assert row(part, "`hfx-2task`")[1:5] == ["`hfx`", "10", "5", "0.50×"]
     assert row(part, "`hfx-single`, with scaling")[1:] == [
-        "`hfx_scaling`", "40", "41", "1.02×", "38.9 to 43.1", "–", "0.50×"
+        "`hfx_scaling`", "40", "41", "1.02×", "3", "38.9 to 43.1", "–", "0.50×"
     ]  # fmt: skip
     assert "`colocation-tidal`" in part.splitlines()[-3]
 
@@ -217,7 +251,7 @@ def test_what_was_changed_stands_beside_and_never_for_the_unchanged(docs):
     save(docs, "hfx-single.search.heartbeat-5000", {"hfx": searched(24.0), "round_robin": searched(9.0)})
     found = write(docs)
     assert row(found["sensitivity"], "`hfx-single` | heartbeat-5000 | `hfx`")[3:] == [
-        "greatest rate (/s)", "24", "30", "−20%"
+        "greatest rate (/s)", "24", "30", "−20%", "3"
     ]  # fmt: skip
     assert "heartbeat" not in found["hfx-single"]
     assert row(found["hfx-single"], "`hfx` over the best of")[2] == "not measured yet"
@@ -261,12 +295,12 @@ def test_check_finds_what_is_not_as_it_should_be(docs, capsys):
 @pytest.mark.parametrize(
     ("name", "policies", "more", "message"),
     [
-        ("nothing", {"xllm": {}}, {}, "scenarios/nothing.yaml does not exist"),
+        ("nothing", {"xllm": measured()}, {}, "scenarios/nothing.yaml does not exist"),
         ("hfx-2task", {}, {}, "no result of"),
         ("hfx-2task", {"hfx@moon": measured()}, {}, "no such layout"),
         ("hfx-2task", {"hfx": measured()}, {"scenario": "/tmp/hfx-2task.yaml"}, "comes from /tmp/hfx-2task.yaml"),
         ("hfx-2task.rates", {"hfx": measured()}, {}, "what is in it is a search"),
-        ("hfx-2task.2", {"hfx": measured()}, {"seeds": [7]}, "another seeds than in"),
+        ("hfx-2task.2", {"hfx": measured()}, {"seeds": [7]}, "another first seed than in"),
         ("hfx-2task.2", {"xllm": measured()}, {}, "xllm is in"),
     ],
 )
