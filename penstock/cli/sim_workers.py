@@ -15,7 +15,6 @@ import numpy as np
 
 from penstock.cli.sim import Given, simulate_given
 from penstock.core.errors import ConfigError
-from penstock.core.garbage import collect_rarely
 from penstock.sim.bound import bound_scale
 from penstock.sim.report import curves
 from penstock.sim.scenario import Group, Scenario
@@ -87,7 +86,6 @@ _over: Event | None = None
 def _begin(given: Given, saves: bool, over: Event) -> None:
     global _given, _saves, _over
     _given, _saves, _over = given, saves, over
-    collect_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
 
 
