@@ -95,7 +95,7 @@ def test_three_deaths_in_a_row_end_the_server_with_the_cause():
 
 # --- more work than it can do
 
-BURST = 40  # clients at once, where there is room for four
+BURST = 40  # clients at once, of which four run and about as many may wait
 
 
 async def burst(url, rounds):
@@ -112,7 +112,7 @@ async def burst(url, rounds):
 
 @pytest.mark.parametrize("limit", [("--max-queued-requests", "4"), ("--max-queued-tokens", "300")], ids=lambda f: f[0])
 def test_ten_times_too_much_is_refused_and_nothing_is_lost(limit):
-    with serving("demo", *QUICK, *limit) as server:
+    with serving("demo", *QUICK, "--max-num-seqs", "4", *limit) as server:
         asyncio.run(burst(server.url, 3))
         before = server.memory()
         answers = asyncio.run(burst(server.url, 6))

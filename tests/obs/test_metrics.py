@@ -232,7 +232,7 @@ def test_decisions_and_hand_offs() -> None:
 def test_predictions_may_be_too_early_and_too_late() -> None:
     metrics = Metrics("m", ["e"])
     for predicted in (0.2, 0.5, 0.5, 2.0):
-        metrics.observe_prediction(predicted, actual=0.5)
+        metrics.observe_prediction(predicted, 0.5)
     name = "predicted_minus_actual_ttft_seconds_bucket"
     assert [value(metrics, name, le=le) for le in ("-0.5", "-0.25", "0.0", "1.0", "+Inf")] == [0, 1, 3, 3, 4]
 
