@@ -76,6 +76,11 @@ def branches_of(prompt: int, rows: int, before: int, device: str, consecutive: b
     return Batch([replace(step, candidates=2, branches=Branches(past, rows, region))], torch.device(device))
 
 
+def scale_of(data, dim: int) -> float:
+    """Of attention's scores: usual, or such that the largest one is exceeded by far time and again."""
+    return data.draw(st.sampled_from([1, 12])) * dim**-0.5
+
+
 VOCABULARIES = [1, 15, 50, 3000, 40000]
 
 
@@ -152,7 +157,7 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
     if name == "attention":
         window = data.draw(st.sampled_from([None, 1, 100]))
-        return (rand(total, kv_heads * group, dim), cache, batch, dim**-0.5, window), []
+        return (rand(total, kv_heads * group, dim), cache, batch, scale_of(data, dim), window), []
     raise AssertionError(f"say here how to call {name}")
 
 
@@ -209,7 +214,7 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
     kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
     length = data.draw(st.sampled_from([70, 1000, 1100, 2100]))
     torch.manual_seed(0)
-    q = torch.randn(length, kv_heads * group, dim).to(device, dtype)
+    q, scale = torch.randn(length, kv_heads * group, dim).to(device, dtype), scale_of(data, dim)
     cache = cache_of(order, kv_heads, dim, 0, device, dtype)
     (span,) = batch_of([(0, length)], device, consecutive=False).spans
 
@@ -218,7 +223,7 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
         mine = q[start : start + rows]
         rest = torch.randn(sum(len(s.tokens) for s in others), *q.shape[1:]).to(q)
         batch = Batch(steps, torch.device(device))
-        return ops.attention(torch.cat((mine, rest)), cache, batch, dim**-0.5, window)[:rows]
+        return ops.attention(torch.cat((mine, rest)), cache, batch, scale, window)[:rows]
 
     with OPS["attention"].using("native"):
         whole = compute(0, length)
@@ -231,7 +236,7 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
         where = range(20, 20 + len(span.ids))  # the same blocks in consecutive places
         cache[list(where)] = cache[list(span.ids)].clone()
         batch = Batch([step_of(length - 1, 1, where)], torch.device(device))
-        assert torch.equal(ops.attention(q[-1:], cache, batch, dim**-0.5, window)[0], whole[-1])
+        assert torch.equal(ops.attention(q[-1:], cache, batch, scale, window)[0], whole[-1])
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), EXACT)

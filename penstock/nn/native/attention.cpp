@@ -17,7 +17,7 @@ namespace penstock {
 namespace {
 
 constexpr int SPLIT_BLOCKS = 16;  // positions are summed up in pieces of so many blocks, then the pieces are
-constexpr int TILE = 128;         // queries (row and head) for which a block of K and V is packed once
+constexpr int TILE = 256;         // queries (row and head) for which a block of K and V is packed once
 constexpr int FEW = 4;            // queries for which threads share a long context
 #ifdef __AVX512F__
 constexpr int MOST = 6;        // queries whose sums are in registers together
@@ -28,6 +28,7 @@ constexpr bool DIRECT = false;
 #endif
 constexpr int64_t PACKING = 6;    // queries that reading and packing a block costs as much as
 constexpr int64_t ALONE = 64;     // queries times blocks that a thread computes before another is worth waking
+constexpr float SLACK = 8;        // powers of 2 that a weight may reach before sums are rescaled to the largest score
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,6 +41,13 @@ struct Single {
         std::memcpy(&x, a, 4);
         return fma(splat(x), b, sum);
     }
+    // 32 weights, 2^x, as units; returns the sum of `sum` and of them in 16 parts.
+    static f32x16 put_weights(f32x16 x, f32x16 y, uint32_t* to, f32x16 sum) {
+        x = exp2(x), y = exp2(y);
+        store(reinterpret_cast<float*>(to), x);
+        store(reinterpret_cast<float*>(to) + 16, y);
+        return sum + (x + y);
+    }
 };
 
 #ifdef __AVX512BF16__
@@ -49,6 +57,11 @@ struct Pair {
         int x;
         std::memcpy(&x, a, 4);
         return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)b);
+    }
+    static f32x16 put_weights(f32x16 x, f32x16 y, uint32_t* to, f32x16 sum) {
+        const __m512bh weights = _mm512_cvtne2ps_pbh(rough_exp2(y), rough_exp2(x));
+        std::memcpy(to, &weights, sizeof weights);
+        return _mm512_dpbf16_ps(sum, weights, (__m512bh)_mm512_set1_epi16(0x3f80));  // times 1
     }
 };
 #else
@@ -71,7 +84,7 @@ struct Source {
     int64_t next;         // from here to the block that will be visited next, 0 where there is none
 
     // 16 units of 16 tokens, as columns of a unit each; tokens that are not there are 0.
-    void keys_at(int64_t token, int64_t unit, f32x16 (&columns)[16]) const {
+    PENSTOCK_INLINE void keys_at(int64_t token, int64_t unit, f32x16 (&columns)[16]) const {
         constexpr int EACH = UnitOf<E>::EACH;
         const E* from = keys + token * stride + unit * EACH;
         const int64_t units = dim / EACH - unit;
@@ -93,7 +106,7 @@ struct Source {
 
     // N vectors of units from dimension `d` on; a unit is of as many tokens as it has elements.
     template <int N>
-    void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
+    PENSTOCK_INLINE void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
         const E* row = values + token * stride + d;
         if constexpr (UnitOf<E>::EACH == 2) {
             interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, dim - d, columns);
@@ -125,7 +138,7 @@ class Ahead {
     Ahead(const Source<E>& source, const E* first, int64_t tokens, int64_t each)
         : token_(first), stride_(source.stride), dim_(source.dim), each_(each), left_(tokens) {}
 
-    void done(int64_t work) {
+    PENSTOCK_INLINE void done(int64_t work) {
         for (owed_ += work; owed_ >= each_ && left_ > 0; owed_ -= each_, left_--, token_ += stride_)
             for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d);
     }
@@ -178,22 +191,38 @@ struct Packed {
     }
 };
 
-// Scores of R queries: q . k, summed over units in order.
-template <class E, int R>
-inline void multiply_keys(const Packed<E>& block, const uint32_t* const* q, f32x16 (&scores)[R][4]) {
+// Scores of queries with a block's tokens, [query][token].
+typedef float Scores[BLOCK_TOKENS];
+
+// q . k of R queries and the first N * 16 tokens, summed over units in order.
+template <class E, int R, int N>
+inline void multiply_some_keys(const Packed<E>& block, const uint32_t* const* q, Scores* to) {
+    f32x16 sums[R][N];
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < 4; n++) scores[r][n] = f32x16{};
+        for (int n = 0; n < N; n++) sums[r][n] = f32x16{};
     for (int64_t unit = 0; unit < block.units; unit++) {
-        f32x16 columns[4];
-        for (int n = 0; n < 4; n++) columns[n] = load(block.keys + unit * BLOCK_TOKENS + 16 * n);
+        f32x16 columns[N];
+        for (int n = 0; n < N; n++) columns[n] = load(block.keys + unit * BLOCK_TOKENS + 16 * n);
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < 4; n++) scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit, columns[n]);
+            for (int n = 0; n < N; n++) sums[r][n] = UnitOf<E>::madd(sums[r][n], q[r] + unit, columns[n]);
     }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) store(to[r] + 16 * n, sums[r][n]);
+}
+
+// Of the first `seen` tokens, perhaps of more.
+template <class E, int R, int N = 2>
+inline void multiply_keys(const Packed<E>& block, const uint32_t* const* q, int64_t seen, Scores* to) {
+    if constexpr (N < BLOCK_TOKENS / 16) {
+        if (seen > 16 * N) return multiply_keys<E, R, N + 1>(block, q, seen, to);
+    }
+    multiply_some_keys<E, R, N>(block, q, to);
 }
 
 template <class E, int R>
-inline void multiply_keys(const Source<E>& block, const uint32_t* const* q, f32x16 (&scores)[R][4]) {
+PENSTOCK_INLINE void multiply_keys(const Source<E>& block, const uint32_t* const* q, int64_t, Scores* to) {
     const int64_t units = block.dim / UnitOf<E>::EACH;
+    f32x16 scores[R][4];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < 4; n++) scores[r][n] = f32x16{};
     Ahead<E> ahead(block, block.values, block.count, ceil_div(units, 16) * 16);
@@ -217,6 +246,8 @@ inline void multiply_keys(const Source<E>& block, const uint32_t* const* q, f32x
             }
         }
     }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < 4; n++) store(to[r] + 16 * n, scores[r][n]);
 }
 
 template <int N, class E>
@@ -384,25 +415,30 @@ class Tile {
         const int64_t from = std::max<int64_t>(0, first - position_);
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
+        const int64_t begin = from * call_.group, end = to * call_.group;
         if constexpr (DIRECT) {
-            if (queries_ <= FEW) {
-                dispatch<FEW>(h, from * call_.group, to * call_.group, first, source, sums);
-                return;
-            }
+            if (queries_ <= FEW)
+                return dispatch<FEW>(end - begin,
+                                     [&](auto count) { attend<count()>(h, begin, first, source, sums); });
         }
         packed_.fill(source);
-        for (int64_t i = from * call_.group, end = to * call_.group; i < end; i += MOST)
-            dispatch<MOST>(h, i, std::min(i + MOST, end), first, packed_, sums);
+        const int64_t groups = ceil_div(end - begin, MOST);  // about equal ones: a small one is slow
+        for (int64_t g = 0, i = begin; g < groups; g++) {
+            const int64_t next = begin + (end - begin) * (g + 1) / groups;
+            dispatch<MOST>(next - i, [&](auto count) { attend<count()>(h, i, first, packed_, sums); });
+            i = next;
+        }
     }
 
-    // For queries [from, to), at most R of them.
-    template <int R, class B>
-    void dispatch(int64_t h, int64_t from, int64_t to, int64_t first, const B& block, const Sums& sums) {
-        if (to - from == R) {
-            attend<R>(h, from, first, block, sums);
-        } else if constexpr (R > 1) {
-            dispatch<R - 1>(h, from, to, first, block, sums);
+    int64_t position(int64_t i) const { return position_ + i / call_.group; }
+
+    // f(count), which is at most R, as a constant.
+    template <int R, class F>
+    static void dispatch(int64_t count, const F& f) {
+        if constexpr (R > 1) {
+            if (count < R) return dispatch<R - 1>(count, f);
         }
+        f(std::integral_constant<int, R>{});
     }
 
     // A block's part of R queries from the i-th on.
@@ -414,65 +450,71 @@ class Tile {
             if constexpr (WIDENED<E>) q = wide_ + (h * queries_ + i + r) * cache_.dim;
             units[r] = static_cast<const uint32_t*>(q);
         }
-        f32x16 scores[R][4];
-        multiply_keys<E, R>(block, units, scores);
+        const int64_t seen = std::min<int64_t>(BLOCK_TOKENS, position(i + R - 1) + 1 - first);  // by the last of them
+        alignas(64) Scores scores[R];
+        multiply_keys<E, R>(block, units, seen, scores);
         alignas(64) uint32_t weights[R][BLOCK_TOKENS / U::EACH];
-        f32x16 keep[R];
         for (int r = 0; r < R; r++) {
-            for (auto& s : scores[r]) s = s * splat(call_.scale);
-            hide(scores[r], position_ + (i + r) / call_.group - first);
-            const f32x16 before = splat(sums.most[i + r]);
-            f32x16 most = max(max(scores[r][0], scores[r][1]), max(scores[r][2], scores[r][3]));
-            most = max(before, max_lanes(most));
-            keep[r] = exp2(before - most);
-            sums.most[i + r] = most[0];
-            for (auto& s : scores[r]) s = exp2(s - most);
-            float* weight = sums.weight + 16 * (i + r);
-            store(weight, fma(load(weight), keep[r], put(weights[r], scores[r])));
+            hide(scores[r], position(i + r) - first);
+            weigh(scores[r], i + r, sums, weights[r]);
             units[r] = weights[r];
         }
         int64_t d = 0;
         float* to = sums.value + i * call_.width;
         auto ahead = values_ahead(block, call_.width);
-        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, keep, d, to, ahead);
+        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, seen, d, to, ahead);
         if (d + 32 <= call_.width) {
-            add_values<R, 2>(block, units, keep, d, to, ahead);
+            add_values<R, 2>(block, units, seen, d, to, ahead);
             d += 32;
         }
-        if (d < call_.width) add_values<R, 1>(block, units, keep, d, to, ahead);
+        if (d < call_.width) add_values<R, 1>(block, units, seen, d, to, ahead);
     }
 
     // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.
-    void hide(f32x16 (&scores)[4], int64_t at) const {
-        if (at < BLOCK_TOKENS - 1)
-            for (int n = 0; n < 4; n++)
-                scores[n] = where(lane_numbers() + 16 * n > int(at), splat(NOTHING), scores[n]);
-        if (call_.window && at >= call_.window)
-            for (int n = 0; n < 4; n++)
-                scores[n] = where(lane_numbers() + 16 * n <= int(at - call_.window), splat(NOTHING), scores[n]);
+    void hide(Scores& scores, int64_t at) const {
+        const int64_t before = call_.window ? std::max<int64_t>(0, at + 1 - call_.window) : 0;
+        if (at >= BLOCK_TOKENS - 1 && before == 0) return;
+        for (int token = 0; token < BLOCK_TOKENS; token += 16) {
+            const i32x16 tokens = lane_numbers() + token;
+            const i32x16 hidden = (tokens > static_cast<int>(at)) | (tokens < static_cast<int>(before));
+            store(scores + token, where(hidden, splat(NOTHING), load(scores + token)));
+        }
     }
 
-    // The weights as units; returns their sum, of what rounding has made of them.
-    static f32x16 put(uint32_t* to, f32x16 (&weights)[4]) {
-        for (int n = 0; n < 4; n++) {
-            if constexpr (U::EACH == 2) {
-                bf16* place = reinterpret_cast<bf16*>(to) + 16 * n;
-                store(place, weights[n]);
-                weights[n] = load(place);
-            } else {
-                store(reinterpret_cast<float*>(to) + 16 * n, weights[n]);
-            }
-        }
-        return (weights[0] + weights[1]) + (weights[2] + weights[3]);
+    // Scores become weights, as units: 2^(score - most), where `most` is near the largest score so far: it stays while
+    // weights are small enough, so that sums are seldom rescaled.
+    void weigh(const Scores& scores, int64_t i, const Sums& sums, uint32_t* to) const {
+        const f32x16 scale = splat(call_.scale);
+        f32x16 x[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) x[n] = load(scores + 16 * n);
+        const f32x16 top = max(max(x[0], x[1]), max(x[2], x[3]));
+        if (!below(fma(top, scale, -splat(sums.most[i])), SLACK)) raise(max_lanes(top * scale), i, sums);
+        const f32x16 less = -splat(sums.most[i]);
+        f32x16 sum = load(sums.weight + 16 * i);
+#pragma GCC unroll 2
+        for (int n = 0; n < 4; n += 2)
+            sum = U::put_weights(fma(x[n], scale, less), fma(x[n + 1], scale, less), to + 16 * n / U::EACH, sum);
+        store(sums.weight + 16 * i, sum);
+    }
+
+    void raise(f32x16 top, int64_t i, const Sums& sums) const {
+        const f32x16 before = splat(sums.most[i]), now = max(before, top);
+        sums.most[i] = now[0];
+        if (before[0] == NOTHING) return;  // sums are 0
+        const f32x16 keep = exp2(before - now);
+        float *weight = sums.weight + 16 * i, *value = sums.value + i * call_.width;
+        store(weight, load(weight) * keep);
+        for (int64_t d = 0; d < call_.width; d += 16) store(value + d, load(value + d) * keep);
     }
 
     template <int R, int N, class B, class Next>
-    void add_values(const B& block, const uint32_t* const* weights, const f32x16* keep, int64_t d, float* to,
+    void add_values(const B& block, const uint32_t* const* weights, int64_t seen, int64_t d, float* to,
                     Next& ahead) const {
         f32x16 found[R][N];
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) found[r][n] = f32x16{};
-        for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
+            for (int n = 0; n < N; n++) found[r][n] = load(to + r * call_.width + d + 16 * n);
+        for (int64_t token = 0; token < seen; token += U::EACH) {
             f32x16 columns[N];
             values_at<N>(block, token, d, columns);
             ahead.done(16 * N * U::EACH);
@@ -480,12 +522,8 @@ class Tile {
                 for (int n = 0; n < N; n++)
                     found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH, columns[n]);
         }
-        for (int r = 0; r < R; r++) {
-            for (int n = 0; n < N; n++) {
-                float* place = to + r * call_.width + d + 16 * n;
-                store(place, fma(load(place), keep[r], found[r][n]));
-            }
-        }
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) store(to + r * call_.width + d + 16 * n, found[r][n]);
     }
 
     const Call<E>& call_;

@@ -19,6 +19,18 @@ inline f32x16 max(f32x16 a, f32x16 b) {
 #endif
 }
 
+// Whether every lane is `most` at most, and none a NaN.
+inline bool below(f32x16 x, float most) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask(x, splat(most), _CMP_LE_OQ) == 0xffff;
+#else
+    const i32x16 is = x <= splat(most);
+    bool all = true;
+    for (int i = 0; i < LANES; i++) all &= is[i] != 0;
+    return all;
+#endif
+}
+
 inline i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 template <int DISTANCE>
@@ -45,8 +57,9 @@ inline float sum_lanes(f32x16 x) {
     return x[0];
 }
 
-// 2^x for x <= 127, within 1.2e-7 of it; 0 below 2^-126. A NaN stays one.
-inline f32x16 exp2(f32x16 x) {
+// 2^x for x <= 127, as a polynomial with 1 at 0 has it between whole numbers; 0 below 2^-126. A NaN stays one.
+template <int DEGREE>
+inline f32x16 exp2(f32x16 x, const float (&factors)[DEGREE]) {
     const f32x16 bounded = max(splat(-200.0f), x);
 #ifdef __AVX512F__
     const f32x16 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -54,12 +67,9 @@ inline f32x16 exp2(f32x16 x) {
     const f32x16 whole = (bounded + splat(12582912.0f)) - splat(12582912.0f);  // the sum has no room for fractions
 #endif
     const f32x16 rest = bounded - whole;  // in [-0.5, 0.5]
-    f32x16 y = splat(0x1.41fbbcp-13f);    // minimax of the relative error, and 1 at 0
-    y = fma(y, rest, splat(0x1.5f3e52p-10f));
-    y = fma(y, rest, splat(0x1.3b2d4cp-7f));
-    y = fma(y, rest, splat(0x1.c6aee8p-5f));
-    y = fma(y, rest, splat(0x1.ebfbdcp-3f));
-    y = fma(y, rest, splat(0x1.62e430p-1f));
+    f32x16 y = splat(factors[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < DEGREE; i++) y = fma(y, rest, splat(factors[i]));
     y = fma(y, rest, splat(1.0f));
 #ifdef __AVX512F__
     return _mm512_scalef_ps(y, whole);
@@ -68,5 +78,11 @@ inline f32x16 exp2(f32x16 x) {
     return y * reinterpret_cast<f32x16>((exponent + 127) << 23);
 #endif
 }
+
+// Minimax of the relative error: within 1.2e-7 of 2^x, and within 1.1e-4.
+inline f32x16 exp2(f32x16 x) {
+    return exp2(x, {0x1.41fbbcp-13f, 0x1.5f3e52p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f});
+}
+inline f32x16 rough_exp2(f32x16 x) { return exp2(x, {0x1.c2a218p-5f, 0x1.f00c4ep-3f, 0x1.62f5fap-1f}); }
 
 }  // namespace penstock

@@ -17,7 +17,7 @@ inline f32x16 load_units(const void* from, int64_t count) {
 
 
 // Rows become columns.
-inline void transpose(f32x16 (&a)[16]) {
+PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
 #ifndef __AVX512F__
     float rows[16][LANES], columns[16][LANES];
     for (int r = 0; r < 16; r++) store(rows[r], a[r]);
@@ -59,7 +59,7 @@ inline void transpose(f32x16 (&a)[16]) {
 #ifdef __AVX512BF16__
 // (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0.
 template <int N>
-inline void interleave(const bf16* first, const bf16* second, int64_t count, f32x16 (&to)[N]) {
+PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t count, f32x16 (&to)[N]) {
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
     auto row = [&](const bf16* from, int64_t at) {
         if (from == nullptr || at >= count) return u16x32{};

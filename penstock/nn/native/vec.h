@@ -14,6 +14,9 @@
 #include <arm_neon.h>
 #endif
 
+// For what must not leave the registers of its caller.
+#define PENSTOCK_INLINE inline __attribute__((always_inline))
+
 namespace penstock {
 
 constexpr int LANES = 16;
