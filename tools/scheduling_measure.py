@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 SPLITS = tuple(f"least_loaded@split-{p}-{8 - p}" for p in (1, 2, 3, 5, 6, 7))
 CACHE = ("round_robin", "least_loaded", "rtp_llm", "unified")
 PROMPT_MACHINES = (
+    *(f"round_robin@{layout}" for layout in ("prefill-3", "split-4-4")),  # to be under what is enough
     *(f"round_robin@prefill-{n}" for n in (5, 6, 8, 12, 16)),
     *(f"rtp_llm@{layout}" for layout in ("prefill-2", "prefill-3", "split-4-4", "prefill-5", "prefill-6", "prefill-8")),
 )
