@@ -109,6 +109,8 @@ using namespace penstock;
 
 int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*decoder); }
 
+// A whole step: `out` becomes [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any
+// use. `heads` are those of q.
 void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch, void* out,
                    const Span* spans, int64_t count, const int64_t* ids) {
     const AttentionBatch batch{spans, count, ids, *cache, heads};
@@ -123,6 +125,8 @@ void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache,
     });
 }
 
+// The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
+// behind [rows, hidden], as [rows, qkv.outs] with k and v, to what is behind those, as [rows, o.ins].
 void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
                               void* out, int64_t layer) {
     with_type(*cache, [&](auto type) {

@@ -46,20 +46,3 @@ struct Rows {
 int64_t scratch_width(const Decoder& decoder);
 
 }  // namespace penstock
-
-extern "C" {
-
-using namespace penstock;
-
-// A whole step: `out` becomes [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any
-// use. `heads` are those of q.
-void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch, void* out,
-                   const Span* spans, int64_t count, const int64_t* ids);
-
-// The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
-// behind [rows, hidden], as [rows, qkv.outs] with k and v, to what is behind those, as [rows, o.ins].
-void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
-                              void* out, int64_t layer);
-void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
-                              void* out, int64_t layer);
-}
