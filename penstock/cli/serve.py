@@ -26,7 +26,12 @@ ENGINE_OPTIONS = (
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),
     Option("max-num-batched-tokens", integer(1), None, "tokens in one step; by default found while it runs"),
-    Option("step-time-limit-ms", number(0), 100.0, "what a step may take when how many tokens it holds is found out"),
+    Option(
+        "step-time-limit-ms",
+        number(0),
+        None,
+        "what a step may take when how many tokens it holds is found out; by default 100, on a CPU 500",
+    ),
     Option("kv-cache-memory", size, None, "of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "find computed prefixes again"),

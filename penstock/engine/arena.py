@@ -9,6 +9,7 @@ mapped ends the process, which is what a wrong kernel deserves.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import weakref
 from typing import TYPE_CHECKING
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 _NONE, _READ_WRITE = 0, 1 | 2
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE, _POPULATE = 0x1, 0x2, 0x10, 0x20, 0x4000, 0x8000
 
+_POPULATE_WRITE = 23  # madvise
+_PIECE = 512 << 10  # bytes: other threads' mappings wait while one is touched
+
 _libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock while it calls
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Arena:
@@ -54,6 +59,17 @@ class Arena:
         start = self._address + slot * self.block_bytes
         _mmap(start, count * self.block_bytes, _NONE, _FIXED | _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
 
+    def touch(self, block: int) -> None:
+        """A block of the pool has its memory when this returns, wherever it is mapped; its content stays."""
+        address, size = self._address + block * self.block_bytes, self.block_bytes
+        for start in range(0, size, _PIECE):
+            if _touch(address + start, min(_PIECE, size - start)) == 0:
+                continue
+            if (number := ctypes.get_errno()) != errno.EINVAL:
+                raise OSError(number, f"madvise of block {block}: {os.strerror(number)}")
+            os.posix_fallocate(self._fd, block * size, size)  # a kernel before 5.14: pages are cleared at their use
+            return
+
     def clear(self, slot: int) -> None:
         """Write zeros to a mapped slot."""
         ctypes.memset(self._address + slot * self.block_bytes, 0, self.block_bytes)
@@ -75,6 +91,11 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int
         number = ctypes.get_errno()
         raise OSError(number, f"mmap of {length} bytes: {os.strerror(number)}")
     return got
+
+
+def _touch(address: int, length: int) -> int:
+    status: int = _libc.madvise(address, length, _POPULATE_WRITE)
+    return status
 
 
 def _close(address: int, nbytes: int, fd: int) -> None:

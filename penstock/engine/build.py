@@ -29,7 +29,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_pacing
-from penstock.sched.local.budget import StepBudget
+from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool
 
@@ -48,6 +48,7 @@ class EngineOptions:
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
+        step_time_limit_ms: None is LIMIT_MS, on a CPU CPU_LIMIT_MS (sched/local/budget.py).
         kv_cache_memory: bytes of KV cache.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
@@ -67,7 +68,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
-    step_time_limit_ms: float = 100.0
+    step_time_limit_ms: float | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
@@ -124,7 +125,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
         raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
-    budget = _step_budget(options, model_len)
+    budget = _step_budget(options, model_len, device)
     if model.device.type == "cuda":
         _touch_memory(model, budget.high)
     asked = options.kv_cache_memory
@@ -169,7 +170,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     if weights is not None:
         weights.save_later()
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, runner, clock, ledger_of(pool), found, ahead=options.async_scheduling)
+    engine = Engine(scheduler, runner, clock, ledger_of(pool), found, cache.reserve, ahead=options.async_scheduling)
     if engine.lane is not None:
         runner.computing = engine.lane.bell.computing
     return Built(engine, runner, layout, _shape(model), pool)
@@ -236,7 +237,7 @@ def _check(options: EngineOptions) -> None:
         "gpu-memory-utilization": (options.gpu_memory_utilization, 0.01, 1.0),
     }
     for name, (value, low, high) in ranges.items():
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
     choices = {
         "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
@@ -277,7 +278,7 @@ def _model_len(model: Decoder, asked: int | None) -> int:
     return asked or most
 
 
-def _step_budget(options: EngineOptions, model_len: int) -> StepBudget:
+def _step_budget(options: EngineOptions, model_len: int, device: torch.device) -> StepBudget:
     """Of one size when that was asked for."""
     asked, least = options.max_num_batched_tokens, options.max_num_seqs
     if asked is not None and asked < least:
@@ -287,7 +288,8 @@ def _step_budget(options: EngineOptions, model_len: int) -> StepBudget:
             "max-num-batched-tokens",
         )
     low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
-    return StepBudget(low, high, options.step_time_limit_ms / 1e3)
+    limit_ms = options.step_time_limit_ms or (CPU_LIMIT_MS if device.type == "cpu" else LIMIT_MS)
+    return StepBudget(low, high, limit_ms / 1e3)
 
 
 def _touch_memory(model: Decoder, tokens: int) -> None:

@@ -35,6 +35,17 @@ class Computes(Protocol):
         ...
 
 
+class Expects(Protocol):
+    """Who prepares blocks before they are used."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        ...
+
+    def expect(self, used: Iterable[int], coming: Iterable[int]) -> None: ...
+
+
 class Ledger(Protocol):
     """Where it is written down what blocks hold, for a next life of this engine."""
 
@@ -75,6 +86,7 @@ class Engine:
     Args:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
+        reserve: prepares blocks; None where that is nothing to anybody.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
             (`sched.local.ahead`); for runners that know placeholders. Without it a step is computed in `end`.
         short: seconds; when the last step took less, the next one is computed in `end` all the same.
@@ -92,6 +104,7 @@ class Engine:
         clock: Clock,
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
+        reserve: Expects | None = None,
         *,
         ahead: bool = False,
         short: float = SHORT,
@@ -106,12 +119,14 @@ class Engine:
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
+        self._reserve = reserve
         self.short = short
         self._took = short  # the last step
         self._flying: deque[StepPlan] = deque()
         self._given = False  # whether the lane has these
         self._began = 0.0  # the first of them, as far as is known
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
+        self._expect(())
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +168,8 @@ class Engine:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
+        if plan.fresh_blocks:
+            self._expect(plan.fresh_blocks)
         if not self._flying:
             self._began = now
         self._flying.append(plan)
@@ -161,6 +178,10 @@ class Engine:
             self.scheduler.launch(plan)
             lane.give(partial(self._compute, plan))
         return plan
+
+    def _expect(self, used: Iterable[int]) -> None:
+        if self._reserve is not None:
+            self._reserve.expect(used, self.scheduler.pool.coming(self._reserve.size))
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""

@@ -55,7 +55,7 @@ class ModelledOptions:
         noise: standard deviation of a step's time, relative to it.
         seed: of the noise.
         max_model_len, max_num_seqs, max_num_batched_tokens, step_time_limit_ms: see `EngineOptions`; the limit is in
-            the device's own time, before the slowdown.
+            the device's own time, before the slowdown, and by default LIMIT_MS (sched/local/budget.py).
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         prefix_cache: whether computed prefixes are found again.
         scheduling_policy: a name in `sched.local.PACING`.
@@ -70,7 +70,7 @@ class ModelledOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
-    step_time_limit_ms: float = 100.0
+    step_time_limit_ms: float | None = None
     kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     prefix_cache: bool = True
@@ -359,7 +359,7 @@ def _check(options: ModelledOptions) -> None:
         "kv-blocks": (1 if options.kv_blocks is None else options.kv_blocks, 1, 1 << 28),
     }
     for name, (value, low, high) in ranges.items():
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
     if options.kv_blocks is not None and options.kv_cache_memory is not None:
         raise ConfigError("kv-blocks: given beside kv-cache-memory, only one of them can hold", "kv-blocks")

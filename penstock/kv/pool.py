@@ -115,6 +115,10 @@ class BlockPool:
         """Hand-offs in progress that need it."""
         return self._transfers.get(block, 0)
 
+    def coming(self, count: int) -> list[int]:
+        """The blocks that `allocate` hands out next, at most `count` of those that nothing has to be evicted for."""
+        return self._free[: -count - 1 : -1]
+
     # --- holding
 
     def hold(self, blocks: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """KV memory: what lies behind a slot is the block that it should be, in either address mode, whoever comes and goes."""
 
 import ctypes
+import errno
 import gc
 import os
 import random
@@ -19,6 +20,8 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.arena import Arena
 from penstock.engine.cache import ContiguousCache, KVCache
 from penstock.engine.mapper import Mapper
+from penstock.engine.reserve import Reserve
+from penstock.kv.pool import BlockPool
 from penstock.kv.ranges import Change
 from penstock.nn.loader import load_model
 from penstock.transfer.memory import PoolMemory
@@ -105,6 +108,44 @@ def test_the_thread_has_mapped_when_now_returns(memory):
     assert (c.mapped, c.unmapped, c.ahead, c.calls) == (5, 1, 1, 5)
     assert c.exposed > 0
     mapper.close()
+
+
+def test_what_comes_has_its_memory_before_it_is_used():
+    memory = PoolMemory.private(100, 65536)
+    arena = Arena(memory, 0)
+    reserve = Reserve(arena)
+    assert reserve.size == 64
+    pool = BlockPool(range(100))
+    reserve.expect((), pool.coming(reserve.size))
+    reserve.settle()
+    assert memory.resident_bytes == 64 * 65536
+    taken = pool.allocate(3)
+    assert taken == [0, 1, 2]
+    arena.buffer()[65536] = b"7"
+    reserve.expect(taken, pool.coming(reserve.size))
+    reserve.expect((), taken)  # have theirs
+    reserve.settle()
+    assert memory.resident_bytes == 67 * 65536
+    assert arena.buffer()[65536] == b"7"
+    reserve.close()
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOMEM])
+def test_where_the_kernel_cannot_touch(error, monkeypatch):
+    memory = PoolMemory.private(4, 65536)
+    arena = Arena(memory, 0)
+
+    def refused(*_):
+        ctypes.set_errno(error)
+        return -1
+
+    monkeypatch.setattr("penstock.engine.arena._touch", refused)
+    if error == errno.EINVAL:  # it is older, but has another way
+        arena.touch(2)
+        assert memory.resident_bytes == 65536
+    else:
+        with pytest.raises(OSError, match="madvise of block 2"):
+            arena.touch(2)
 
 
 def test_a_mapping_that_fails_is_not_passed_over(memory):

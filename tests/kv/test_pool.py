@@ -92,6 +92,9 @@ def test_every_block_is_accounted_for(num_blocks, moves):
     for blocks in held:
         pool.release(blocks)
     assert pool.used == 0
-    pool.allocate(num_blocks)
+    coming = pool.coming(num_blocks)
+    assert len(coming) == pool.unused
+    assert pool.coming(2) == coming[:2]
+    assert pool.allocate(num_blocks)[: len(coming)] == coming
     assert pool.cached == 0
     pool.check()

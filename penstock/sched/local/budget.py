@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LIMIT_MS = 100.0  # that a step may take, for streams that go on beside prompts
+CPU_LIMIT_MS = 500.0  # on a CPU, which in 100 ms reads so few tokens of a prompt that it reads them a tenth slower
 GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 

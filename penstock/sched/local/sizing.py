@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.local.budget import LIMIT_MS
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import StepTime
 
@@ -40,7 +41,7 @@ def sized(
     max_num_seqs: int,
     kv_blocks: int | None,
     max_num_batched_tokens: int | None,
-    step_time_limit_ms: float,
+    step_time_limit_ms: float | None,
 ) -> Sizes:
     """What is asked for, where something is asked for; else all KV cache that fits and could be used, and steps as long
     as the limit allows for a prompt.
@@ -57,7 +58,7 @@ def sized(
     budget = max_num_batched_tokens
     if budget is None:
         high = max(min(MOST_TOKENS, max_model_len), max_num_seqs)
-        budget = StepTime(device, shape).largest_prefill(step_time_limit_ms, max_num_seqs, high)
+        budget = StepTime(device, shape).largest_prefill(step_time_limit_ms or LIMIT_MS, max_num_seqs, high)
     if budget < max_num_seqs:
         # less, and not every running sequence could get a token in every step
         raise ConfigError(f"{budget}, allowed is at least max-num-seqs ({max_num_seqs})", "max-num-batched-tokens")
