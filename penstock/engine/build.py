@@ -26,6 +26,7 @@ from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES, Mode, obstacle
 from penstock.nn.loader import identity, load_model
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_pacing
@@ -52,8 +53,8 @@ class EngineOptions:
         kv_cache_memory: bytes of KV cache.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
-        kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: contiguous on a CPU,
-            and table on CUDA, which has nothing else yet.
+        kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: on a CPU, table with
+            our own kernels and contiguous with torch's; table on CUDA, which has nothing else yet.
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
         scheduling_policy: a name in `sched.local.PACING`.
@@ -191,7 +192,7 @@ def _open_cache(
         return KVCache.on_device(layout, num_blocks, model.device), None
     pool = open_pool(layout, num_blocks)
     try:
-        if _chosen(options.kv_address_mode, "contiguous") == "table":
+        if _chosen(options.kv_address_mode, _faster_mode(model)) == "table":
             return KVCache.over_pool(layout, pool.memory), pool
         ranges = {"max_sequences": options.max_num_seqs, "range_blocks": blocks_for(model_len)}
         return ContiguousCache(layout, pool.memory, **ranges, budget=mapping_budget()), pool
@@ -223,6 +224,11 @@ def _shape(model: Decoder) -> ModelShape:
         tied=config.tie_embeddings,
         bytes_per_value=model.dtype.itemsize,
     )
+
+
+def _faster_mode(model: Decoder) -> str:
+    """Kernels that read blocks where they lie gain nothing by ranges, and prompts need not wait for mappings."""
+    return "table" if reads_in_place(model.device.type, model.dtype) else "contiguous"
 
 
 def _chosen(option: str, auto: str) -> str:

@@ -215,6 +215,14 @@ def test_build_sizes_and_finds_its_budget(checkpoint):
     assert 8 <= engine.scheduler.limits.token_budget <= 1024
 
 
+@pytest.mark.parametrize(("in_place", "mode"), [(True, "table"), (False, "contiguous")])
+def test_ranges_where_attention_gains_by_them(checkpoint, monkeypatch, in_place, mode):
+    monkeypatch.setattr("penstock.engine.build.reads_in_place", lambda device, dtype: in_place)
+    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    assert built.runner.cache.address_mode == mode
+    built.close()
+
+
 @pytest.mark.parametrize("mode", ["contiguous", "table"])
 def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
     options = EngineOptions(

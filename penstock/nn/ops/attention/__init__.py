@@ -1,9 +1,11 @@
 """Causal attention of a step's rows over their sequences' cached K and V."""
 
+import torch
 from torch import Tensor
 
 from penstock.nn.batch import Batch
 from penstock.nn.native import missing
+from penstock.nn.native.views import DTYPES
 from penstock.nn.ops.attention import native, reference, sdpa
 from penstock.nn.ops.backends import Backend, Op
 
@@ -13,6 +15,11 @@ OP = Op(
     Backend("sdpa", sdpa.attention),
     Backend("reference", reference.attention),
 )
+
+
+def reads_in_place(device: str, dtype: torch.dtype) -> bool:
+    """Whether blocks are read where they lie, through a table as fast as in a range."""
+    return OP.backend_on(device).name == "native" and dtype in DTYPES
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
