@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -43,7 +43,13 @@ class Expects(Protocol):
         """How many."""
         ...
 
-    def expect(self, used: Iterable[int], coming: Iterable[int]) -> None: ...
+    def use(self, blocks: Sequence[int]) -> bool:
+        """These are used from now on. Returns whether it is time to tell of others."""
+        ...
+
+    def expect(self, coming: Iterable[int]) -> None:
+        """These are next."""
+        ...
 
 
 class Ledger(Protocol):
@@ -126,7 +132,7 @@ class Engine:
         self._given = False  # whether the lane has these
         self._began = 0.0  # the first of them, as far as is known
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
-        self._expect(())
+        self._expect()
 
     @property
     def has_work(self) -> bool:
@@ -168,8 +174,8 @@ class Engine:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
-        if plan.fresh_blocks:
-            self._expect(plan.fresh_blocks)
+        if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
+            self._expect()
         if not self._flying:
             self._began = now
         self._flying.append(plan)
@@ -179,9 +185,9 @@ class Engine:
             lane.give(partial(self._compute, plan))
         return plan
 
-    def _expect(self, used: Iterable[int]) -> None:
+    def _expect(self) -> None:
         if self._reserve is not None:
-            self._reserve.expect(used, self.scheduler.pool.coming(self._reserve.size))
+            self._reserve.expect(self.scheduler.pool.coming(self._reserve.size))
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""
@@ -225,6 +231,8 @@ class Engine:
         if self._free_since is not None:
             self.idle += ran.began - self._free_since
         self._free_since = ran.ended if self.has_work else None
+        if not self.has_work:
+            self._expect()
         self.write_down()
         self.recent.started(plan, ran.began)
         if self.recent.ran(plan, ran.began, [ran.ended]) and (times := self.recent.times):

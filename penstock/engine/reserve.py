@@ -2,12 +2,12 @@
 
 A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.6 ms a MiB, and
 several times that in a virtual machine whose host has to find it first. Prompts would wait for it, so a thread touches
-the blocks that come next, a limited number ahead.
+the blocks that come next, a limited number ahead: best while nothing runs, since it takes a core from whatever does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.engine.arena import Arena
@@ -27,10 +27,17 @@ class Reserve:
         self._arena = arena
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-reserve")
         self._there: set[int] = set()  # blocks that have their memory, or will without anybody's doing
+        self._left = 0  # of those that were expected
 
-    def expect(self, used: Iterable[int], coming: Iterable[int]) -> None:
-        """`used` are being written, and `coming` will be next, in this order."""
-        self._there.update(used)
+    def use(self, blocks: Sequence[int]) -> bool:
+        """These are being written. Returns whether so few are ready that others should not wait for a better time."""
+        self._there.update(blocks)
+        self._left -= len(blocks)
+        return self._left < self.size // 2
+
+    def expect(self, coming: Iterable[int]) -> None:
+        """These are next, in this order; as many as `size`, if there are."""
+        self._left = self.size
         for block in coming:
             if block not in self._there:
                 self._there.add(block)
