@@ -10,6 +10,7 @@ token to token as far as blocks are consecutive.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -124,8 +125,9 @@ class KVCache:
 
     def _clear(self, slots: Sequence[int]) -> None:
         if self._flat.is_cpu:
-            for slot in slots:
-                self._flat[slot].zero_()  # ten times as fast there as what follows
+            for slot in slots:  # not by torch, whose threads would still spin when the step's kernels begin
+                row = self._flat[slot]
+                ctypes.memset(row.data_ptr(), 0, row.nbytes)
         elif slots:
             self._flat.index_fill_(0, torch.tensor(slots, device=self._flat.device), 0)
 

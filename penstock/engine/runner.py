@@ -16,6 +16,7 @@ from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
+ALONE = 16384  # elements that torch handles on one thread: others would still spin when the next kernels begin
 
 
 class Runner:
@@ -61,7 +62,7 @@ class Runner:
         result = StepResult([], [])
         if sampled:
             last = [rows[-1] for _, rows in sampled]
-            logits = self.model.logits(hidden[torch.tensor(last, device=self.device)])
+            logits = self.model.logits(_rows(hidden, last))
             self._drawn, result = draw(logits, [s for s, _ in sampled], self._drawn)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
@@ -102,6 +103,14 @@ def _wanted(step: SequenceStep, rows: range) -> range:
     return rows[-1:] if step.sample or step.candidates else rows[:0]
 
 
+def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(len(hidden))):
+        return hidden
+    return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+
+
 def _not_finite(rows: Tensor) -> list[int]:
     """Which rows of [rows, width] hold an infinity or a NaN: then their sum is one."""
-    return torch.nonzero(~rows.sum(-1, dtype=torch.float32).isfinite())[:, 0].tolist()
+    parts = rows.split(max(1, ALONE // rows.shape[1])) if rows.is_cpu else (rows,)
+    sums = torch.cat([part.sum(-1, dtype=torch.float32) for part in parts])
+    return torch.nonzero(~sums.isfinite())[:, 0].tolist()

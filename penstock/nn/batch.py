@@ -147,6 +147,7 @@ class Batch:
 
     Attributes:
         tokens, positions: [rows] int64.
+        reach: behind the last position.
         slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong.
         rows: per sequence, its rows of the batch.
         kept: [kept] int64, rising: the rows whose result is wanted; None when those are all.
@@ -169,6 +170,7 @@ class Batch:
         self.kept: Tensor | None = None
         self.spans: list[Span] = []
         self.branches: list[BranchSpan] = []
+        self.reach = 0
         self.scratch = scratch or Scratch()
         for s, ids in zip(sequences, placed or [s.blocks for s in sequences], strict=True):
             row, count = len(tokens), len(s.tokens)
@@ -178,10 +180,12 @@ class Batch:
                 self.spans.append(Span(row, count, s.start, ids, device))
                 own = range(s.start, s.start + count)
                 positions += own
+                self.reach = max(self.reach, own.stop)
                 slot_blocks += [ids[p // BLOCK_TOKENS] for p in own]
             else:
                 self.branches.append(_branch_span(s, s.branches, row, ids, device))
                 positions += [s.start] * count
+                self.reach = max(self.reach, s.start + 1)
                 slot_blocks += [0] * count  # see below
         self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=device)

@@ -137,9 +137,8 @@ class Graph:
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
         self._attend = [layer.self_attn.attend for layer in layers]
         self._step = native.function("penstock_step", "pppnpppnp")
-        self._until, self._after = (
-            native.function(f"penstock_{part}_attention", "pppnppn") for part in ("until", "after")
-        )
+        self._until = native.function("penstock_until_attention", "pppnppn")
+        self._after = native.function("penstock_after_attention", "ppppppn")
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of the model has other weights, and describes them when it needs to."""
@@ -160,11 +159,11 @@ class Graph:
         )
         scratch = batch.scratch.take("step", (count * self._width,), self._dtype, cache.device)
         out = torch.empty(count, self._hidden, dtype=self._dtype)
-        step = (addressof(self._decoder), addressof(rows), addressof(described), self._heads)
+        step = (addressof(self._decoder), addressof(rows), addressof(described))
         places = (scratch.data_ptr(), out.data_ptr())
         if mode == "full":
             spans, ids = batch.places
-            self._step(*step, *places, spans.data_ptr(), len(spans), ids.data_ptr())
+            self._step(*step, self._heads, *places, spans.data_ptr(), len(spans), ids.data_ptr())
         else:
             self._by_layers(step, places, batch, cache, scratch[count * self._hidden :])
         return out if kept is None else out[: len(kept)]
@@ -174,13 +173,10 @@ class Graph:
     ) -> None:
         count, dim = len(batch.tokens), cache.shape[5]
         for i, layer in enumerate(self._layers):
-            self._until(*step, *places, i)
-            qkv, heads = wide.split_with_sizes(
-                [count * layer.qkv.outs, count * layer.o.ins, len(wide) - count * (layer.qkv.outs + layer.o.ins)]
-            )[:2]
-            q = qkv.view(count, -1, dim)[:, : self._heads]
-            heads.view(count, self._heads, dim)[:] = self._attend[i](q, cache[:, i], batch)
-            self._after(*step, *places, i)
+            self._until(*step, self._heads, *places, i)
+            q = wide[: count * layer.qkv.outs].view(count, -1, dim)[:, : self._heads]
+            attended = self._attend[i](q, cache[:, i], batch).contiguous()
+            self._after(*step, attended.data_ptr(), *places, i)
 
 
 def _layers(model: Decoder) -> list[Layer]:

@@ -68,17 +68,21 @@ def hold(module: Linear | Embedding, weight: Weight) -> None:
 
 
 class Rotation:
-    """cos and sin of a step's positions, computed once for all layers."""
+    """cos and sin of a step's positions, for all layers; out of tables, which grow as far as positions reach."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         base, self._factor = frequencies(config)
         self._base = base.to(device)
         self._dtype = dtype
+        self._cos = self._sin = torch.empty(0, len(base), dtype=dtype, device=device)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows] -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
-        angle = positions[:, None].float() * self._base
-        return (angle.cos() * self._factor).to(self._dtype), (angle.sin() * self._factor).to(self._dtype)
+    def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
+        if reach > len(self._cos):
+            size = 1 << max(10, (reach - 1).bit_length())
+            angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
+            self._cos, self._sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 class Attention(nn.Module):

@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         """
         if self._rotation is None:
             self._rotation = Rotation(self.config, self.dtype, self.device)
-        rotation = self._rotation(batch.positions)
+        rotation = self._rotation(batch.positions, batch.reach)
         if (mode := choose(self, batch)) != "eager":
             self._graph = self._graph or Graph(self)
             return self._graph(mode, batch, rotation, cache)

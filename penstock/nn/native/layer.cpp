@@ -64,15 +64,16 @@ struct Progress {
                      rows.sin, rows.blocks, rows.offsets, rows.rows);
     }
 
-    void after_attention(int64_t i) const {
+    // `attended`: [rows, o.ins], which is overwritten.
+    void after_attention(int64_t i, T* attended) const {
         const Layer& layer = decoder.layers[i];
         const bool last = i == decoder.count - 1;
         const int64_t count = last && rows.kept ? rows.kept_count : rows.rows;
         if (last && rows.kept) {
-            keep(rows, heads(layer), layer.o.ins);
+            keep(rows, attended, layer.o.ins);
             keep(rows, residual, decoder.hidden);
         }
-        project(layer.o, heads(layer), count, x);
+        project(layer.o, attended, count, x);
         normed(layer.post_norm, count);
         T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
@@ -120,13 +121,13 @@ void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache,
             const Layer& layer = decoder->layers[i];
             step.until_attention(i, *cache, heads);
             attention(batch, i, step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
-            step.after_attention(i);
+            step.after_attention(i, step.heads(layer));
         }
     });
 }
 
 // The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
-// behind [rows, hidden], as [rows, qkv.outs] with k and v, to what is behind those, as [rows, o.ins].
+// behind [rows, hidden], as [rows, qkv.outs] with k and v, to `attended`, [rows, o.ins], which is overwritten.
 void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
                               void* out, int64_t layer) {
     with_type(*cache, [&](auto type) {
@@ -134,10 +135,11 @@ void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Ca
     });
 }
 
-void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t, void* scratch,
+void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, void* attended, void* scratch,
                               void* out, int64_t layer) {
     with_type(*cache, [&](auto type) {
-        Progress<decltype(type)>(*decoder, *rows, scratch, out).after_attention(layer);
+        using T = decltype(type);
+        Progress<T>(*decoder, *rows, scratch, out).after_attention(layer, static_cast<T*>(attended));
     });
 }
 }
