@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import penstock.engine.memory
 from penstock.core.clock import ManualClock, SystemClock
@@ -17,6 +19,8 @@ from penstock.engine.memory import size_cache
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import Published
 from penstock.nn.loader import identity, load_model
+from penstock.nn.native import missing
+from penstock.service.checkpoint import find_checkpoint
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import Pool, keeper_pool
 from penstock.transfer.records import Record
@@ -335,3 +339,53 @@ def test_a_length_nobody_asked_for_is_cut_to_what_fits():
     assert size_cache(available=20_000, asked_model_len=None, exact=False, **size) == (20, 20 * 64)
     assert size_cache(available=10**9, asked_model_len=None, exact=False, **size) == (4 * 157, 10000)
     assert size_cache(available=10**6, asked_model_len=None, exact=True, **size) == (1000, 10000)
+
+
+GRAINS = {"aten.index.Tensor": 3000, "aten.cos.default": 2048, "aten.sin.default": 2048}  # what torch computes alone
+MOVES_NOTHING = ("empty", "new_empty", "slice", "select", "view", "split", "detach", "alias", "unsqueeze", "expand")
+
+
+class LargeOps(TorchDispatchMode):
+    """Notes the ops that torch would share among its threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_flatten((args, result))[0] if isinstance(x, torch.Tensor)]
+        name = str(op)
+        if name.split(".")[1] not in MOVES_NOTHING and max(sizes, default=0) >= GRAINS.get(name, 32768):
+            self.found.add((name, max(sizes)))
+        return result
+
+
+@pytest.mark.skipif(missing() is not None, reason="no kernels")
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_k": 20}], ids=["greedy", "sampled"])
+def test_steps_leave_torchs_threads_asleep(params):
+    """They would spin for milliseconds, on the cores that kernels compute on."""
+    options = EngineOptions(
+        model=str(find_checkpoint("demo")), device="cpu", dtype="bfloat16", max_num_batched_tokens=512,
+        kv_cache_memory=64 << 20, async_scheduling=False,
+    )  # fmt: skip
+    built = build_engine(options, SystemClock())
+    engine, runner = built.engine, built.runner
+    for i in range(64):
+        engine.add(make_request(str(i), [i * 7 + k for k in range(1, 60)], max_tokens=20, **params))
+    engine.step()  # tables grow
+    steps, run = [], runner.run
+
+    def watched(plan):
+        with LargeOps() as ops:
+            result = run(plan)
+        steps.append((plan.num_tokens, len(plan.sequences)))
+        assert not ops.found, plan.num_tokens
+        return result
+
+    runner.run = watched
+    while engine.has_work:
+        engine.step()
+    assert max(tokens for tokens, _ in steps) == 512
+    assert (64, 64) in steps
+    built.close()
