@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         clock,
     )
     try:
+        if (reserve := built.runner.cache.reserve) is not None:
+            reserve.settle()  # it would take a core from what is measured
         ceilings = _ceilings(built.runner.model.dtype)
         found = []
         for shape in shapes:

@@ -87,6 +87,10 @@ def read(memory: torch.Tensor) -> None:
 
 
 def multiply(times: int, dtype: torch.dtype) -> int:
-    """Multiply and add on all threads as fast as the machine can. Returns how many of these operations that were."""
+    """Multiply and add on all threads as fast as the machine can. Returns how many of these operations that were.
+
+    Args:
+        times: a multiple of 16.
+    """
     count = value("penstock_multiply", "nn")(times, dtype == torch.bfloat16)
     return 2 * 16 * times * count * threads()

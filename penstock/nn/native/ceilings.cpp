@@ -25,12 +25,14 @@ f32x16 read(const char* from, int64_t bytes) {
     return reinterpret_cast<f32x16>(sums[0] ^ sums[1] ^ sums[2] ^ sums[3]);
 }
 
+constexpr int PIECES = 16;  // for each thread: one that wakes late still gets its share
+
 template <class Step>
 void repeat(int64_t times, Step step) {
-    parallel_for(threads(), [&](int) {
+    parallel_for(PIECES * threads(), [&](int) {
         f32x16 sums[16];  // all different, or a compiler computes one for all
         for (int j = 0; j < 16; j++) sums[j] = splat(static_cast<float>(j));
-        for (int64_t i = 0; i < times; i++)
+        for (int64_t i = 0; i < times / PIECES; i++)
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) sums[j] = step(sums[j]);
         f32x16 all{};
@@ -55,7 +57,7 @@ void penstock_read(const void* memory, int64_t bytes) {
     });
 }
 
-// On every thread, `times` * 16 multiplications and additions of 16 lanes of float32, or of 32 of bfloat16 where there
+// On every thread, `times` (a multiple of PIECES) * 16 multiplications and additions of 16 lanes of float32, or of 32 of bfloat16 where there
 // are instructions for that. Returns how many of those one instruction counts for.
 int64_t penstock_multiply(int64_t times, int64_t is_bf16) {
 #if defined(__AVX512BF16__)
