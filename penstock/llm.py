@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, InvalidRequest
@@ -301,11 +301,20 @@ class _Job:
 
 
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:
-    allowed = [field.name for field in fields(EngineOptions) if field.name != "model"]
-    for name in options:
-        if name not in allowed:
-            raise ConfigError(f"{name}: no such option; allowed are {', '.join(allowed)}", name)
+    kinds = get_type_hints(EngineOptions)
+    del kinds["model"]
+    for name, value in options.items():
+        if name not in kinds:
+            raise ConfigError(f"{name}: no such option; allowed are {', '.join(kinds)}", name)
+        kind = kinds[name]
+        fits = kind is bool if isinstance(value, bool) else isinstance(value, kind | int if _real(kind) else kind)
+        if not fits:
+            raise ConfigError(f"{name}: {value!r}, allowed is {getattr(kind, '__name__', kind)}", name)
     return EngineOptions(model=model, **options)
+
+
+def _real(kind: Any) -> bool:
+    return float in (kind, *get_args(kind))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

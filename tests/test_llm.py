@@ -62,6 +62,28 @@ def test_options_are_named():
         LLM("demo", tensor_parallel_size=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("kv_cache_memory", "5G", "int | None"),
+        ("max_num_seqs", 4.0, "int"),
+        ("max_num_seqs", True, "int"),
+        ("gpu_memory_utilization", "0.9", "float"),
+        ("prefix_cache", 1, "bool"),
+        ("dtype", b"float32", "str | None"),
+    ],
+)
+def test_options_of_another_kind_are_refused(name, value, allowed):
+    with pytest.raises(ConfigError) as refused:
+        LLM("demo", **{name: value})
+    assert str(refused.value) == f"{name}: {value!r}, allowed is {allowed}"
+
+
+def test_a_whole_number_is_a_real_one():
+    with pytest.raises(ConfigError, match="gpu-memory-utilization: 2, allowed is"):
+        LLM("demo", gpu_memory_utilization=2)
+
+
 def test_what_may_be_drawn(llm):
     free = llm.generate("import os", GREEDY)[0]
     word = free.text.split()[0]

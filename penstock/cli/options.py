@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError, UserError
 
+MOST_BYTES = 1 << 60
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -104,7 +105,7 @@ def size(text: str) -> int:
         value = float(number_part.removesuffix(unit) if unit else number_part)
     except ValueError:
         raise ValueError("a size such as 4G or 512M") from None
-    if not 0 < value < 1e9:
+    if not 1 <= value * UNITS[unit] < MOST_BYTES:
         raise ValueError("a size such as 4G or 512M")
     return int(value * UNITS[unit])
 

@@ -39,7 +39,8 @@ def test_flag_environment_file_default(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "bytes_"), [("4G", 4 << 30), ("512MiB", 512 << 20), ("1.5k", 1536), ("1000", 1000), ("2TB", 2 << 40)]
+    ("text", "bytes_"),
+    [("4G", 4 << 30), ("512MiB", 512 << 20), ("1.5k", 1536), ("1000", 1000), ("4294967296", 4 << 30), ("2TB", 2 << 40)],
 )
 def test_sizes(text, bytes_):
     assert size(text) == bytes_
