@@ -74,15 +74,18 @@ class Rotation:
         base, self._factor = frequencies(config)
         self._base = base.to(device)
         self._dtype = dtype
-        self._cos = self._sin = torch.empty(0, len(base), dtype=dtype, device=device)
+        nothing = torch.empty(0, len(base), dtype=dtype, device=device)
+        self._tables = nothing, nothing  # replaced together
 
     def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
         """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
-        if reach > len(self._cos):
+        cos, sin = self._tables
+        if reach > len(cos):
             size = 1 << max(10, (reach - 1).bit_length())
             angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
-            self._cos, self._sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+            cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
+            self._tables = cos, sin
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
 class Attention(nn.Module):
