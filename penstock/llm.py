@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from penstock.core.clock import SystemClock
@@ -303,18 +303,25 @@ class _Job:
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:
     kinds = get_type_hints(EngineOptions)
     del kinds["model"]
-    for name, value in options.items():
+    for name in options:
         if name not in kinds:
             raise ConfigError(f"{name}: no such option; allowed are {', '.join(kinds)}", name)
-        kind = kinds[name]
-        fits = kind is bool if isinstance(value, bool) else isinstance(value, kind | int if _real(kind) else kind)
-        if not fits:
-            raise ConfigError(f"{name}: {value!r}, allowed is {getattr(kind, '__name__', kind)}", name)
-    return EngineOptions(model=model, **options)
+    return EngineOptions(model=model, **{name: _of_kind(name, x, kinds[name]) for name, x in options.items()})
 
 
-def _real(kind: Any) -> bool:
-    return float in (kind, *get_args(kind))
+def _of_kind(name: str, value: Any, kind: Any) -> Any:
+    """Numbers may be NumPy's, a device torch's. Raises ConfigError."""
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return value
+    if not isinstance(value, bool):
+        if int in kinds and isinstance(value, Integral):
+            return int(value)
+        if float in kinds and isinstance(value, Real):
+            return float(value)
+        if name == "device" and type(value).__module__ == "torch":
+            return str(value)
+    raise ConfigError(f"{name}: {value!r}, allowed is {getattr(kind, '__name__', kind)}", name)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

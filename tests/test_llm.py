@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import LLM, BeamSearchParams, SamplingParams
 from penstock.core.errors import ConfigError, InvalidRequest, PromptTooLong
+from penstock.llm import _engine_options
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -79,8 +81,16 @@ def test_options_of_another_kind_are_refused(name, value, allowed):
     assert str(refused.value) == f"{name}: {value!r}, allowed is {allowed}"
 
 
+def test_numbers_and_devices_of_others_are_taken():
+    options = _engine_options(
+        "demo", {"max_num_seqs": np.int64(4), "step_time_limit_ms": np.float32(2), "device": torch.device("cpu")}
+    )
+    assert (options.max_num_seqs, options.step_time_limit_ms, options.device) == (4, 2.0, "cpu")
+    assert type(options.max_num_seqs) is int
+
+
 def test_a_whole_number_is_a_real_one():
-    with pytest.raises(ConfigError, match="gpu-memory-utilization: 2, allowed is"):
+    with pytest.raises(ConfigError, match="gpu-memory-utilization: 2.0, allowed is"):
         LLM("demo", gpu_memory_utilization=2)
 
 

@@ -60,15 +60,17 @@ class Arena:
         _mmap(start, count * self.block_bytes, _NONE, _FIXED | _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
 
     def touch(self, block: int) -> None:
-        """A block of the pool has its memory when this returns, wherever it is mapped; its content stays."""
+        """A block of the pool has its memory when this returns, wherever it is mapped; its content stays.
+
+        A kernel before 5.14 has no such call: then the block is left to its first use.
+        """
         address, size = self._address + block * self.block_bytes, self.block_bytes
         for start in range(0, size, _PIECE):
             if _touch(address + start, min(_PIECE, size - start)) == 0:
                 continue
-            if (number := ctypes.get_errno()) != errno.EINVAL:
-                raise OSError(number, f"madvise of block {block}: {os.strerror(number)}")
-            os.posix_fallocate(self._fd, block * size, size)  # a kernel before 5.14: pages are cleared at their use
-            return
+            if (number := ctypes.get_errno()) == errno.EINVAL:
+                return
+            raise OSError(number, f"madvise of block {block}: {os.strerror(number)}")
 
     def clear(self, slot: int) -> None:
         """Write zeros to a mapped slot."""

@@ -294,7 +294,9 @@ def _step_budget(options: EngineOptions, model_len: int, device: torch.device) -
             "max-num-batched-tokens",
         )
     low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
-    limit_ms = options.step_time_limit_ms or (CPU_LIMIT_MS if device.type == "cpu" else LIMIT_MS)
+    limit_ms = options.step_time_limit_ms
+    if limit_ms is None:
+        limit_ms = CPU_LIMIT_MS if device.type == "cpu" else LIMIT_MS
     return StepBudget(low, high, limit_ms / 1e3)
 
 

@@ -145,9 +145,9 @@ class ContiguousCache(KVCache):
     ) -> None:
         num_ranges = max(1, min(max_sequences, MOST_RANGES, MOST_ADDRESSES // (range_blocks * layout.block_bytes)))
         self.ranges = Ranges(num_ranges, range_blocks, budget, base=memory.num_blocks)
-        self._arena = Arena(memory, num_ranges * range_blocks)
-        self._mapper = Mapper(self._arena)
-        super().__init__(_tensor(self._arena, layout), layout, memory.num_blocks, Reserve(self._arena))
+        arena = Arena(memory, num_ranges * range_blocks)
+        self._mapper = Mapper(arena)
+        super().__init__(_tensor(arena, layout), layout, memory.num_blocks, Reserve(arena))
 
     @property
     def counters(self) -> MapCounters:
@@ -190,6 +190,7 @@ class ContiguousCache(KVCache):
 
     def close(self) -> None:
         self._mapper.close()
+        del self._mapper
         super().close()
 
     def counts(self) -> dict[str, int]:

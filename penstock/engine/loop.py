@@ -174,8 +174,6 @@ class Engine:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
-        if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
-            self._expect()
         if not self._flying:
             self._began = now
         self._flying.append(plan)
@@ -183,6 +181,8 @@ class Engine:
         if lane is not None:
             self.scheduler.launch(plan)
             lane.give(partial(self._compute, plan))
+        if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
+            self._expect()
         return plan
 
     def _expect(self) -> None:

@@ -7,12 +7,17 @@ the blocks that come next, a limited number ahead: best while nothing runs, sinc
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
 
 from penstock.engine.arena import Arena
 
 MOST = 64  # blocks: prompts of 4,096 tokens together
+
+Wanted = SimpleQueue[int | threading.Event | None]
 
 
 class Reserve:
@@ -24,10 +29,16 @@ class Reserve:
 
     def __init__(self, arena: Arena) -> None:
         self.size = min(MOST, arena.num_blocks)
-        self._arena = arena
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-reserve")
         self._there: set[int] = set()  # blocks that have their memory, or will without anybody's doing
         self._left = 0  # of those that were expected
+        self._wanted: Wanted = SimpleQueue()
+        stopped = threading.Event()
+        # a daemon, for a process need not end later for memory that it gives back
+        self._thread = threading.Thread(
+            target=_work, args=(arena, self._wanted, stopped), name="penstock-reserve", daemon=True
+        )
+        self._stop = weakref.finalize(self, _stop, self._wanted, stopped)
+        self._thread.start()
 
     def use(self, blocks: Sequence[int]) -> bool:
         """These are being written. Returns whether so few are ready that others should not wait for a better time."""
@@ -41,11 +52,29 @@ class Reserve:
         for block in coming:
             if block not in self._there:
                 self._there.add(block)
-                self._thread.submit(self._arena.touch, block)
+                self._wanted.put(block)
 
     def settle(self) -> None:
         """Return when everything that was expected has its memory, or was refused it: then its use will tell."""
-        self._thread.submit(int).result()
+        reached = threading.Event()
+        self._wanted.put(reached)
+        reached.wait()
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        """Nothing is touched any more, and nothing of this keeps the memory."""
+        self._stop()
+        self._thread.join()
+
+
+def _work(arena: Arena, wanted: Wanted, stopped: threading.Event) -> None:
+    while (next_one := wanted.get()) is not None and not stopped.is_set():
+        if isinstance(next_one, threading.Event):
+            next_one.set()
+        else:
+            with suppress(OSError):
+                arena.touch(next_one)
+
+
+def _stop(wanted: Wanted, stopped: threading.Event) -> None:
+    stopped.set()
+    wanted.put(None)

@@ -111,6 +111,7 @@ def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
 
 def _not_finite(rows: Tensor) -> list[int]:
     """Which rows of [rows, width] hold an infinity or a NaN: then their sum is one."""
-    parts = rows.split(max(1, ALONE // rows.shape[1])) if rows.is_cpu else (rows,)
+    together = ALONE // rows.shape[1]
+    parts = rows.split(together) if rows.is_cpu and together > 0 and len(rows) < 64 * together else (rows,)
     sums = torch.cat([part.sum(-1, dtype=torch.float32) for part in parts])
     return torch.nonzero(~sums.isfinite())[:, 0].tolist()

@@ -9,7 +9,7 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.packed import PackedWeight, Weight
-from penstock.nn.rope import frequencies
+from penstock.nn.rope import frequencies, longest
 
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -72,6 +72,7 @@ class Rotation:
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         base, self._factor = frequencies(config)
+        self._longest = longest(config)
         self._base = base.to(device)
         self._dtype = dtype
         nothing = torch.empty(0, len(base), dtype=dtype, device=device)
@@ -81,7 +82,7 @@ class Rotation:
         """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
         cos, sin = self._tables
         if reach > len(cos):
-            size = 1 << max(10, (reach - 1).bit_length())
+            size = max(reach, min(1 << max(10, (reach - 1).bit_length()), self._longest))
             angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
             cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
             self._tables = cos, sin

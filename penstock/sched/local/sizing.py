@@ -58,7 +58,8 @@ def sized(
     budget = max_num_batched_tokens
     if budget is None:
         high = max(min(MOST_TOKENS, max_model_len), max_num_seqs)
-        budget = StepTime(device, shape).largest_prefill(step_time_limit_ms or LIMIT_MS, max_num_seqs, high)
+        limit_ms = LIMIT_MS if step_time_limit_ms is None else step_time_limit_ms
+        budget = StepTime(device, shape).largest_prefill(limit_ms, max_num_seqs, high)
     if budget < max_num_seqs:
         # less, and not every running sequence could get a token in every step
         raise ConfigError(f"{budget}, allowed is at least max-num-seqs ({max_num_seqs})", "max-num-batched-tokens")
