@@ -145,7 +145,8 @@ def over_rates(scenario: str, policy: str, other: str, field: str, told: Callabl
 
 
 def prompt_machines(scenario: str, policy: str, other: str) -> Here:
-    """How few read prompts with a TTFT p95 no longer than that of the fewest with which the other keeps its target."""
+    """How few read prompts with a TTFT p95 no longer than the other's, for each number with which that one keeps its
+    target."""
 
     def here(results: Results) -> tuple[str, int] | None:
         for measured in results.rated(scenario):
@@ -160,10 +161,11 @@ def prompt_machines(scenario: str, policy: str, other: str) -> Here:
                 ours = _machines(results, same, policy, rate)
                 if not enough or not ours:
                     continue
-                most, ttft = min(enough)
-                few = min((count for count, row in ours if row["ttft_p95_ms"] <= ttft), default=None)
-                told = f"{most} to {few}" if few else f"{most}; more than the {max(c for c, _ in ours)} that were tried"
-                return f"{told} at {short(rate)}/s", len(same.document["seeds"])
+                told = []
+                for most, ttft in sorted(enough):
+                    few = min((count for count, row in ours if row["ttft_p95_ms"] <= ttft), default=None)
+                    told.append(f"{most} to {few or f'more than {max(c for c, _ in ours)}'}")
+                return f"{', '.join(told)} at {short(rate)}/s", len(same.document["seeds"])
         return None
 
     return here
