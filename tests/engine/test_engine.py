@@ -208,6 +208,17 @@ def test_a_runner_that_fails_once_has_cost_nothing_but_time(model):
     )
 
 
+@pytest.mark.parametrize(("asked", "most"), [(None, 512), (100.0, 128)])
+def test_a_step_on_a_cpu_may_take_half_a_second(checkpoint, asked, most):
+    options = EngineOptions(model=str(checkpoint), device="cpu", max_num_seqs=64, step_time_limit_ms=asked)
+    built = build_engine(options, SystemClock())
+    budget = built.engine._budget
+    while (tokens := budget.tokens) < 1024 and budget.ran(tokens, tokens * 0.9e-3):  # a millisecond a token, nearly
+        pass
+    assert most / 2 <= tokens <= most
+    built.close()
+
+
 def test_build_sizes_and_finds_its_budget(checkpoint):
     built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
     engine, runner = built.engine, built.runner
