@@ -23,6 +23,7 @@ from penstock.nn.ops import OPS, Op
 GROUPS = {
     "packed_linear": "products",
     "linear": "products",
+    "choose": "products",
     "attention": "attention",
     "qkv_to_cache": "rotation and cache",
     "rotary": "rotation and cache",
@@ -124,11 +125,12 @@ class _Watch:
 
 def work_of(name: str, arguments: tuple[Any, ...], result: Any) -> tuple[int, int]:
     """(bytes, floating-point operations) that a call of an op cannot do without."""
-    if name in ("packed_linear", "linear"):
+    if name in ("packed_linear", "linear", "choose"):
         x, weight = arguments[:2]
-        return _bytes((x, result)) + getattr(weight, "memory", weight).nbytes, 2 * len(x) * weight.shape[
-            0
-        ] * weight.shape[1]
+        flops = 2 * len(x) * weight.shape[0] * weight.shape[1]
+        if name == "choose":
+            return _bytes((x, arguments[2].codes.memory, arguments[2].bounds)), flops
+        return _bytes((x, result)) + getattr(weight, "memory", weight).nbytes, flops
     if name == "packed_rows":
         return 2 * result.nbytes, 0
     batch = next((a for a in arguments if isinstance(a, Batch)), None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw, filled, likeliest, score
+from penstock.engine.sampling import draw, draws, filled, likeliest, score
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
@@ -62,8 +62,7 @@ class Runner:
         result = StepResult([], [])
         if sampled:
             last = [rows[-1] for _, rows in sampled]
-            logits = self.model.logits(_rows(hidden, last))
-            self._drawn, result = draw(logits, [s for s, _ in sampled], self._drawn)
+            self._drawn, result = self._draw(_rows(hidden, last), [s for s, _ in sampled])
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
@@ -72,6 +71,14 @@ class Runner:
             return result
         broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
         return replace(result, broken=result.broken | broken)
+
+    def _draw(self, hidden: Tensor, steps: list[SequenceStep]) -> tuple[Tensor, StepResult]:
+        """One token per row, [rows] and as a result; from logits only where these are needed."""
+        how = draws(steps)
+        tokens = None if how is None else self.model.choose(hidden, how)
+        if tokens is None:
+            return draw(self.model.logits(hidden), steps, self._drawn)
+        return tokens, StepResult(tokens.tolist(), [None] * len(steps))
 
     def _candidates(
         self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]

@@ -44,17 +44,29 @@ def draw(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple
     return tokens, StepResult(ids, reports.of(ids), broken=broken)
 
 
+def draws(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
+    """How rows are drawn, where nothing else is done with their logits; else None."""
+    if any(step.params.logprobs is not None or _adjusted(step) for step in steps):
+        return None
+    return [_draw(step) for step in steps]
+
+
 def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
     key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is drawn
     return ops.Draw(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 
+def _adjusted(step: SequenceStep) -> bool:
+    p = step.params
+    return p.allowed_token_ids is not None or bool(step.banned) or bool(p.logit_bias) or p.penalised
+
+
 def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
     """What may not be drawn, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
-    p = step.params
-    if p.allowed_token_ids is None and not step.banned and not p.logit_bias and not p.penalised:
+    if not _adjusted(step):
         return False
+    p = step.params
     if p.allowed_token_ids is not None:
         index = torch.tensor(p.allowed_token_ids, device=row.device)
         allowed = row[index]

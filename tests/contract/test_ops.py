@@ -21,14 +21,16 @@ from penstock.nn.ops import OPS
 from penstock.nn.ops.attention import sdpa
 from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
 from penstock.nn.packed import PackedWeight, packs
+from penstock.nn.sketch import Sketch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PACKED = ("packed", "choose")  # names of ops on packed weights
 BACKENDS = [
     (name, backend.name, device)
     for name, op in OPS.items()
     for backend in op.backends
     for device in DEVICES
-    if backend.serves(device) and (not name.startswith("packed") or packs(torch.device(device), torch.float32))
+    if backend.serves(device) and (not name.startswith(PACKED) or packs(torch.device(device), torch.float32))
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
@@ -100,6 +102,15 @@ def draws(data, rows: int) -> list[ops.Draw]:
     return data.draw(st.lists(one, min_size=rows, max_size=rows))
 
 
+def rows_of(data, rows: int, width: int) -> torch.Tensor:
+    """Noise, of which some rows are zeros, some equal, and some hold one number that is far larger than the others."""
+    x = torch.randn(rows, width) * data.draw(st.sampled_from([1e-3, 1.0, 50.0]))
+    x[data.draw(st.integers(0, rows - 1))] = 0
+    x[rows // 2 :: 7] = x[0].clone()
+    x[data.draw(st.integers(0, rows - 1)) :: 2, data.draw(st.integers(0, width - 1))] *= 100
+    return x
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -129,6 +140,11 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (torch.randn(rows, data.draw(st.sampled_from([1, 15, 16, 33, 40000]))).to(device),), []
     if name == "sample":
         return (logits_of(rows, data.draw(st.sampled_from(VOCABULARIES)), device), draws(data, rows)), []
+    if name == "choose":
+        outs, width = data.draw(st.sampled_from([1, 15, 64, 150, 3000])), data.draw(st.integers(1, 200))
+        weight = PackedWeight.of(rows_of(data, outs, width).to(dtype))
+        wanted = [draw if draw.temperature == 0 or draw.top_k else draw._replace(top_k=9) for draw in draws(data, rows)]
+        return (rows_of(data, rows, width).to(dtype), weight, Sketch.of(weight), wanted), []
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []
@@ -324,6 +340,25 @@ def test_argmax_is_the_first_and_tells_rows_that_are_no_numbers(name, backend, d
     assert tokens[2] == 0
     assert finite.tolist() == [True, False, True]
     assert 0 <= tokens[1] < vocab
+
+
+@pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "choose"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_nothing_is_chosen_from_what_is_no_number(name, backend, device, wrong):
+    weight = PackedWeight.of(torch.eye(40))
+    x = torch.eye(40)[[7, 7, 39]]
+    x[1, 3] = wrong
+    with OPS[name].using(backend):
+        assert ops.choose(x, weight, Sketch.of(weight), [ops.Draw(0.0, 1.0, 0.0, 0, 0)] * 3).tolist() == [7, -1, 39]
+
+
+def test_there_is_no_sketch_of_what_is_no_number_or_too_large():
+    if not packs(torch.device("cpu"), torch.float32):
+        pytest.skip("no kernels")
+    for wrong in (torch.nan, torch.inf, 1e30):
+        weight = torch.ones(20, 33)
+        weight[19, 32] = wrong
+        assert Sketch.of(PackedWeight.of(weight)) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

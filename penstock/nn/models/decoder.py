@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.graph import Graph, choose
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
 from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.sketch import LEAST, MOST_ROWS, MOST_TOP_K, Sketch
 
 
 class Layer(nn.Module):
@@ -70,6 +72,7 @@ class Decoder(nn.Module):
         self.graph_mode = "auto"
         self._rotation: Rotation | None = None
         self._graph: Graph | None = None
+        self._sketch: Sketch | None = None
 
     def pack(self) -> None:
         """Hold what products read in the kernels' layout; what weights held is gone."""
@@ -86,6 +89,16 @@ class Decoder(nn.Module):
             self.lm_head = Linear(ins, (outs,), bias=False)
         hold(self.lm_head, weight)
 
+    def sketch(self, least: int = LEAST) -> None:
+        """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
+        weight = self._head
+        if isinstance(weight, PackedWeight) and weight.memory.nbytes >= least:
+            self._sketch = Sketch.of(weight)
+
+    @property
+    def _head(self) -> Weight:
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
@@ -95,7 +108,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._graph = None  # weights move
+        self._graph = self._sketch = None  # weights move
         return super()._apply(*args, **kwargs)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
@@ -123,5 +136,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return project(hidden, head.weight, dtype=torch.float32)
+        return project(hidden, self._head, dtype=torch.float32)
+
+    def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
+        """[rows, hidden] -> [rows] tokens, without the logits that they are drawn from; None where these are needed."""
+        weight = self._head
+        if self._sketch is None or len(draws) > MOST_ROWS or not all(_few(draw) for draw in draws):
+            return None
+        assert isinstance(weight, PackedWeight)
+        tokens = ops.choose(hidden, weight, self._sketch, draws)
+        return None if -1 in tokens.tolist() else tokens
+
+
+def _few(draw: ops.Draw) -> bool:
+    """Whether few tokens matter for it."""
+    return draw.temperature == 0 or 0 < draw.top_k <= MOST_TOP_K

@@ -15,9 +15,9 @@ namespace {
 
 // What is summed at once in registers: ROWS rows by GROUPS groups of outputs.
 #if defined(__AVX512F__)
-constexpr int ROWS = 6, GROUPS = 4;
+constexpr int ROWS = 6;
 #else
-constexpr int ROWS = 3, GROUPS = 2;
+constexpr int ROWS = 3;
 #endif
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t FEW_STEPS = 128 / GROUPS;    // 8 KiB of lines, for two tiles
@@ -28,9 +28,6 @@ constexpr int64_t ROWS_AT_ONCE = 32 * ROWS;
 constexpr int64_t AHEAD = 8192 / sizeof(Line);  // lines that are asked for before they are used
 constexpr int64_t ALONE = 2048;                 // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 16384;                 // lines that a task has at most, where there are many
-
-template <class T>
-constexpr int IN_WORD = 4 / sizeof(T);  // inputs in a 32-bit word
 
 inline uint32_t word_at(const char* x) {
     uint32_t word;
@@ -139,19 +136,6 @@ Tile tile_of(int rows, int groups, int fetch) {
     return tile_of_rows<T, 1, 0>(rows);
 }
 
-template <class T>
-int64_t steps_of(const Packed<T>& weight) {
-    return (weight.ins + IN_WORD<T> - 1) / IN_WORD<T>;
-}
-
-// Where a group of 16 outputs has its first line, and how many lines its next is away.
-template <class T>
-const Line* group_of(const Packed<T>& weight, int64_t group, int64_t* apart) {
-    const int64_t groups = (weight.outs + LANES - 1) / LANES, panel = group / GROUPS;
-    *apart = std::min<int64_t>(GROUPS, groups - panel * GROUPS);
-    return weight.lines + panel * GROUPS * steps_of(weight) + group % GROUPS;
-}
-
 template <class T, class Out>
 struct Product {
     const Packed<T>& weight;
@@ -164,7 +148,7 @@ struct Product {
     // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last). `begins`: nobody has asked for the first
     // panel's lines. Those up to panel `until` are asked for here: whoever does this is likely to go on with them.
     void operator()(int64_t row, int64_t rows, int64_t first, int64_t last, bool begins, int64_t until) const {
-        const Line* end = weight.lines + until * GROUPS * steps_of(weight);
+        const Line* end = weight.lines + until * GROUPS * weight.steps();
         const Tiles warm(rows, false), cold(rows, true);
         for (int64_t panel = first; panel < last; panel++)
             one(row, panel, begins && panel == first ? cold : warm, warm, end);
@@ -195,9 +179,9 @@ struct Product {
     // `opening` is for the first block, `tiles` for the others; `end` is where nobody will have use for lines.
     void one(int64_t row, int64_t panel, const Tiles& opening, const Tiles& tiles, const Line* end) const {
         alignas(64) static thread_local float sums[ROWS_AT_ONCE * PANEL];
-        const int64_t steps = steps_of(weight);
+        const int64_t steps = weight.steps();
         int64_t groups;
-        const Line* lines = group_of(weight, panel * GROUPS, &groups);
+        const Line* lines = weight.group(panel * GROUPS, &groups);
         const int64_t most = tiles.count == 1            ? steps
                              : tiles.count == 2          ? FEW_STEPS
                              : tiles.count < MANY_TILES ? SOME_STEPS
@@ -243,7 +227,7 @@ struct Product {
 template <class T, class Out>
 void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride) {
-    const int64_t steps = steps_of(weight), ins = steps * IN_WORD<T>;
+    const int64_t steps = weight.steps(), ins = steps * Packed<T>::IN_WORD;
     std::vector<T> padded;
     if (ins != weight.ins) {  // the last word must not reach into the next row, which may be no number
         padded.resize(rows * ins, T{});
@@ -273,15 +257,47 @@ template void linear(const Packed<float>&, const float*, int64_t, int64_t, const
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
 
+namespace {
+
+// N groups at once, because each sum waits for itself.
+template <class T, int N>
+void some_outputs(const Packed<T>& weight, const T* x, const int64_t* groups, float* out) {
+    const Line* lines[N];
+    int64_t apart[N];
+    f32x16 sums[N] = {};
+    for (int n = 0; n < N; n++) lines[n] = weight.group(groups[n], &apart[n]);
+    const char* words = reinterpret_cast<const char*>(x);
+    for (int64_t step = 0; step < weight.steps(); step++) {
+        const uint32_t word = word_at(words + step * 4);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            sums[n] = multiply_add<T>(sums[n], word, *lines[n]);
+            lines[n] += apart[n];
+        }
+    }
+    for (int n = 0; n < N; n++) store(out + n * LANES, sums[n]);
+}
+
+}  // namespace
+
+template <class T>
+void outputs(const Packed<T>& weight, const T* x, const int64_t* groups, int64_t count, float* out) {
+    for (; count >= 4; count -= 4, groups += 4, out += 4 * LANES) some_outputs<T, 4>(weight, x, groups, out);
+    for (; count > 0; count--, groups++, out += LANES) some_outputs<T, 1>(weight, x, groups, out);
+}
+
+template void outputs(const Packed<float>&, const float*, const int64_t*, int64_t, float*);
+template void outputs(const Packed<bf16>&, const bf16*, const int64_t*, int64_t, float*);
+
 template <class T>
 void gather(const Packed<T>& weight, const int64_t* tokens, int64_t count, T* out) {
-    const int64_t steps = steps_of(weight);
+    const int64_t steps = weight.steps();
     const auto one = [&](int i) {
         int64_t apart;
-        const Line* line = group_of(weight, tokens[i] / LANES, &apart);
+        const Line* line = weight.group(tokens[i] / LANES, &apart);
         const int64_t lane = tokens[i] % LANES;
         char* to = reinterpret_cast<char*>(out + i * weight.ins);
-        const int64_t whole = weight.ins / IN_WORD<T>;
+        const int64_t whole = weight.ins / Packed<T>::IN_WORD;
         for (int64_t step = 0; step < whole; step++) std::memcpy(to + step * 4, &line[step * apart].words[lane], 4);
         if (whole < steps) std::memcpy(to + whole * 4, &line[whole * apart].words[lane], sizeof(T));
     };
@@ -299,12 +315,12 @@ template void gather(const Packed<bf16>&, const int64_t*, int64_t, bf16*);
 template <class T>
 void pack_tile(const Packed<T>& weight, const T* row, int64_t begin, int64_t end, int64_t step, int64_t to) {
     int64_t apart;
-    Line* lines = const_cast<Line*>(group_of(weight, begin / LANES, &apart));
-    const int64_t lane = begin % LANES, lanes = end - begin, whole = weight.ins / IN_WORD<T>;
+    Line* lines = const_cast<Line*>(weight.group(begin / LANES, &apart));
+    const int64_t lane = begin % LANES, lanes = end - begin, whole = weight.ins / Packed<T>::IN_WORD;
     const int64_t count = std::min(to, whole) - step;
     if (lanes == LANES && count > 0) {
         f32x16 words[LANES];
-        for (int i = 0; i < LANES; i++) words[i] = load_units(row + i * weight.ins + step * IN_WORD<T>, count);
+        for (int i = 0; i < LANES; i++) words[i] = load_units(row + i * weight.ins + step * Packed<T>::IN_WORD, count);
         transpose(words);
         for (int64_t i = 0; i < count; i++) std::memcpy(&lines[(step + i) * apart], &words[i], sizeof(Line));
         step += count;
@@ -312,7 +328,7 @@ void pack_tile(const Packed<T>& weight, const T* row, int64_t begin, int64_t end
     for (; step < to; step++)
         for (int64_t i = 0; i < lanes; i++) {
             uint32_t word = 0;
-            std::memcpy(&word, row + i * weight.ins + step * IN_WORD<T>, step < whole ? 4 : sizeof(T));
+            std::memcpy(&word, row + i * weight.ins + step * Packed<T>::IN_WORD, step < whole ? 4 : sizeof(T));
             lines[step * apart].words[lane + i] = word;
         }
 }
@@ -321,7 +337,7 @@ void pack_tile(const Packed<T>& weight, const T* row, int64_t begin, int64_t end
 // line to its last.
 template <class T>
 void pack(const Packed<T>& weight, const T* from, int64_t first, int64_t rows) {
-    const int64_t steps = steps_of(weight), last = first + rows;
+    const int64_t steps = weight.steps(), last = first + rows;
     parallel_for((last + PANEL - 1) / PANEL - first / PANEL, [&](int task) {
         const int64_t panel = (first / PANEL + task) * PANEL;
         for (int64_t step = 0; step < steps; step += LANES)

@@ -9,11 +9,18 @@
 // depend on the others, to the bit.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "vec.h"
 
 namespace penstock {
+
+#if defined(__AVX512F__)
+constexpr int GROUPS = 4;
+#else
+constexpr int GROUPS = 2;
+#endif
 
 struct alignas(64) Line {
     uint32_t words[LANES];
@@ -22,14 +29,31 @@ struct alignas(64) Line {
 // A weight of T, float or bf16, as it is packed.
 template <class T>
 struct Packed {
+    static constexpr int IN_WORD = 4 / sizeof(T);  // inputs in a 32-bit word
+
     const Line* lines;
     int64_t outs, ins;
+
+    int64_t steps() const { return (ins + IN_WORD - 1) / IN_WORD; }
+    int64_t groups() const { return (outs + LANES - 1) / LANES; }
+
+    // Where a group of 16 outputs has its first line, and how many lines its next is away.
+    const Line* group(int64_t group, int64_t* apart) const {
+        const int64_t panel = group / GROUPS;
+        *apart = std::min<int64_t>(GROUPS, groups() - panel * GROUPS);
+        return lines + panel * GROUPS * steps() + group % GROUPS;
+    }
 };
 
 // Rows of x, row by row `x_stride` elements apart, to rows of out, of T or float. `bias` may be null.
 template <class T, class Out>
 void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride);
+
+// What `linear` makes of one row for some groups of 16 outputs, [count][16], without a bias. The row is as long as its
+// last word, filled up with zeros.
+template <class T>
+void outputs(const Packed<T>& weight, const T* x, const int64_t* groups, int64_t count, float* out);
 
 // Rows of the weight, as an embedding looks them up: [tokens] -> [tokens, ins].
 template <class T>

@@ -16,15 +16,6 @@ namespace {
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t MANY = 1 << 15;  // logits that are worth waking a thread for
 
-// The order of tokens: the likely ones first, equal ones by id.
-struct Candidate {
-    float value;
-    int64_t id;
-    bool operator<(const Candidate& other) const {
-        return value > other.value || (value == other.value && id < other.id);
-    }
-};
-
 unsigned bits_of(i32x16 choice) {
 #ifdef __AVX512F__
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(choice));
@@ -216,22 +207,10 @@ int64_t race(const std::vector<Candidate>& listed, int64_t key) {
     return winner;
 }
 
-int64_t sample_row(const float* row, int64_t vocab, const Draw& draw) {
-    static thread_local std::vector<Candidate> listed;
-    static thread_local Weights weights;
-    if (draw.temperature == 0) return first_of(row, vocab, largest(row, vocab, 1.0f));
-    const float scale = 1.0f / static_cast<float>(draw.temperature);
-    const bool few = draw.top_k > 0 && draw.top_k < vocab, cut = draw.top_p < 1;
-    const float most = cut || draw.min_p > 0 ? largest(row, vocab, scale) : 0;
-    const float floor = draw.min_p > 0 ? most + std::log(static_cast<float>(draw.min_p)) : -INF;
-    if (!few) {
-        Candidate last{floor, vocab};
-        if (cut) last = weights.last_within(row, vocab, scale, floor, most, draw.top_p);
-        return race(row, vocab, scale, last, draw.key);
-    }
-    first_candidates(row, vocab, scale, floor, draw.top_k, listed);
+// The draw among those that top_k keeps, which are at least `floor`.
+int64_t draw_of(std::vector<Candidate>& listed, const Draw& draw, float most) {
     std::sort(listed.begin(), listed.end());
-    if (cut) {
+    if (draw.top_p < 1) {
         double total = 0, before = 0;
         for (const Candidate& c : listed) total += weight_of(c.value, most);
         size_t kept = 0;
@@ -240,6 +219,27 @@ int64_t sample_row(const float* row, int64_t vocab, const Draw& draw) {
         listed.resize(kept);
     }
     return race(listed, draw.key);
+}
+
+float floor_of(const Draw& draw, float most) {
+    return draw.min_p > 0 ? most + std::log(static_cast<float>(draw.min_p)) : -INF;
+}
+
+int64_t sample_row(const float* row, int64_t vocab, const Draw& draw) {
+    static thread_local std::vector<Candidate> listed;
+    static thread_local Weights weights;
+    if (draw.temperature == 0) return first_of(row, vocab, largest(row, vocab, 1.0f));
+    const float scale = 1.0f / static_cast<float>(draw.temperature);
+    const bool few = draw.top_k > 0 && draw.top_k < vocab, cut = draw.top_p < 1;
+    const float most = cut || draw.min_p > 0 ? largest(row, vocab, scale) : 0;
+    const float floor = floor_of(draw, most);
+    if (!few) {
+        Candidate last{floor, vocab};
+        if (cut) last = weights.last_within(row, vocab, scale, floor, most, draw.top_p);
+        return race(row, vocab, scale, last, draw.key);
+    }
+    first_candidates(row, vocab, scale, floor, draw.top_k, listed);
+    return draw_of(listed, draw, most);
 }
 
 template <class F>
@@ -269,6 +269,20 @@ void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, u
 
 void sample(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens) {
     each_row(rows, vocab, [&](int64_t row) { tokens[row] = sample_row(logits + row * vocab, vocab, draws[row]); });
+}
+
+int64_t sample(std::vector<Candidate>& likeliest, const Draw& draw) {
+    if (draw.temperature == 0) return std::min_element(likeliest.begin(), likeliest.end())->id;
+    const float scale = 1.0f / static_cast<float>(draw.temperature);
+    for (Candidate& c : likeliest) c.value *= scale;
+    const float most = std::min_element(likeliest.begin(), likeliest.end())->value, floor = floor_of(draw, most);
+    const auto low = [&](const Candidate& c) { return !(c.value >= floor); };
+    likeliest.erase(std::remove_if(likeliest.begin(), likeliest.end(), low), likeliest.end());
+    if (static_cast<int64_t>(likeliest.size()) > draw.top_k) {
+        std::nth_element(likeliest.begin(), likeliest.begin() + (draw.top_k - 1), likeliest.end());
+        likeliest.resize(draw.top_k);
+    }
+    return draw_of(likeliest, draw, most);
 }
 
 }  // namespace penstock

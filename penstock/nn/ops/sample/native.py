@@ -19,10 +19,14 @@ class _Draw(ctypes.Structure):
     )
 
 
+def rows_of(draws: Sequence[Draw]) -> ctypes.Array[_Draw]:
+    return (_Draw * len(draws))(*[_Draw(*draw) for draw in draws])
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     assert logits.dtype == torch.float32
     logits = logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    rows = (_Draw * len(draws))(*[_Draw(*draw) for draw in draws])
+    rows = rows_of(draws)
     function("penstock_sample", "pnnpp")(logits.data_ptr(), *logits.shape, ctypes.addressof(rows), tokens.data_ptr())
     return tokens
