@@ -8,8 +8,6 @@ from penstock.nn import native
 from penstock.nn.packed import LANES, PackedWeight
 
 LEAST = 16 << 20  # bytes of weights; fewer stay in caches
-MOST_ROWS = 8  # that a step chooses for; with more of them, computing takes as long as reading
-MOST_TOP_K = 64
 
 
 class Sketch:

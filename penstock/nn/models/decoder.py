@@ -14,7 +14,7 @@ from penstock.nn.config import DecoderConfig
 from penstock.nn.graph import Graph, choose
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
 from penstock.nn.packed import PackedWeight, Weight
-from penstock.nn.sketch import LEAST, MOST_ROWS, MOST_TOP_K, Sketch
+from penstock.nn.sketch import LEAST, Sketch
 
 
 class Layer(nn.Module):
@@ -141,13 +141,8 @@ class Decoder(nn.Module):
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
         """[rows, hidden] -> [rows] tokens, without the logits that they are drawn from; None where these are needed."""
         weight = self._head
-        if self._sketch is None or len(draws) > MOST_ROWS or not all(_few(draw) for draw in draws):
+        if self._sketch is None or not ops.choose_pays(draws):
             return None
         assert isinstance(weight, PackedWeight)
         tokens = ops.choose(hidden, weight, self._sketch, draws)
         return None if -1 in tokens.tolist() else tokens
-
-
-def _few(draw: ops.Draw) -> bool:
-    """Whether few tokens matter for it."""
-    return draw.temperature == 0 or 0 < draw.top_k <= MOST_TOP_K

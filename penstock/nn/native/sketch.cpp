@@ -14,7 +14,8 @@ namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LARGEST = 1e15f;  // length of a row; the product of two, and what it is multiplied with, are finite
-constexpr int MOST_CODE = 127, MOST_INPUT = 127 * 256 + 127, OFFSET = 128;
+constexpr int MOST_CODE = 127, MOST_FAR = 127 * 256 + 127, OFFSET = 128;
+constexpr int64_t LEAST_FAR = 16;            // steps of a row, or a sixteenth of them
 constexpr int64_t MOST_INS = 1 << 15;        // so that sums of 32 bits hold
 constexpr int64_t AHEAD = 8192 / sizeof(Line);
 constexpr int64_t TASK = 8192;               // lines
@@ -23,43 +24,84 @@ constexpr int64_t EXACT = 16;                // groups of 16 outputs that a task
 // Rounded up: what floats have lost on the way to it is less than a millionth.
 float over(double x) { return static_cast<float>(x * (1 + 1e-6)); }
 
-// An input row in 16 bits: words of four high bytes and of four low ones, in turns.
+// Four inputs that are far from 0, in 16 bits.
+struct Far {
+    int64_t step;
+    uint32_t high, low;  // four bytes each
+};
+
+// An input row: in 8 bits, but for the few words that would leave the others little of them.
 struct Input {
-    std::vector<uint32_t> words;
-    int32_t high = 0, low = 0;  // sums of its bytes
-    float factor = 0;           // x = factor * (256 * high + low) + what is left
-    float length = 0;           // |x|
-    float doubt = 0;            // what a weight's length is multiplied with for a part of how far a logit can be away
+    std::vector<uint32_t> words;  // of four bytes, 0 where it is far
+    std::vector<Far> far;
+    int32_t near_sum = 0, high_sum = 0, low_sum = 0;  // of bytes
+    float near_factor = 0, far_factor = 0;            // x = near_factor * word, or far_factor * (256 * high + low)
+    float length = 0;                                 // |x|
+    float doubt = 0;  // what a weight's length is multiplied with for a part of how far a logit can be away
     bool usable = false;
 };
 
-template <class T>
-Input quantised(const T* x, int64_t ins) {
-    Input input;
-    input.words.resize((ins + 3) / 4 * 2);
-    double squares = 0, lost = 0;
-    float most = 0;
-    for (int64_t i = 0; i < ins; i++) {
-        const float value = widen(x[i]);
-        squares += static_cast<double>(value) * value;
-        most = std::max(most, std::fabs(value));
+// The nearest whole multiple of `factor`, up to `most` of them; `lost` is added the square of what is left.
+inline int multiple(double value, float factor, int most, double* lost) {
+    const int whole = factor > 0 ? static_cast<int>(std::lrint(value / factor)) : 0;
+    const int bounded = std::max(-most, std::min(most, whole));
+    const double rest = value - static_cast<double>(factor) * bounded;
+    *lost += rest * rest;
+    return bounded;
+}
+
+// The steps whose inputs are furthest from 0, in order.
+std::vector<Far> furthest(const float* x, int64_t steps) {
+    std::vector<std::pair<float, int64_t>> most(steps);
+    for (int64_t step = 0; step < steps; step++) {
+        const float* of = x + step * 4;
+        most[step] = {std::max(std::max(std::fabs(of[0]), std::fabs(of[1])), std::max(std::fabs(of[2]), std::fabs(of[3]))), step};
     }
+    const int64_t count = std::min(steps, std::max(LEAST_FAR, steps / 16));
+    std::nth_element(most.begin(), most.begin() + (count - 1), most.end(), std::greater<>());
+    std::vector<Far> far(count);
+    for (int64_t i = 0; i < count; i++) far[i].step = most[i].second;
+    std::sort(far.begin(), far.end(), [](const Far& a, const Far& b) { return a.step < b.step; });
+    return far;
+}
+
+// Of values [ins], which is filled up with zeros to whole steps.
+Input quantised(const float* x, int64_t ins) {
+    const int64_t steps = (ins + 3) / 4;
+    Input input;
+    input.words.resize(steps);
+    double squares = 0, lost = 0;
+    for (int64_t i = 0; i < ins; i++) squares += static_cast<double>(x[i]) * x[i];
     input.length = over(std::sqrt(squares));
     input.usable = input.length < LARGEST;  // not if it is a NaN
     if (!input.usable) return input;
-    input.factor = most / MOST_INPUT;
-    char* bytes = reinterpret_cast<char*>(input.words.data());
-    for (int64_t i = 0; i < ins; i++) {
-        const double value = widen(x[i]);
-        int whole = input.factor > 0 ? static_cast<int>(std::lrint(value / input.factor)) : 0;
-        whole = std::max(-MOST_INPUT, std::min(MOST_INPUT, whole));
-        const int high = (whole + 128) >> 8, low = whole - high * 256;
-        const double rest = value - static_cast<double>(input.factor) * whole;
-        lost += rest * rest;
-        input.high += high;
-        input.low += low;
-        bytes[i / 4 * 8 + i % 4] = static_cast<char>(high);
-        bytes[i / 4 * 8 + 4 + i % 4] = static_cast<char>(low);
+    input.far = furthest(x, steps);
+    std::vector<char> is_far(steps);
+    for (const Far& far : input.far) is_far[far.step] = 1;
+    float near = 0, most = 0;
+    for (int64_t i = 0; i < ins; i++) (is_far[i / 4] ? most : near) = std::max(is_far[i / 4] ? most : near, std::fabs(x[i]));
+    input.near_factor = near / MOST_CODE;
+    input.far_factor = most / MOST_FAR;
+    for (int64_t step = 0; step < steps; step++) {
+        if (is_far[step]) continue;
+        int8_t bytes[4];
+        for (int i = 0; i < 4; i++) {
+            bytes[i] = static_cast<int8_t>(multiple(x[step * 4 + i], input.near_factor, MOST_CODE, &lost));
+            input.near_sum += bytes[i];
+        }
+        std::memcpy(&input.words[step], bytes, 4);
+    }
+    for (Far& far : input.far) {
+        int8_t high[4], low[4];
+        for (int i = 0; i < 4; i++) {
+            const int whole = multiple(x[far.step * 4 + i], input.far_factor, MOST_FAR, &lost), above = (whole + 128) >> 8;
+            high[i] = static_cast<int8_t>(above);
+            low[i] = static_cast<int8_t>(whole - above * 256);
+            input.high_sum += high[i];
+            input.low_sum += low[i];
+        }
+        std::memcpy(&far.high, high, 4);
+        std::memcpy(&far.low, low, 4);
     }
     const double rounding = (2 * ins + 64) * 0x1p-24;
     input.doubt = over(std::sqrt(lost) + rounding * input.length);
@@ -73,92 +115,118 @@ struct Bounds {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int ROWS = 3;  // by GROUPS groups by two halves of an input: what is summed at once in registers
+constexpr int ROWS = 6;  // by GROUPS groups: what is summed at once in registers
 
-// One row's sums over a group become bounds.
-void bound(const Sketch& sketch, const Input& input, int64_t group, __m512i high, __m512i low, float* most, float* least) {
+__m512i multiply_add(__m512i sum, const Line& codes, uint32_t word) {
+    return _mm512_dpbusd_epi32(sum, _mm512_load_si512(codes.words), _mm512_set1_epi32(word));
+}
+
+// The sum of codes times bytes, from that of codes + OFFSET times bytes, whose own sum is `bytes`.
+f32x16 without_offset(__m512i sum, int32_t bytes) {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(OFFSET * bytes)));
+}
+
+// One row's sums over a group, which begins at `lines`, become bounds.
+template <int G>
+void bound(const Sketch& sketch, const Input& input, int64_t group, __m512i near, const Line* lines, float* most,
+           float* least) {
     const int64_t lanes = sketch.codes.groups() * LANES, first = group * LANES;
     const float *scale = sketch.bounds + first, *error = scale + lanes, *norm = error + lanes;
-    high = _mm512_sub_epi32(high, _mm512_set1_epi32(OFFSET * input.high));
-    low = _mm512_sub_epi32(low, _mm512_set1_epi32(OFFSET * input.low));
-    const f32x16 sum = fma(_mm512_cvtepi32_ps(high), splat(256.0f), _mm512_cvtepi32_ps(low));
-    const f32x16 value = sum * (load(scale) * splat(input.factor));
+    __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+    for (const Far& far : input.far) {
+        high = multiply_add(high, lines[far.step * G], far.high);
+        low = multiply_add(low, lines[far.step * G], far.low);
+    }
+    const f32x16 fine = fma(without_offset(high, input.high_sum), splat(256.0f), without_offset(low, input.low_sum));
+    const f32x16 sum = fma(without_offset(near, input.near_sum), splat(input.near_factor), fine * splat(input.far_factor));
+    const f32x16 value = sum * load(scale);
     const f32x16 doubt = fma(load(error), splat(input.length), load(norm) * splat(input.doubt)) + splat(1e-30f);
     const i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, sketch.codes.outs - first));
     *most = max_lanes(where(there, value + doubt, splat(-INF)))[0];
     *least = max_lanes(where(there, value - doubt, splat(-INF)))[0];
 }
 
-// Rows [row, row + M) over a panel of G groups. FETCH: asks for the lines that it will use.
-template <int M, int G, bool FETCH>
-void tile(const Sketch& sketch, const std::vector<Input>& inputs, int64_t row, int64_t panel, Bounds& bounds) {
+// Rows [row, row + M) over a panel of G groups. In each step FETCH lines from `ahead` on are asked for.
+template <int M, int G, int FETCH>
+void tile(const Sketch& sketch, const std::vector<Input>& inputs, int64_t row, int64_t panel, const Line* ahead,
+          Bounds& bounds) {
     const int64_t steps = sketch.codes.steps(), groups = sketch.codes.groups(), first = panel * GROUPS;
     int64_t apart;
     const Line* lines = sketch.codes.group(first, &apart);
     const uint32_t* words[M];
     for (int m = 0; m < M; m++) words[m] = inputs[row + m].words.data();
-    __m512i high[M][G], low[M][G];  // in registers, which needs every loop over them unrolled
-#pragma GCC unroll 4
+    __m512i sums[M][G];  // in registers, which needs every loop over them unrolled
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) high[m][g] = low[m][g] = _mm512_setzero_si512();
-    for (int64_t step = 0; step < steps; step++, lines += G) {
-        if (FETCH)
-            for (int g = 0; g < G; g++) __builtin_prefetch(lines + AHEAD + g, 0, 3);
+        for (int g = 0; g < G; g++) sums[m][g] = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; step++) {
+        const Line* here = lines + step * G;
+        for (int f = 0; f < FETCH; f++) __builtin_prefetch(ahead + step * FETCH + f, 0, 3);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            const __m512i above = _mm512_set1_epi32(words[m][2 * step]), below = _mm512_set1_epi32(words[m][2 * step + 1]);
-#pragma GCC unroll 4
-            for (int g = 0; g < G; g++) {
-                const __m512i codes = _mm512_load_si512(lines[g].words);
-                high[m][g] = _mm512_dpbusd_epi32(high[m][g], codes, above);
-                low[m][g] = _mm512_dpbusd_epi32(low[m][g], codes, below);
-            }
-        }
+            for (int g = 0; g < G; g++) sums[m][g] = multiply_add(sums[m][g], here[g], words[m][step]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
             const int64_t at = (row + m) * groups + first + g;
-            bound(sketch, inputs[row + m], first + g, high[m][g], low[m][g], &bounds.most[at], &bounds.least[at]);
+            bound<G>(sketch, inputs[row + m], first + g, sums[m][g], lines + g, &bounds.most[at], &bounds.least[at]);
         }
 }
 
-template <int M, bool FETCH>
-void tile_of_groups(int64_t groups, const Sketch& sketch, const std::vector<Input>& inputs, int64_t row, int64_t panel,
-                    Bounds& bounds) {
+using Tile = void (*)(const Sketch&, const std::vector<Input>&, int64_t, int64_t, const Line*, Bounds&);
+
+template <int G, int FETCH>
+Tile tile_of_rows(int64_t rows) {
+    static constexpr Tile TILES[] = {tile<1, G, FETCH>, tile<2, G, FETCH>, tile<3, G, FETCH>,
+                                     tile<4, G, FETCH>, tile<5, G, FETCH>, tile<6, G, FETCH>};
+    static_assert(sizeof TILES / sizeof *TILES == ROWS);
+    return TILES[rows - 1];
+}
+
+// `fetch` is 0, 1, 2 or `groups`; only whole panels ask for lines.
+Tile tile_of(int64_t rows, int64_t groups, int64_t fetch) {
+    static_assert(GROUPS == 4);
     switch (groups) {
-        case 1: return tile<M, 1, FETCH>(sketch, inputs, row, panel, bounds);
-        case 2: return tile<M, 2, FETCH>(sketch, inputs, row, panel, bounds);
-        case 3: return tile<M, 3, FETCH>(sketch, inputs, row, panel, bounds);
-        default: return tile<M, GROUPS, FETCH>(sketch, inputs, row, panel, bounds);
+        case 1: return tile_of_rows<1, 0>(rows);
+        case 2: return tile_of_rows<2, 0>(rows);
+        case 3: return tile_of_rows<3, 0>(rows);
+    }
+    switch (fetch) {
+        case 0: return tile_of_rows<4, 0>(rows);
+        case 1: return tile_of_rows<4, 1>(rows);
+        case 2: return tile_of_rows<4, 2>(rows);
+        default: return tile_of_rows<4, 4>(rows);
     }
 }
 
-template <bool FETCH>
-void some_rows(int64_t rows, int64_t groups, const Sketch& sketch, const std::vector<Input>& inputs, int64_t row,
-               int64_t panel, Bounds& bounds) {
-    switch (rows) {
-        case 1: return tile_of_groups<1, FETCH>(groups, sketch, inputs, row, panel, bounds);
-        case 2: return tile_of_groups<2, FETCH>(groups, sketch, inputs, row, panel, bounds);
-        default: return tile_of_groups<ROWS, FETCH>(groups, sketch, inputs, row, panel, bounds);
+// Panels [first, last). Where tiles share a panel, they ask for the next one's lines together, each for some of every
+// step's; a first one, and one alone, asks for what it is about to use.
+void some_panels(const Sketch& sketch, const std::vector<Input>& inputs, int64_t first, int64_t last, Bounds& bounds) {
+    const int64_t rows = inputs.size(), steps = sketch.codes.steps(), tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t panel = first; panel < last; panel++) {
+        int64_t groups;
+        const Line *here = sketch.codes.group(panel * GROUPS, &groups), *next = here + GROUPS * steps;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+            const bool streams = t == 0 && (tiles == 1 || panel == first);
+            const int64_t from = streams ? 0 : GROUPS * t / tiles, until = streams ? GROUPS : GROUPS * (t + 1) / tiles;
+            const Line* ahead = streams ? here + AHEAD : next + from * steps;
+            const int64_t fetch = streams || panel + 1 < last ? until - from : 0;
+            tile_of(count, groups, fetch)(sketch, inputs, row, panel, ahead, bounds);
+        }
     }
 }
 
 Bounds bounds_of(const Sketch& sketch, const std::vector<Input>& inputs) {
-    const int64_t rows = inputs.size(), groups = sketch.codes.groups(), panels = (groups + GROUPS - 1) / GROUPS;
-    const int64_t per_task = std::max<int64_t>(1, TASK / (sketch.codes.steps() * GROUPS));
-    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    const int64_t groups = sketch.codes.groups(), panels = (groups + GROUPS - 1) / GROUPS;
+    const int64_t rows = inputs.size(), per_task = std::max<int64_t>(1, TASK / (sketch.codes.steps() * GROUPS));
     Bounds bounds{std::vector<float>(rows * groups), std::vector<float>(rows * groups)};
     parallel_for(static_cast<int>((panels + per_task - 1) / per_task), [&](int task) {
-        for (int64_t panel = task * per_task; panel < std::min(panels, (task + 1) * per_task); panel++) {
-            const int64_t count = std::min<int64_t>(GROUPS, groups - panel * GROUPS);
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t row = rows * t / tiles, end = rows * (t + 1) / tiles;
-                (t == 0 ? some_rows<true> : some_rows<false>)(end - row, count, sketch, inputs, row, panel, bounds);
-            }
-        }
+        some_panels(sketch, inputs, task * per_task, std::min(panels, (task + 1) * per_task), bounds);
     });
     return bounds;
 }
@@ -187,10 +255,16 @@ void choose(const Packed<T>& weight, const Sketch& sketch, const T* x, int64_t x
     const int64_t groups = weight.groups(), width = weight.steps() * Packed<T>::IN_WORD;
     std::vector<T> padded(rows * width, T{});
     std::vector<Input> inputs(rows);
-    for (int64_t row = 0; row < rows; row++) {
+    const auto prepare = [&](int64_t row) {
         std::memcpy(&padded[row * width], x + row * x_stride, weight.ins * sizeof(T));
-        inputs[row] = quantised(&padded[row * width], weight.ins);
-    }
+        std::vector<float> values((weight.ins + 3) / 4 * 4);
+        for (int64_t i = 0; i < weight.ins; i++) values[i] = widen(padded[row * width + i]);
+        inputs[row] = quantised(values.data(), weight.ins);
+    };
+    if (rows < 4)
+        for (int64_t row = 0; row < rows; row++) prepare(row);
+    else
+        parallel_for(static_cast<int>(rows), prepare);
     const Bounds bounds = bounds_of(sketch, inputs);
     std::vector<int64_t> found, ends(rows);  // groups of all rows, one row's after another's
     for (int64_t row = 0; row < rows; row++) {

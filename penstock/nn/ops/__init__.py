@@ -9,7 +9,7 @@ from penstock.nn.ops.argmax import argmax
 from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
-from penstock.nn.ops.choose import choose
+from penstock.nn.ops.choose import choose, choose_pays
 from penstock.nn.ops.gumbel import gumbel_noise
 from penstock.nn.ops.linear import linear
 from penstock.nn.ops.packed_linear import packed_linear, packed_rows
@@ -29,6 +29,7 @@ __all__ = [
     "attention",
     "branch_attention",
     "choose",
+    "choose_pays",
     "gumbel_noise",
     "linear",
     "packed_linear",

@@ -16,6 +16,17 @@ OP = Op(
     Backend("reference", reference.choose),
 )
 
+MOST_TOP_K = 64
+MOST_ROWS = 32  # with more of them, multiplying takes as long as it does for all logits
+ROWS_OF_TOP_K = 4  # that one with a top_k counts for: many more of its logits are computed
+
+
+def choose_pays(draws: Sequence[Draw]) -> bool:
+    """Whether choosing is faster than all logits: few tokens matter for each row, and there are not many rows."""
+    if not all(draw.temperature == 0 or 0 < draw.top_k <= MOST_TOP_K for draw in draws):
+        return False
+    return sum(1 if draw.temperature == 0 else ROWS_OF_TOP_K for draw in draws) <= MOST_ROWS
+
 
 def choose(x: Tensor, weight: PackedWeight, sketch: Sketch, draws: Sequence[Draw]) -> Tensor:
     """[rows, in] -> [rows] int64, what `argmax` or `sample` take from the logits x @ weight.T in float32.
