@@ -56,7 +56,7 @@ class Runner:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         hidden = self.model(batch, self.cache.slots)
-        wrong = set(_not_finite(hidden))
+        wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [(s, rows) for s, rows in steps if s.sample]
         result = StepResult([], [])

@@ -16,6 +16,8 @@ from penstock.core.request import TokenLogprobs
 from penstock.nn import ops
 from penstock.nn.ops.gumbel import row_key
 
+GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
+
 
 def filled(tokens: Tensor, drawn: Tensor) -> Tensor:
     """Token ids [n] with what was drawn in the place of each placeholder: -1 - i stands for drawn[i]."""
@@ -53,8 +55,10 @@ def draws(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
 
 def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
+    if p.greedy:
+        return GREEDY
     key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is drawn
-    return ops.Draw(0.0 if p.greedy else p.temperature, p.top_p, p.min_p, p.top_k, key)
+    return ops.Draw(p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 
 def _adjusted(step: SequenceStep) -> bool:
