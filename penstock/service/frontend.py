@@ -33,6 +33,7 @@ from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
+AT_ONCE = 2048  # characters, or tokens: a thread of their own would cost more time than they do
 CACHES_QUEUED = 4  # prompt tokens that may wait, in what the KV caches hold, unless somebody says how many
 MOST_SECONDS = 120.0  # that a client is told to wait until it tries again
 
@@ -170,6 +171,8 @@ class Frontend:
     # --- text, off the event loop
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= AT_ONCE:
+            return self.tokenizer.encode(text, add_special_tokens)
         return await self._encode(self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
@@ -261,6 +264,9 @@ class Frontend:
         # who wants all of the prompt computed finds nothing in any cache
         if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
             root = salted(self._said[0].root_key, cache_salt)
+            if len(prompt) <= AT_ONCE:
+                self._place(held, _prefix_keys(root, prompt))
+                return generation
             hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
             hashing.add_done_callback(partial(self._hashed, held))
         else:
@@ -298,10 +304,12 @@ class Frontend:
         return min(max(1.0, seconds), MOST_SECONDS)
 
     def _hashed(self, sequences: Sequence[Held], hashing: asyncio.Future[list[bytes]]) -> None:
-        if hashing.cancelled():  # the frontend is closed, and they are over
-            return
+        if not hashing.cancelled():  # else the frontend is closed, and they are over
+            self._place(sequences, hashing.result())
+
+    def _place(self, sequences: Sequence[Held], keys: list[bytes]) -> None:
         for held in sequences:
-            held.flight.keys = hashing.result()
+            held.flight.keys = keys
         self.traffic.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from penstock.obs.logs import log_ended
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.flight import ATTEMPTS, PATIENCE
-from penstock.service.frontend import CACHES_QUEUED, Frontend
+from penstock.service.frontend import AT_ONCE, CACHES_QUEUED, Frontend
 from penstock.service.instances import SILENT_AFTER, Endpoint, LinkLost
 from penstock.service.traffic import MASTER_LEARNS, Traffic
 from penstock.text.tokenizer import Tokenizer
@@ -513,10 +513,11 @@ def test_without_a_limit_the_queue_holds_what_the_caches_hold_a_few_times(tokeni
 def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
     async def scenario(frontend, link, clock):
         frontend._max_requests = 3
-        waiting = [asyncio.ensure_future(frontend.encode("some text", True)) for _ in range(5)]
+        text = "some text " * AT_ONCE
+        waiting = [asyncio.ensure_future(frontend.encode(text, True)) for _ in range(5)]
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(result) for result in results] == [list] * 3 + [Overloaded] * 2
-        assert await frontend.encode("some text", True) == results[0]
+        assert await frontend.encode(text, True) == results[0]
 
     run(tokenizer, scenario)
 
@@ -585,7 +586,8 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, cap
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_prefix_keys_are_computed_where_they_are_wanted_and_off_the_event_loop(tokenizer, monkeypatch, wanted):
+@pytest.mark.parametrize("at_once", [69, 70])
+def test_prefix_keys_of_long_prompts_are_computed_off_the_event_loop(tokenizer, monkeypatch, wanted, at_once):
     hashed_in = []
 
     def hashing(*args):
@@ -593,6 +595,7 @@ def test_prefix_keys_are_computed_where_they_are_wanted_and_off_the_event_loop(t
         extend_keys(*args)
 
     monkeypatch.setattr("penstock.service.frontend.extend_keys", hashing)
+    monkeypatch.setattr("penstock.service.frontend.AT_ONCE", at_once)
 
     async def scenario(frontend, link, clock):
         frontend.placement.wants_keys = wanted
@@ -605,14 +608,16 @@ def test_prefix_keys_are_computed_where_they_are_wanted_and_off_the_event_loop(t
         assert (asked.prompt_tokens, asked.max_tokens) == (70, 5)
         labels = {"policy": "scripted", "reason": "because"}
         assert value(frontend, "penstock:routing_decisions_total", **labels) == 2
-        assert [name.startswith("tokenizer") for name in hashed_in] == [True] * wanted
+        assert [name.startswith("tokenizer") for name in hashed_in] == [at_once < 70] * wanted
         await submit(frontend, prompt[:63])
         assert len(hashed_in) == wanted  # no block is full
 
     run(tokenizer, scenario)
 
 
-def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer):
+def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer, monkeypatch):
+    monkeypatch.setattr("penstock.service.frontend.AT_ONCE", 0)
+
     async def scenario(frontend, link, clock):
         frontend.placement.wants_keys = True
         going, hold = frontend.submit([1] * 64, SamplingParams(), request_id="r"), threading.Event()

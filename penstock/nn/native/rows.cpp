@@ -45,17 +45,33 @@ void each_row(int64_t rows, int64_t width, F&& f) {
     });
 }
 
-// One row; the squares are summed up in four vectors, whatever the width.
+// What a row is multiplied by; its squares are summed up in four vectors, whatever the width.
+template <class E>
+float inverse_rms(const E* x, float eps, int64_t width) {
+    const int64_t whole = width / (4 * LANES) * (4 * LANES);
+    f32x16 a{}, b{}, c{}, e{};  // in registers, which an array is not where which of them is next has to be counted
+    for (int64_t d = 0; d < whole; d += 4 * LANES) {
+        const f32x16 p = load(x + d), q = load(x + d + LANES), r = load(x + d + 2 * LANES), s = load(x + d + 3 * LANES);
+        a = fma(p, p, a);
+        b = fma(q, q, b);
+        c = fma(r, r, c);
+        e = fma(s, s, e);
+    }
+    if (whole < width) {
+        f32x16 squares[4] = {a, b, c, e};
+        each_sixteen(width - whole, [&](int64_t d, auto get, auto) {
+            const f32x16 y = get(x + whole + d);
+            squares[d / LANES] = fma(y, y, squares[d / LANES]);
+        });
+        a = squares[0], b = squares[1], c = squares[2], e = squares[3];
+    }
+    const float total = sum_lanes((a + b) + (c + e));
+    return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
+}
+
 template <class E>
 void norm(const E* x, const E* weight, float eps, E* out, int64_t width) {
-    f32x16 squares[4] = {};
-    each_sixteen(width, [&](int64_t d, auto get, auto) {
-        const f32x16 y = get(x + d);
-        f32x16& sum = squares[d / LANES % 4];
-        sum = fma(y, y, sum);
-    });
-    const float total = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    const f32x16 scale = splat(1.0f / std::sqrt(total / static_cast<float>(width) + eps));
+    const f32x16 scale = splat(inverse_rms(x, eps, width));
     each_sixteen(width, [&](int64_t d, auto get, auto put) {
         put(out + d, rounded<E>(get(x + d) * scale) * get(weight + d));
     });
@@ -71,6 +87,17 @@ template <class E>
 void turn(const E* x, const E* cos, const E* sin, E* out, int64_t half) {
     each_sixteen(half, [&](int64_t d, auto get, auto put) {
         const f32x16 first = get(x + d), second = get(x + half + d), c = get(cos + d), s = get(sin + d);
+        put(out + d, rounded<E>(first * c) - rounded<E>(second * s));
+        put(out + half + d, rounded<E>(second * c) + rounded<E>(first * s));
+    });
+}
+
+// The same of a head that is normed first.
+template <class E>
+void norm_and_turn(const E* x, const E* weight, f32x16 scale, const E* cos, const E* sin, E* out, int64_t half) {
+    each_sixteen(half, [&](int64_t d, auto get, auto put) {
+        const auto normed = [&](int64_t at) { return rounded<E>(rounded<E>(get(x + at) * scale) * get(weight + at)); };
+        const f32x16 first = normed(d), second = normed(half + d), c = get(cos + d), s = get(sin + d);
         put(out + d, rounded<E>(first * c) - rounded<E>(second * s));
         put(out + half + d, rounded<E>(second * c) + rounded<E>(first * s));
     });
@@ -97,6 +124,27 @@ void with_type(bool is_bf16, F&& f) {
 template <class E>
 E* place(const Cache& cache, int64_t layer, int64_t block, int64_t offset) {
     return static_cast<E*>(cache.base) + block * cache.block + layer * cache.layer + offset * cache.token;
+}
+
+// All of a row, normed first where there is a weight. What heads are scaled by is known before any is needed: so many
+// square roots and divisions take little longer than one.
+template <class E>
+void turn_heads(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t out_head, int64_t heads,
+                int64_t dim) {
+    constexpr int64_t TOGETHER = 8;
+    float scales[TOGETHER];
+    for (int64_t first = 0; first < heads; first += TOGETHER) {
+        const int64_t end = std::min(heads, first + TOGETHER);
+        if (weight)
+            for (int64_t h = first; h < end; h++) scales[h - first] = inverse_rms(x + h * dim, eps, dim);
+        for (int64_t h = first; h < end; h++) {
+            E* to = out + h * out_head;
+            if (weight)
+                norm_and_turn(x + h * dim, weight, splat(scales[h - first]), cos, sin, to, dim / 2);
+            else
+                turn(x + h * dim, cos, sin, to, dim / 2);
+        }
+    }
 }
 
 template <class E>
@@ -178,14 +226,8 @@ void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, 
             E* k = q + heads * dim;
             const E *c = static_cast<const E*>(cos) + row * half, *s = static_cast<const E*>(sin) + row * half;
             E* to = place<E>(cache, layer, blocks[row], offsets[row]);
-            for (int64_t h = 0; h < heads; h++) {
-                if (q_weight) norm(q + h * dim, static_cast<const E*>(q_weight), eps, q + h * dim, dim);
-                turn(q + h * dim, c, s, q + h * dim, half);
-            }
-            for (int64_t h = 0; h < cache.kv_heads; h++) {
-                if (k_weight) norm(k + h * dim, static_cast<const E*>(k_weight), eps, k + h * dim, dim);
-                turn(k + h * dim, c, s, to + h * cache.head, half);
-            }
+            turn_heads(q, static_cast<const E*>(q_weight), eps, c, s, q, dim, heads, dim);
+            turn_heads(k, static_cast<const E*>(k_weight), eps, c, s, to, cache.head, cache.kv_heads, dim);
             put_heads(cache, k + cache.kv_heads * dim, to + cache.kind);
         });
     });
