@@ -31,16 +31,24 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Arena:
-    """`num_slots` slots behind the blocks of a pool. Raises OSError when the system refuses addresses or a mapping."""
+    """`num_slots` slots behind the blocks of a pool. Raises OSError when the system refuses addresses or a mapping.
+
+    Without slots, and over memory that no other process has, it is that memory.
+    """
 
     def __init__(self, memory: PoolMemory, num_slots: int) -> None:
         self.num_blocks = memory.num_blocks
         self.num_slots = num_slots
         self.block_bytes = memory.block_bytes
         self.nbytes = (self.num_blocks + num_slots) * self.block_bytes
+        if memory.fd < 0:
+            assert not num_slots, "these blocks lie in one place only"
+            self._held = memory.held()
+            self._address = ctypes.addressof(self._held)
+            return
         self._fd = os.dup(memory.fd)
         self._address = _mmap(None, self.nbytes, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
-        self.close = weakref.finalize(self, _close, self._address, self.nbytes, self._fd)
+        weakref.finalize(self, _close, self._address, self.nbytes, self._fd)
         self._place(0, 0, self.num_blocks, 0)
 
     def map(self, slot: int, block: int, count: int = 1, *, populate: bool = True) -> None:

@@ -32,7 +32,7 @@ from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_pacing
 from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
 from penstock.sched.local.sequence import blocks_for
-from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool
+from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool, unshared_pool
 
 log = logging.getLogger("penstock.engine")
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -190,9 +190,12 @@ def _open_cache(
         if open_pool is not private_pool:
             raise ConfigError("keeper: KV blocks on a CUDA device cannot be shared between processes yet", "keeper")
         return KVCache.on_device(layout, num_blocks, model.device), None
+    table = _chosen(options.kv_address_mode, _faster_mode(model)) == "table"
+    if table and open_pool is private_pool:
+        open_pool = unshared_pool
     pool = open_pool(layout, num_blocks)
     try:
-        if _chosen(options.kv_address_mode, _faster_mode(model)) == "table":
+        if table:
             return KVCache.over_pool(layout, pool.memory), pool
         ranges = {"max_sequences": options.max_num_seqs, "range_blocks": blocks_for(model_len)}
         return ContiguousCache(layout, pool.memory, **ranges, budget=mapping_budget()), pool

@@ -47,6 +47,11 @@ def private_pool(layout: KVLayout, quota: int) -> Pool:
     return Pool(PoolMemory.private(quota, layout.block_bytes), list(range(quota)))
 
 
+def unshared_pool(layout: KVLayout, quota: int) -> Pool:
+    """The same of memory that lies in one place only: no virtual range has its blocks."""
+    return Pool(PoolMemory.unshared(quota, layout.block_bytes), list(range(quota)))
+
+
 @dataclass(frozen=True)
 class KeeperPool:
     """Opens the pool of one life of an instance, once, with the keeper. An `OpenPool`.

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -110,6 +111,21 @@ def test_the_thread_has_mapped_when_now_returns(memory):
     mapper.close()
 
 
+def test_the_arena_of_memory_that_nobody_shares_is_that_memory():
+    memory = PoolMemory.unshared(12, 4096)
+    for block in range(12):
+        memory.block(block)[:] = bytes([block + 1]) * 4096
+    arena = Arena(memory, 0)
+    assert read(arena, 0, 12) == list(range(12))
+    arena.clear(5)
+    arena.touch(6)
+    assert not any(memory.block(5))
+    memory.close()
+    assert read(arena, 6, 2) == [6, 7]
+    with pytest.raises(AssertionError):
+        Arena(PoolMemory.unshared(1, 4096), 1)
+
+
 def test_what_comes_has_its_memory_before_it_is_used():
     memory = PoolMemory.private(100, 65536)
     arena = Arena(memory, 0)
@@ -132,8 +148,9 @@ def test_what_comes_has_its_memory_before_it_is_used():
     reserve.close()
 
 
+@pytest.mark.parametrize("make", [PoolMemory.private, PoolMemory.unshared], ids=["memfd", "unshared"])
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
-def test_what_nobody_needs_any_more_is_not_touched(close, monkeypatch):
+def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
     begun, go_on, touched = threading.Event(), threading.Event(), []
 
     def touch(arena, block):
@@ -143,9 +160,11 @@ def test_what_nobody_needs_any_more_is_not_touched(close, monkeypatch):
 
     monkeypatch.setattr(Arena, "touch", touch)
     before = open_things()
-    memory = PoolMemory.private(100, 4096)
+    memory = make(100, 4096)
     cache = KVCache.over_pool(LAYOUT, memory)
+    mapping = weakref.ref(memory._map)
     memory.close()
+    del memory
     cache.reserve.expect(range(64))
     assert begun.wait(30)
     threading.Timer(0.05, go_on.set).start()
@@ -158,6 +177,7 @@ def test_what_nobody_needs_any_more_is_not_touched(close, monkeypatch):
     thread.join(30)
     assert touched == [0]
     gc.collect()
+    assert mapping() is None
     assert open_things() == before
 
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import weakref
 
 import pytest
 
@@ -66,6 +67,22 @@ def test_closing_gives_everything_back():
     before = os.listdir("/proc/self/fd")
     PoolMemory.private(4, 4096).close()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_of_one_process_stays_while_somebody_holds_it():
+    before = os.listdir("/proc/self/fd")
+    memory = PoolMemory.unshared(8, 8192)
+    assert os.listdir("/proc/self/fd") == before
+    assert not any(memory.buffer)
+    held = memory.held()
+    memory.block(3)[:5] = b"hello"
+    gone = weakref.ref(memory._map)
+    memory.close()
+    memory.close()
+    assert held[3 * 8192 : 3 * 8192 + 5] == b"hello"
+    assert gone() is not None
+    del held
+    assert gone() is None
 
 
 def test_a_foreign_memory_must_be_large_enough(memory):
