@@ -47,8 +47,8 @@ class Expects(Protocol):
         """These are used from now on. Returns whether it is time to tell of others."""
         ...
 
-    def expect(self, coming: Iterable[int]) -> None:
-        """These are next."""
+    def expect(self, coming: Iterable[int], *, hurry: bool = False) -> None:
+        """These are next: soon, with hurry; else nothing runs any more."""
         ...
 
 
@@ -182,12 +182,12 @@ class Engine:
             self.scheduler.launch(plan)
             lane.give(partial(self._compute, plan))
         if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
-            self._expect()
+            self._expect(hurry=True)
         return plan
 
-    def _expect(self) -> None:
+    def _expect(self, *, hurry: bool = False) -> None:
         if self._reserve is not None:
-            self._reserve.expect(self.scheduler.pool.coming(self._reserve.size))
+            self._reserve.expect(self.scheduler.pool.coming(self._reserve.size), hurry=hurry)
 
     def _wait(self, now: float) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""

@@ -2,12 +2,14 @@
 
 A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.6 ms a MiB, and
 several times that in a virtual machine whose host has to find it first. Prompts would wait for it, so a thread touches
-the blocks that come next, a limited number ahead: best while nothing runs, since it takes a core from whatever does.
+the blocks that come next, a limited number ahead: once nothing has run for a while, since it takes a core from whatever
+does, or at once when few are left.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,8 +18,45 @@ from queue import SimpleQueue
 from penstock.engine.arena import Arena
 
 MOST = 64  # blocks: prompts of 4,096 tokens together
+QUIET = 0.05  # seconds in which nothing ran: a client that asks again as soon as it is answered is not in the way
 
 Wanted = SimpleQueue[int | threading.Event | None]
+
+
+class _Pause:
+    """When blocks may be touched."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._hurry = False
+        self._from: float | None = 0.0  # when it is quiet; None while something runs
+
+    def begin(self) -> None:
+        """Until `end`, unless there is hurry."""
+        self._from = None
+
+    def end(self) -> None:
+        with self._changed:
+            self._from = time.monotonic() + QUIET
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Until `relax`, whatever runs."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify()
+
+    def relax(self) -> None:
+        self._hurry = False
+
+    def wait(self) -> None:
+        with self._changed:
+            while not self._hurry:
+                start = self._from
+                left = None if start is None else start - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._changed.wait(left)
 
 
 class Reserve:
@@ -33,31 +72,38 @@ class Reserve:
         self._left = 0  # of those that were expected
         self._wanted: Wanted = SimpleQueue()
         stopped = threading.Event()
+        self._pause = _Pause()
         # a daemon, for a process need not end later for memory that it gives back
         self._thread = threading.Thread(
-            target=_work, args=(arena, self._wanted, stopped), name="penstock-reserve", daemon=True
+            target=_work, args=(arena, self._wanted, stopped, self._pause), name="penstock-reserve", daemon=True
         )
-        self._stop = weakref.finalize(self, _stop, self._wanted, stopped)
+        self._stop = weakref.finalize(self, _stop, self._wanted, stopped, self._pause)
         self._thread.start()
 
     def use(self, blocks: Sequence[int]) -> bool:
-        """These are being written. Returns whether so few are ready that others should not wait for a better time."""
+        """These are being written, in a step that begins. Returns whether few are ready: then there is hurry."""
+        self._pause.begin()
         self._there.update(blocks)
         self._left -= len(blocks)
-        return self._left < self.size // 2
+        return self._left < self.size // 4
 
-    def expect(self, coming: Iterable[int]) -> None:
-        """These are next, in this order; as many as `size`, if there are."""
+    def expect(self, coming: Iterable[int], *, hurry: bool = False) -> None:
+        """These are next, in this order; as many as `size`, if there are. Without hurry, nothing runs any more."""
         self._left = self.size
         for block in coming:
             if block not in self._there:
                 self._there.add(block)
                 self._wanted.put(block)
+        if hurry:
+            self._pause.hurry()
+        else:
+            self._pause.end()
 
     def settle(self) -> None:
         """Return when everything that was expected has its memory, or was refused it: then its use will tell."""
         reached = threading.Event()
         self._wanted.put(reached)
+        self._pause.hurry()
         reached.wait()
 
     def close(self) -> None:
@@ -66,15 +112,21 @@ class Reserve:
         self._thread.join()
 
 
-def _work(arena: Arena, wanted: Wanted, stopped: threading.Event) -> None:
+def _work(arena: Arena, wanted: Wanted, stopped: threading.Event, pause: _Pause) -> None:
     while (next_one := wanted.get()) is not None and not stopped.is_set():
         if isinstance(next_one, threading.Event):
             next_one.set()
         else:
+            pause.wait()
+            if stopped.is_set():
+                return
             with suppress(OSError):
                 arena.touch(next_one)
+        if wanted.empty():
+            pause.relax()
 
 
-def _stop(wanted: Wanted, stopped: threading.Event) -> None:
+def _stop(wanted: Wanted, stopped: threading.Event, pause: _Pause) -> None:
     stopped.set()
     wanted.put(None)
+    pause.hurry()

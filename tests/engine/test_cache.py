@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from queue import Empty, SimpleQueue
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from penstock.core.layout import KVLayout
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
+from penstock.engine import reserve as reserve_module
 from penstock.engine.arena import Arena
 from penstock.engine.cache import ContiguousCache, KVCache
 from penstock.engine.mapper import Mapper
@@ -63,6 +66,7 @@ def test_slots_show_the_blocks_that_lie_behind_them(memory):
 
 def test_what_is_not_mapped_cannot_be_read():
     code = """
+from penstock.engine import reserve as reserve_module
 from penstock.engine.arena import Arena
 from penstock.transfer.memory import PoolMemory
 arena = Arena(PoolMemory.private(2, 4096), 2)
@@ -139,13 +143,40 @@ def test_what_comes_has_its_memory_before_it_is_used():
     assert taken == [0, 1, 2]
     arena.buffer()[65536] = b"7"
     assert not reserve.use(taken)
-    assert reserve.use(pool.allocate(30))  # more than half
+    assert not reserve.use(pool.allocate(44))
+    assert reserve.use(pool.allocate(2))  # fewer than a quarter are left
     reserve.expect(pool.coming(reserve.size))
     reserve.expect(taken)  # have theirs
     reserve.settle()
-    assert memory.resident_bytes == 97 * 65536
+    assert memory.resident_bytes == 100 * 65536
     assert arena.buffer()[65536] == b"7"
     reserve.close()
+
+
+def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
+    touched: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(Arena, "touch", lambda arena, block: touched.put(block))
+    monkeypatch.setattr(reserve_module, "QUIET", 0.001)
+    memory = PoolMemory.private(100, 4096)
+    reserve = Reserve(Arena(memory, 0))
+    memory.close()
+    reserve.expect([0])
+    assert touched.get(timeout=30) == 0
+    reserve.use([0])
+    reserve._wanted.put(1)
+    with pytest.raises(Empty):
+        touched.get(timeout=0.05)  # something runs
+    reserve.expect([2])
+    assert [touched.get(timeout=30) for _ in range(2)] == [1, 2]
+    reserve.use([1])
+    reserve.expect([3, 4], hurry=True)
+    assert [touched.get(timeout=30) for _ in range(2)] == [3, 4]
+    while reserve._pause._hurry:  # it ends when there is no more
+        time.sleep(0.001)
+    reserve.use([3])
+    reserve._wanted.put(5)
+    reserve.close()  # though it waits
+    assert touched.empty()
 
 
 @pytest.mark.parametrize("make", [PoolMemory.private, PoolMemory.unshared], ids=["memfd", "unshared"])
