@@ -52,10 +52,11 @@ class JumpingClock(SystemClock):
 
 
 class CountingRunner:
-    """The next token is the last one plus one."""
+    """The next token is the last one plus one. Once it has drawn `halt` it waits for its pace."""
 
     def __init__(self):
         self.drawn = []
+        self.halt = None
         self.pace = threading.Event()
         self.pace.set()
 
@@ -69,6 +70,8 @@ class CountingRunner:
         assert self.pace.wait(20)
         last = [s.tokens[-1] for s in plan.sequences if s.sample]
         self.drawn = [(self.drawn[-1 - token] if token < 0 else token) + 1 for token in last]
+        if self.halt in self.drawn:
+            self.pace.clear()
         return StepResult(self.drawn, [None] * len(last))
 
 
@@ -220,10 +223,10 @@ def test_who_leaves_during_a_step_gets_nothing_of_it(served):
     make, engine, runner = served
     a = make()
     a.hello()
-    a.ask(make_request("goes", [1], max_tokens=200))
+    runner.halt = 54  # or all could be over before the next line has run
+    a.ask(make_request("goes", [100], max_tokens=200))
     a.ask(make_request("stays", [50], max_tokens=9))
     a.until(lambda e: isinstance(e, StepReport) and len(e.outputs) == 2)
-    runner.pace.clear()
     a.say(Cancel(LIFE, ["goes"]))
     a.say(Hello("a"))
     if engine.lane:

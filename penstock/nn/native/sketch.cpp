@@ -14,6 +14,7 @@ namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LARGEST = 1e15f;  // length of a row; the product of two, and what it is multiplied with, are finite
+constexpr float TINY = 1e-30f;    // below it nothing is divided into codes
 constexpr int MOST_CODE = 127, MOST_FAR = 127 * 256 + 127, OFFSET = 128;
 constexpr int64_t LEAST_FAR = 16;            // steps of a row, or a sixteenth of them
 constexpr int64_t MOST_INS = 1 << 15;        // so that sums of 32 bits hold
@@ -80,8 +81,8 @@ Input quantised(const float* x, int64_t ins) {
     for (const Far& far : input.far) is_far[far.step] = 1;
     float near = 0, most = 0;
     for (int64_t i = 0; i < ins; i++) (is_far[i / 4] ? most : near) = std::max(is_far[i / 4] ? most : near, std::fabs(x[i]));
-    input.near_factor = near / MOST_CODE;
-    input.far_factor = most / MOST_FAR;
+    input.near_factor = near < TINY ? 0 : near / MOST_CODE;
+    input.far_factor = most < TINY ? 0 : most / MOST_FAR;
     for (int64_t step = 0; step < steps; step++) {
         if (is_far[step]) continue;
         int8_t bytes[4];
@@ -310,7 +311,7 @@ bool sketch_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64_t
         most = max(size, most);
         squares = fma(w, w, squares);
     }
-    const i32x16 tiny = most < splat(1e-30f);  // all of it is left
+    const i32x16 tiny = most < splat(TINY);  // all of it is left
     const f32x16 scale = where(tiny, f32x16{}, most * splat(1.0f / MOST_CODE));
     const f32x16 inverse = where(tiny, f32x16{}, splat(MOST_CODE) / most);
     for (int64_t step = 0; step < codes.steps(); step++) {

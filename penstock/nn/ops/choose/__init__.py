@@ -18,7 +18,7 @@ OP = Op(
 
 MOST_TOP_K = 64
 MOST_ROWS = 32  # with more of them, multiplying takes as long as it does for all logits
-ROWS_OF_TOP_K = 4  # that one with a top_k counts for: many more of its logits are computed
+ROWS_OF_TOP_K = 5  # that one with a top_k counts for: many more of its logits are computed
 
 
 def choose_pays(draws: Sequence[Draw]) -> bool:
