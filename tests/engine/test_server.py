@@ -227,6 +227,8 @@ def test_who_leaves_during_a_step_gets_nothing_of_it(served):
     a.ask(make_request("goes", [100], max_tokens=200))
     a.ask(make_request("stays", [50], max_tokens=9))
     a.until(lambda e: isinstance(e, StepReport) and len(e.outputs) == 2)
+    while runner.pace.is_set():
+        time.sleep(0.001)
     a.say(Cancel(LIFE, ["goes"]))
     a.say(Hello("a"))
     if engine.lane:
