@@ -224,8 +224,10 @@ def test_who_leaves_during_a_step_gets_nothing_of_it(served):
     a = make()
     a.hello()
     runner.halt = 54  # or all could be over before the next line has run
+    runner.pace.clear()
     a.ask(make_request("goes", [100], max_tokens=200))
     a.ask(make_request("stays", [50], max_tokens=9))
+    runner.pace.set()
     a.until(lambda e: isinstance(e, StepReport) and len(e.outputs) == 2)
     while runner.pace.is_set():
         time.sleep(0.001)
