@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw, draws, filled, likeliest, score
+from penstock.engine.sampling import draw, filled, likeliest, plain_draws, score
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
@@ -74,7 +74,7 @@ class Runner:
 
     def _draw(self, hidden: Tensor, steps: list[SequenceStep]) -> tuple[Tensor, StepResult]:
         """One token per row, [rows] and as a result; from logits only where these are needed."""
-        how = draws(steps)
+        how = plain_draws(steps)
         tokens = None if how is None else self.model.choose(hidden, how)
         if tokens is None:
             return draw(self.model.logits(hidden), steps, self._drawn)

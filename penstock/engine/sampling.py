@@ -46,7 +46,7 @@ def draw(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple
     return tokens, StepResult(ids, reports.of(ids), broken=broken)
 
 
-def draws(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
+def plain_draws(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
     """How rows are drawn, where nothing else is done with their logits; else None."""
     if any(step.params.logprobs is not None or _adjusted(step) for step in steps):
         return None

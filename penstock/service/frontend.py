@@ -168,7 +168,7 @@ class Frontend:
         """What each engine said of itself, in this life or the last."""
         return [instance.said for instance in self._instances if instance.said is not None]
 
-    # --- text, off the event loop
+    # --- text, off the event loop unless it is short
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) <= AT_ONCE:

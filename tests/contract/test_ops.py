@@ -104,7 +104,7 @@ def draws(data, rows: int) -> list[ops.Draw]:
 
 def rows_of(data, rows: int, width: int) -> torch.Tensor:
     """Noise, of which some rows are zeros, some equal, and some hold one number that is far larger than the others."""
-    x = torch.randn(rows, width) * data.draw(st.sampled_from([1e-3, 1.0, 50.0]))
+    x = torch.randn(rows, width) * data.draw(st.sampled_from([1e-25, 1e-3, 1.0, 50.0]))
     x[data.draw(st.integers(0, rows - 1))] = 0
     x[rows // 2 :: 7] = x[0].clone()
     x[data.draw(st.integers(0, rows - 1)) :: 2, data.draw(st.integers(0, width - 1))] *= 100

@@ -15,6 +15,7 @@ namespace {
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LARGEST = 1e15f;  // length of a row; the product of two, and what it is multiplied with, are finite
 constexpr float TINY = 1e-30f;    // below it nothing is divided into codes
+constexpr double UNSEEN = 1e-16;  // more than the length of what is lost where squares are too small for a float
 constexpr int MOST_CODE = 127, MOST_FAR = 127 * 256 + 127, OFFSET = 128;
 constexpr int64_t LEAST_FAR = 16;            // steps of a row, or a sixteenth of them
 constexpr int64_t MOST_INS = 1 << 15;        // so that sums of 32 bits hold
@@ -332,7 +333,8 @@ bool sketch_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64_t
     const int64_t lanes = codes.groups() * LANES;
     bool usable = true;
     for (int lane = 0; lane < LANES; lane++) {
-        const double norm = std::sqrt(squares[lane]) * 1.001, rest = std::sqrt(lost[lane]) * 1.001 + norm * 1e-6;
+        const double norm = std::sqrt(squares[lane]) * 1.001 + UNSEEN;
+        const double rest = std::sqrt(lost[lane]) * 1.001 + norm * 1e-6 + UNSEEN;
         bounds[group * LANES + lane] = scale[lane];
         bounds[lanes + group * LANES + lane] = over(rest);
         bounds[2 * lanes + group * LANES + lane] = over(norm + rest);
