@@ -41,7 +41,7 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import Recent
-from penstock.sched.local.repeat import repeat, set_aside
+from penstock.sched.local.repeat import repeat, set_aside, update
 from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
@@ -231,7 +231,7 @@ class Instance:
         self.handoffs.started(now, plan)
         self.intake.recent.started(plan, now)
         alike = self._strides and not plan.work.prefills  # the steps after it may be
-        repeats = alike and all(self.intake.owner(s.request_id).silent for s in plan.sequences)
+        repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_pulse() if repeats else now
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
 
@@ -263,7 +263,7 @@ class Instance:
         if stride.quiet:
             repeat(self.scheduler, stride.plan, len(ends))
         else:
-            outputs = self.scheduler.update(stride.plan, self._draw(stride.plan))
+            outputs = update(self.scheduler, stride.plan, self.intake.news, self._draw)
             # that everybody has one more token is no news
             self._changed |= bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
             self._report(now, outputs)
@@ -277,6 +277,14 @@ class Instance:
             if s.sample
         ]
         return StepResult(tokens, [None] * len(tokens))
+
+    def _last(self, request_id: str) -> int:
+        """The position of a request's last token."""
+        sequence = self.scheduler.sequence(request_id)
+        assert sequence is not None
+        request = sequence.request
+        most = min(self._lengths[request_id], request.max_tokens)
+        return min(len(request.prompt) + most, self.scheduler.limits.max_model_len) - 1
 
     def _report(self, now: float, outputs: Iterable[TokenOutput]) -> None:
         """Tell frontends what is new to them."""
@@ -292,6 +300,8 @@ class Instance:
             if owner.told is not None:
                 output.start = owner.told
             owner.told = output.start + len(output.tokens)
+            if output.finish is None and not owner.departs:
+                self.intake.news[output.request_id] = self._last(output.request_id)
             news.append(output)
         self._send(now, news)
 

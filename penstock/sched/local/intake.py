@@ -32,11 +32,6 @@ class Owner:
     told: int | None = None
     departs: bool = False
 
-    @property
-    def silent(self) -> bool:
-        """The next token is no news to him."""
-        return self.told is not None and not self.departs
-
 
 class Intake:
     """The requests of one life of an engine. It is the host of its hand-offs (`sched.local.handoff.Host`).
@@ -50,6 +45,8 @@ class Intake:
         pool: which work the master means it for.
         frontends: the names of those that are connected; None where everybody is.
         handoffs: None where it takes no part in any.
+        news: request id -> the position of its next token of which its owner is to hear; kept by whoever does not
+            report every step and knows when outputs end.
     """
 
     def __init__(
@@ -61,6 +58,7 @@ class Intake:
         self.scheduler, self.recent = scheduler, recent
         self.frontends: Set[str] | None = None
         self.handoffs: Handoffs | None = None
+        self.news: dict[str, int] = {}
         self._failed: list[TokenOutput] = []
         self._vocab_size = vocab_size
         self._owner: dict[str, Owner] = {}
@@ -138,7 +136,7 @@ class Intake:
         """The outputs of each frontend, with the attempt that they belong to. Who has ended is forgotten."""
         theirs: dict[str, list[TokenOutput]] = {}
         for output in outputs:
-            owner = self._owner[output.request_id] if output.finish is None else self._owner.pop(output.request_id)
+            owner = self._owner[output.request_id] if output.finish is None else self._forget(output.request_id)
             output.generation = owner.generation
             theirs.setdefault(owner.frontend, []).append(output)
         return theirs
@@ -167,7 +165,8 @@ class Intake:
         self.recent.adopted(request.id, now, queue, prefill, len(request.generated))
 
     def departed(self, request_id: str) -> None:
-        self._owner.pop(request_id, None)
+        if request_id in self._owner:
+            self._forget(request_id)
         self.recent.forget(request_id)
 
     def failed(self, output: TokenOutput) -> None:
@@ -186,9 +185,13 @@ class Intake:
                 self._let_go(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        del self._owner[request_id]
+        self._forget(request_id)
         self.scheduler.cancel(request_id)
         self.recent.forget(request_id)
+
+    def _forget(self, request_id: str) -> Owner:
+        self.news.pop(request_id, None)
+        return self._owner.pop(request_id)
 
     def _unknown_tokens(self, request: Request) -> str:
         """Which token that is to be read the model does not know; "" when it knows all."""
@@ -209,3 +212,4 @@ class Intake:
         here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
         assert len(self._owner) - len(self._failed) == here, "a request has no owner"
         assert len(self.recent) == here, "a request is not measured"
+        assert self.news.keys() <= self._owner.keys(), "nobody waits for news of a request"

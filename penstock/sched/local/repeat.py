@@ -1,14 +1,16 @@
-"""Many equal decode steps at once, for who knows beforehand how long outputs will be: the simulator.
+"""What can be left out of a scheduler's steps by who knows beforehand how long outputs will be: the simulator.
 
 While every running sequence only decodes, nothing waits and nothing ends, a scheduler would plan the same step again
-and again. Then it is asked once, and its steps are recorded together, with the same outcome.
+and again. Then it is asked once, and its steps are recorded together, with the same outcome. And where others read
+prompts meanwhile, whoever only decodes, and has nothing to tell anybody, is recorded in passing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from penstock.core.plan import BLOCK_TOKENS, StepPlan
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.request import TokenOutput
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import blocks_for
 
@@ -57,3 +59,28 @@ def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
         if missing > 0:
             sequence.blocks += scheduler.pool.allocate(missing)
         scheduler.memory.publish(sequence)
+
+
+def update(
+    scheduler: Scheduler, plan: StepPlan, news: Mapping[str, int], draw: Callable[[StepPlan], StepResult]
+) -> list[TokenOutput]:
+    """`Scheduler.update`, without the outputs that are no news; each sequence without any draws what it drew last.
+
+    Args:
+        news: request id -> the position of its next token that is; of those that are not there every token is.
+        draw: for the others.
+    """
+    outputs: list[TokenOutput] = []
+    for step in plan.sequences:
+        drawn = step.start + 1  # its position, if this is a decode
+        if step.sample and len(step.tokens) == 1 and drawn < news.get(step.request_id, 0):
+            sequence = scheduler.sequence(step.request_id)
+            assert sequence is not None
+            sequence.tokens.append(sequence.tokens[-1])
+            sequence.computed = drawn
+            if drawn // BLOCK_TOKENS != sequence.published:
+                scheduler.memory.publish(sequence)
+        else:
+            alone = StepPlan((step,))
+            outputs += scheduler.update(alone, draw(alone))
+    return outputs
