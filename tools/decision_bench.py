@@ -12,9 +12,9 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median, quantiles
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 

@@ -12,7 +12,6 @@ chosen ones, in the view's order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields
 from heapq import nlargest, nsmallest
 from operator import attrgetter
 from typing import Any
@@ -160,7 +159,7 @@ from_bytes = msgspec.msgpack.Decoder(AnyRecord).decode
 
 
 def _names(kind: Any, without: Set[str]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.name not in without)
+    return tuple(name for name in kind.__struct_fields__ if name not in without)
 
 
 LOAD = _names(InstanceLoad, {"name", "times", "peers", "unlinked"})

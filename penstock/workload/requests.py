@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from penstock.workload.prefixes import block_ids
 
 PRIVATE_STREAM = 1  # prefixes.SHARED_STREAM is 0: a private token stream never equals a shared one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkRequest:
+class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
     """What a client asks and when, before there are any tokens.
 
     A prompt is the blocks named by `prefix`, `block_tokens` tokens each, and after them tokens that no other request

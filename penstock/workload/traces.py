@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
 from penstock.workload.requests import WorkRequest

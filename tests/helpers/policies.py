@@ -3,7 +3,7 @@ then decode, and holds against them what no policy may do."""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Later, Move

@@ -25,7 +25,7 @@ def cluster(*instances: InstanceLoad, unlinked: set[tuple[str, str]] = frozenset
 
 
 def fields(instance: InstanceLoad) -> dict:
-    return {name: getattr(instance, name) for name in InstanceLoad.__slots__}
+    return {name: getattr(instance, name) for name in InstanceLoad.__struct_fields__}
 
 
 def load(name, pool="any", **values) -> InstanceLoad:

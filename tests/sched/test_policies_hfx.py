@@ -1,10 +1,10 @@
 """HFX's dispatch: maturity, budgets, urgency, and both stages of disaggregated pools."""
 
 import random
-from dataclasses import replace
 from math import inf
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates
 from penstock.sched.cluster.foresight import read_seconds

@@ -1,11 +1,11 @@
 """RTP-LLM's dispatch: costs in milliseconds, conversations, and admission by blocks."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates, fitting

@@ -1,13 +1,14 @@
 """How many instances there are: thresholds, HFX, and ours."""
 
+import dataclasses
 import random
-from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop
 from penstock.sched.cluster.hfx_scaling import HFXScaling
@@ -145,8 +146,8 @@ def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt,
     strains = [strain(pool, any_(1), traffic, count) for count in (1, 2, 3, 8)]
     assert all(a >= b * (1 - 1e-6) for a, b in pairwise(strains))
     if pool != "decode":
-        assert strain(pool, any_(1), replace(traffic, backlog=backlog + 1e5), 2) >= strains[1]
-    assert strain(pool, any_(1), replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
+        assert strain(pool, any_(1), dataclasses.replace(traffic, backlog=backlog + 1e5), 2) >= strains[1]
+    assert strain(pool, any_(1), dataclasses.replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
 
 
 @pytest.mark.parametrize("name", SCALERS)

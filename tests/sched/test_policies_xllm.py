@@ -1,12 +1,12 @@
 """xLLM: dispatch under predicted latency, pools that change, and offline work beside online."""
 
 import random
-from dataclasses import replace
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, InstanceLoad, Later, Rates, fitting

@@ -1,12 +1,13 @@
 """What the flight recorder keeps, writes and reads again."""
 
+import dataclasses
 import random
-from dataclasses import fields, replace
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
@@ -130,11 +131,11 @@ def test_what_does_not_change_is_not_written_again():
     encoder.begin(0.0, 0.0)
     asked = demand("r")
     entry = Decided(0.0, "r", "f", asked, decision(asked, "e0"), view, WHOLE, 1)
-    first, second = encoder.encode(entry), encoder.encode(replace(entry, demand=demand("r")))
+    first, second = encoder.encode(entry), encoder.encode(dataclasses.replace(entry, demand=demand("r")))
     assert len(first) > 2 * WHOLE
     assert [type(record).__name__ for record in second] == ["DemandRecord", "DecidedRecord"]
     changed = replace(view, instances=[replace(view.instances[0], requests=1), *view.instances[1:]])
-    third = encoder.encode(replace(entry, view=changed))
+    third = encoder.encode(dataclasses.replace(entry, view=changed))
     assert [type(record).__name__ for record in third] == ["LoadRecord", "DemandRecord", "DecidedRecord"]
 
 

@@ -7,9 +7,11 @@ is there from the moment of its dispatch and not from the next report on. Times 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeVar
+
+from msgspec import Struct
 
 from penstock.core.wire.engine import Pool
 from penstock.sched.steptime import StepTime
@@ -17,6 +19,7 @@ from penstock.sched.steptime import StepTime
 Stage = Literal["prefill", "decode"]
 Key = tuple[str, str]  # of a sequence: its frontend, and its id there
 T = TypeVar("T")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Random(Protocol):
@@ -26,9 +29,8 @@ class Random(Protocol):
     def random(self) -> float: ...
 
 
-@dataclass(slots=True, kw_only=True)  # one for all that changes, and a frozen one takes four times as long to make
-class InstanceLoad:
-    """One instance that may be given work, with everything that was sent to it already counted. It does not change. A
+class InstanceLoad(Struct, frozen=True, kw_only=True):
+    """One instance that may be given work, with everything that was sent to it already counted. A
     view: `peers` and `unlinked` change with the cluster.
 
     Attributes:
@@ -77,7 +79,7 @@ class InstanceLoad:
     measured_tpot: float | None = None
     interval: float | None = None
     peers: Set[str] = frozenset()
-    unlinked: Mapping[str, str] = field(default_factory=dict)
+    unlinked: Mapping[str, str] = NOTHING
 
     @property
     def decode_seconds(self) -> float:
@@ -112,8 +114,7 @@ class InstanceLoad:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(Struct, frozen=True, kw_only=True):
     """A sequence that needs a place.
 
     Attributes:
@@ -136,7 +137,7 @@ class Demand:
     priority: int = 0
     offline: bool = False
     chat: str = ""
-    hits: Mapping[str, int] = field(default_factory=dict)
+    hits: Mapping[str, int] = NOTHING
     exclude: Set[str] = frozenset()
 
     @property
@@ -154,8 +155,7 @@ class Demand:
         return max(1, self.prompt_tokens - self.hits.get(instance, 0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class Rates(Struct, frozen=True, kw_only=True):
     """Of online sequences over the last `window` seconds.
 
     Attributes:
@@ -173,8 +173,7 @@ class Rates:
     output_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterView(Struct, frozen=True, kw_only=True):
     """A moment of the cluster.
 
     Attributes:
@@ -193,8 +192,7 @@ class ClusterView:
     shortest: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(Struct, frozen=True, kw_only=True):
     """An instance goes to another pool; what runs on it goes on."""
 
     name: str
@@ -202,8 +200,7 @@ class Move:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(Struct, frozen=True, kw_only=True):
     """Where a sequence runs, and why.
 
     Attributes:
@@ -227,8 +224,7 @@ class Decision:
     moves: Sequence[Move] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
+class Later(Struct, frozen=True):
     """Nothing can be decided now.
 
     Attributes:
@@ -280,8 +276,7 @@ class RolePolicy(Protocol):
     def decide(self, view: ClusterView) -> Sequence[Move]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class Fleet(Struct, frozen=True, kw_only=True):
     """What scaling may change.
 
     Attributes:
@@ -292,21 +287,19 @@ class Fleet:
     """
 
     absent: Sequence[str] = ()
-    starting: Mapping[str, float] = field(default_factory=dict)
+    starting: Mapping[str, float] = NOTHING
     draining: Set[str] = frozenset()
     least: int = 1
     most: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Struct, frozen=True, kw_only=True):
     name: str
     pool: Pool
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(Struct, frozen=True, kw_only=True):
     """It takes nothing new, and goes when it has nothing left."""
 
     name: str

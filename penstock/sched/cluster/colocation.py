@@ -8,10 +8,11 @@ work comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from heapq import nsmallest
 from math import inf
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import (

@@ -14,9 +14,11 @@ Not in the paper:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
+
+from msgspec.structs import replace
 
 from penstock.core.wire.engine import Pool
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
