@@ -6,7 +6,8 @@
     python tools/scheduling_measure.py --list              # what there is, and with how many seeds
 
 The first seed of everything comes before the second of anything: a result grows by a seed whenever it is its turn. It
-is written when that seed is whole, so measuring can be stopped at any time and goes on where it was.
+is written when that seed is whole, so measuring can be stopped at any time and goes on where it was. What no claim is
+about, such as splits that are far from the best, has one seed.
 `scheduling_report.py` makes the page of what there is.
 """
 
@@ -30,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-SPLITS = tuple(f"least_loaded@split-{p}-{8 - p}" for p in (1, 2, 3, 5, 6, 7))
+ROLES = ("least_loaded", "least_loaded@colocated", "xllm", "unified")
 CACHE = ("round_robin", "least_loaded", "rtp_llm", "unified")
 PROMPT_MACHINES = (
     *(f"round_robin@{layout}" for layout in ("prefill-3", "split-4-4")),  # to be under what is enough
@@ -48,6 +49,7 @@ class Comparison:
     """
     Attributes:
         rates: requests/s; none for a search.
+        seeds: at most.
         changed: a word for what is changed about the scenario; "" when nothing is.
         change: changes its content.
     """
@@ -55,6 +57,7 @@ class Comparison:
     scenario: str
     policies: tuple[str, ...]
     rates: tuple[float, ...] = ()
+    seeds: int = 3
     changed: str = ""
     change: Callable[[Scenario], None] = lambda content: None
 
@@ -74,6 +77,11 @@ def half_speed(content: Scenario) -> None:
     content["instances"].append({**first, "name": "slow", "count": 1, "slowdown": 2.0})
 
 
+def splits(*prefills: int) -> tuple[str, ...]:
+    """Of eight instances, so many read prompts."""
+    return tuple(f"least_loaded@split-{count}-{8 - count}" for count in prefills)
+
+
 def intervals(seconds: float) -> Callable[[Scenario], None]:
     def change(content: Scenario) -> None:
         content["scaling"]["interval"] = seconds
@@ -83,7 +91,8 @@ def intervals(seconds: float) -> Callable[[Scenario], None]:
 
 CHANGES = (("heartbeat-200", slower_reports), ("step-times-30-percent-off", wrong_times), ("half-speed", half_speed))
 COMPARISONS = (
-    Comparison("roles-azure-code", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
+    Comparison("roles-azure-code", (*ROLES, *splits(6, 7))),
+    Comparison("roles-azure-code", splits(1, 2, 3, 5), seeds=1),
     Comparison(
         "hfx-4task",
         ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified", "unified_scaling", "round_robin@eight"),
@@ -110,7 +119,7 @@ COMPARISONS = (
     Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
     Comparison("roles-azure-code", ("least_loaded", "least_loaded@split-7-1", "xllm", "unified"), (54, 81)),
     *(
-        Comparison(scenario, policies, rates, changed, change)
+        Comparison(scenario, policies, rates, 1, changed, change)
         for scenario, policies, rates in (
             ("roles-azure-code", ("xllm", "unified"), (81,)),
             ("cache-mooncake-conversation", ("rtp_llm", "unified"), (13.6,)),
@@ -119,10 +128,11 @@ COMPARISONS = (
         for changed, change in CHANGES
     ),
     *(
-        Comparison("hfx-4task", ("hfx_scaling",), (90,), f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
+        Comparison("hfx-4task", ("hfx_scaling",), (90,), 1, f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
         for seconds in (0.5, 2, 5)
     ),
-    Comparison("roles-azure-conv", ("least_loaded", *SPLITS, "least_loaded@colocated", "xllm", "unified")),
+    Comparison("roles-azure-conv", (*ROLES, *splits(5, 6))),
+    Comparison("roles-azure-conv", splits(3, 2, 1, 7), seeds=1),
     Comparison("colocation-tidal", COLOCATION),
     Comparison("cache-mooncake-conversation", CACHE),
     Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
@@ -207,7 +217,7 @@ def measure(every: Sequence[Measurement], seeds: int, jobs: int, traces: str | N
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
         for count in range(1, seeds + 1):
             afresh = again and count == 1
-            wanted = [one for one in every if afresh or one.seeds() == count - 1]
+            wanted = [one for one in every if count <= one.of.seeds and (afresh or one.seeds() == count - 1)]
             bar = progress.add_task(f"seed {count} of {seeds}", total=len(wanted))
 
             def work(one: Measurement, count: int = count, afresh: bool = afresh, bar: TaskID = bar) -> str:
