@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates
+from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Instances, Later, Rates
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 DECISIONS = 300  # that are measured of each policy
@@ -52,14 +52,16 @@ def measure(policy: str, count: int) -> list[float]:
     rng = random.Random(0)
     dispatch = DISPATCH[policy]()
     loads = [_load(f"instance-{number}", rng, now=0.0) for number in range(count)]
-    spent = []
+    spent: list[float] = []
+    history: list[int] = []
     for number in range(WARM_UP + DECISIONS):
         now = number * 5e-3
         for place in {rng.randrange(count) for _ in range(max(1, int(RENEWED * count)))}:
             loads[place] = _load(loads[place].name, rng, now)
+            history.append(place)
         view = ClusterView(
             now=now,
-            instances=list(loads),
+            instances=Instances(loads, history),
             queue=[_demand(number, loads, rng, now)],
             rates=Rates(arrivals=2000, completions=2000, attained=2000, prompt_tokens=1200.0, output_tokens=200.0),
             shortest=16384,

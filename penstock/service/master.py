@@ -428,7 +428,7 @@ class Master:
         able, shortest = self._roster.able(now), self._roster.shortest
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
-            doubtful = [k for k, q in queue.items() if q.demand.tokens > shortest or q.demand.exclude]
+            doubtful = queue.doubtful(shortest)
             for key in [key for key in doubtful if not self._able_for(queue[key].demand, able)]:
                 actions.append(self._no_place(now, key[0], queue[key].place))
                 self._end(now, key)
@@ -521,6 +521,8 @@ class Master:
             assert all(self._in_flight[key].reader is life for key in life.prompts), "a request that is over"
             life.check()
         self._roster.check()
+        self._queue.check()
+        self._backlog.check()
         self._mesh.check()
         held = [*self._queue, *self._backlog, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
-from penstock.sched.cluster import InstanceLoad
+from penstock.sched.cluster import InstanceLoad, Instances
 from penstock.service.life import Life
 
 SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
 DEAD_AFTER = 60.0  # seconds without one after which it gets none although there is nobody else
+REMEMBERED = 8  # changes of each instance, on average, after which what changed is forgotten
 
 
 class Roster:
@@ -24,6 +25,7 @@ class Roster:
         self._lives, self._touched = lives, touched
         self._able: list[Life] = []
         self._loads: list[InstanceLoad] = []  # of those, in the same order
+        self._history: list[int] = []  # places of those that changed; see `Instances`
         self._places: dict[str, int] = {}  # in both
         self._oldest = -inf  # no report of these is older; -inf: they are to be found anew
         self._shortest = 0
@@ -39,15 +41,18 @@ class Roster:
             self._choose(now)
         return self._able
 
-    def loads(self, now: float) -> list[InstanceLoad]:
+    def loads(self, now: float) -> Instances:
         """What policies see of them, as it is now."""
         self.able(now)
+        if len(self._history) > REMEMBERED * len(self._loads):
+            self._history = []
         for name in self._touched:
             place = self._places.get(name)
-            if place is not None:
-                self._loads[place] = self._able[place].view()
+            if place is not None and (load := self._able[place].view()) is not self._loads[place]:
+                self._loads[place] = load
+                self._history.append(place)
         self._touched.clear()
-        return self._loads.copy()
+        return Instances(self._loads, self._history)
 
     @property
     def shortest(self) -> int:
@@ -59,7 +64,7 @@ class Roster:
         fresh = [life for life in taking if now - life.heard <= SUSPECT_AFTER]
         self._oldest = min((life.heard for life in fresh), default=-inf)
         self._able = fresh or [life for life in taking if now - life.heard <= DEAD_AFTER]
-        self._loads = [life.view() for life in self._able]
+        self._loads, self._history = [life.view() for life in self._able], []
         self._places = {life.name: place for place, life in enumerate(self._able)}
         self._shortest = min((life.ready.max_model_len for life in self._able), default=0)
 

@@ -28,6 +28,7 @@ from penstock.sched.cluster.base import (
     fitting,
 )
 from penstock.sched.cluster.colocation import COLOCATION, Colocated, ColocatedRoles
+from penstock.sched.cluster.columns import Instances
 from penstock.sched.cluster.dispatch import Immediate, hands_over
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.hfx_scaling import HFXScaling
@@ -78,6 +79,7 @@ __all__ = [
     "Fleet",
     "Immediate",
     "InstanceLoad",
+    "Instances",
     "Key",
     "Later",
     "Move",

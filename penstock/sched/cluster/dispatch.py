@@ -16,6 +16,7 @@ from penstock.sched.cluster.base import (
     Stage,
     fitting,
 )
+from penstock.sched.cluster.columns import Column
 
 HAND_OVERS = {("prefill", "decode"), ("prefill", "any"), ("any", "decode")}
 
@@ -48,6 +49,7 @@ class Immediate:
     def __init__(self, comparison: Comparison) -> None:
         self.name = comparison.name
         self._comparison = comparison
+        self._only_decode = Column(lambda load: load.pool == "decode", bool)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         for demand in (*view.queue, *view.offline):
@@ -56,8 +58,10 @@ class Immediate:
         return Later()
 
     def _place(self, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision:
-        readers = [i for i in able if i.pool != "decode"]
-        prefill, prefill_costs = self._comparison.choose("prefill", demand, readers or able, rng)
+        readers: Sequence[InstanceLoad] = able
+        if self._only_decode.of(able).any():
+            readers = [i for i in able if i.pool != "decode"] or able
+        prefill, prefill_costs = self._comparison.choose("prefill", demand, readers, rng)
         costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
         takers: list[InstanceLoad] = []
         if prefill.peers:

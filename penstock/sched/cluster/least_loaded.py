@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+import numpy as np
 
 from penstock.sched.cluster.base import Demand, InstanceLoad, Random, Stage
+from penstock.sched.cluster.columns import Column, Costs
 
 
 class LeastLoaded:
@@ -13,11 +17,15 @@ class LeastLoaded:
 
     name = "least-loaded"
 
+    def __init__(self) -> None:
+        self._tokens = Column(lambda load: load.pending_tokens + load.held_tokens)
+        self._requests = Column(attrgetter("requests"))
+
     def choose(
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
     ) -> tuple[InstanceLoad, Mapping[str, float]]:
-        costs = {c.name: float(c.pending_tokens + c.held_tokens) for c in candidates}
-        least = min(costs.values())
-        lightest = [c for c, cost in zip(candidates, costs.values(), strict=True) if cost == least]
-        fewest = min([c.requests for c in lightest])
-        return rng.choice([c for c in lightest if c.requests == fewest]), costs
+        tokens = self._tokens.of(candidates)
+        lightest = np.flatnonzero(tokens == tokens.min())
+        requests = self._requests.of(candidates)[lightest]
+        chosen = rng.choice(lightest[requests == requests.min()].tolist())
+        return candidates[chosen], Costs(candidates, tokens.copy(), chosen)

@@ -4,9 +4,7 @@ Every sequence has a deadline, so there is a best moment to bind it to an instan
 Until then it waits in one queue, and everything that is learned meanwhile counts. The rules:
 
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
-- Prompts go in order of deadline, those first that can still keep it. When not all of those can, the longest is
-  given up, which leaves the most that are kept (Moore and Hodgson, with the cluster as one machine). What was given up
-  fills the gaps, and after `PATIENCE` it has a share of the work in any case.
+- Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
 - A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
   prefix; where nowhere does, to where it is read first.
 - It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
@@ -18,7 +16,7 @@ Until then it waits in one queue, and everything that is learned meanwhile count
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush, nsmallest
+from heapq import nsmallest
 from math import inf
 from operator import attrgetter
 
@@ -28,21 +26,16 @@ from penstock.sched.cluster.base import (
     Decision,
     Demand,
     InstanceLoad,
-    Key,
     Later,
     Move,
     Random,
     Stage,
     fitting,
 )
+from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
-MARGIN = 0.9  # of a target that predictions may use up
-PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
-SHARE = 1 / 16  # of the work that these turns may take as long as there are prompts that can be in time
 SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, when many others wait too
-RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
-LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
 ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
 OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
@@ -57,7 +50,7 @@ class Unified:
     wants_keys = True
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._order = SlackOrder()
         self._readers: dict[str, _Reader] = {}
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -75,13 +68,13 @@ class Unified:
 
     def _online(self, view: ClusterView) -> Decision | None:
         open_ = any(i.free_at - view.now < AHEAD for i in view.instances)
-        turns = self._turns
-        if not open_ and not (turns.with_hits or turns.are_stale(view)):
+        order = self._order
+        if not open_ and not (order.with_hits or order.are_stale(view)):
             return None
-        for place, demand in enumerate(turns.of(view)[:LOOK]):
+        for place, demand in enumerate(order.of(view)):
             decision = self._place(view, demand) if open_ or demand.hits else None
             if decision is not None:
-                turns.take(place)
+                order.take(place)
                 return decision
         return None
 
@@ -191,87 +184,6 @@ class _Reader:
         if not self._step or strictest == inf:
             return alone
         return alone * strictest / max(strictest - self._step, 0.1 * strictest)
-
-
-class Turns:
-    """In which order the queue is served. It is thought about anew when something has come, or `RETHINK` has passed.
-
-    Attributes:
-        with_hits: whether anything in it is in a cache.
-    """
-
-    def __init__(self) -> None:
-        self.with_hits = False
-        self._order: list[Demand] = []
-        self._made_at = -inf
-        self._newest: Key | None = None
-        self._seconds: dict[Key, float] = {}  # that each takes to be read
-        self._overdue: Key | None = None  # whose turn it is although it is late
-        self._owed = 0.0  # seconds of work that is in time, before the next such turn
-
-    def are_stale(self, view: ClusterView) -> bool:
-        """Whether the queue is another than it was, or has waited."""
-        same = len(view.queue) == len(self._order) and view.queue[-1].key == self._newest
-        return not same or view.now - self._made_at >= RETHINK
-
-    def of(self, view: ClusterView) -> list[Demand]:
-        if self.are_stale(view):
-            self._made_at, self._newest = view.now, view.queue[-1].key
-            self.with_hits = any(demand.hits for demand in view.queue)
-            self._order = self._make(view)
-        return self._order
-
-    def take(self, place: int) -> None:
-        """That one has its place."""
-        gone = self._order.pop(place)
-        seconds = self._seconds.pop(gone.key, 0.0)
-        if gone.key == self._overdue:
-            self._overdue = None
-            self._owed = seconds / SHARE
-        else:
-            self._owed -= seconds
-        if gone.key == self._newest:
-            self._newest = None  # whoever is the newest now, it is looked at once more
-
-    def _make(self, view: ClusterView) -> list[Demand]:
-        count = len(view.instances)
-        waiting = sorted(view.queue, key=lambda d: (d.priority, d.deadline, d.arrived))
-        self._seconds = {d.key: self._seconds.get(d.key) or _read_seconds(view, d) for d in waiting}
-        kept: set[int] = set()
-        longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
-        end = sum(i.free_at - view.now for i in view.instances if i.free_at > view.now)
-        for place, demand in enumerate(waiting):
-            seconds = self._seconds[demand.key]
-            slack = demand.arrived + demand.ttft * MARGIN - view.now
-            if seconds > slack:
-                continue  # it cannot be kept even alone
-            kept.add(place)
-            heappush(longest, (-seconds, place))
-            end += seconds
-            while end / count > slack and longest:
-                less, gone = heappop(longest)
-                end += less
-                kept.discard(gone)
-        late = [d for place, d in enumerate(waiting) if place not in kept]
-        late.sort(key=lambda d: (d.priority, d.arrived))
-        in_time = [d for place, d in enumerate(waiting) if place in kept]
-        self._overdue = None
-        oldest = min(late, key=lambda d: d.arrived, default=None)
-        if oldest is not None and self._owed <= 0 and view.now - oldest.arrived > _patience(oldest):
-            self._overdue = oldest.key
-            late.remove(oldest)
-            return [oldest, *in_time, *late]
-        return [*in_time, *late]
-
-
-def _read_seconds(view: ClusterView, demand: Demand) -> float:
-    """That its prompt makes the queue longer, at the best."""
-    hit = max(demand.hits.values(), default=0)
-    return view.instances[0].queued_seconds(max(1, demand.prompt_tokens - hit), hit)
-
-
-def _patience(demand: Demand) -> float:
-    return PATIENCE if demand.ttft == inf else max(PATIENCE, 2 * demand.ttft)
 
 
 def _home(

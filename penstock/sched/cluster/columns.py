@@ -1,0 +1,104 @@
+"""What policies look at of all instances, side by side and kept from one view to the next.
+
+The loads of a thousand instances lie all over the memory, and only a few are new from one decision to the next. Whoever
+goes through all of them each time waits for memory most of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.sched.cluster.base import InstanceLoad
+
+
+class Instances(list[InstanceLoad]):
+    """The instances of a view, with what has changed since earlier ones. It does not change.
+
+    Args:
+        history: the places of all that changed, in order, in the views that share it; it only grows. Names and places
+            are the same in all of these.
+    """
+
+    __slots__ = ("history", "moment")
+
+    def __init__(self, loads: Iterable[InstanceLoad], history: list[int]) -> None:
+        super().__init__(loads)
+        self.history = history
+        self.moment = len(history)
+
+
+class Column:
+    """One number of every instance.
+
+    Args:
+        value: a function of a load alone.
+    """
+
+    def __init__(self, value: Callable[[InstanceLoad], float], dtype: npt.DTypeLike = float) -> None:
+        self._value, self._dtype = value, dtype
+        self._values = np.empty(0, dtype)
+        self._history: list[int] | None = None
+        self._moment = 0
+
+    def of(self, instances: Sequence[InstanceLoad]) -> npt.NDArray[Any]:
+        """[instances]. Not to be changed, and not to be kept beyond the next question."""
+        if not isinstance(instances, Instances):
+            return self._all(instances)
+        history, moment = instances.history, instances.moment
+        if history is self._history and self._moment <= moment:
+            for place in history[self._moment : moment]:
+                self._values[place] = self._value(instances[place])
+        else:
+            self._values = self._all(instances)
+        self._history, self._moment = history, moment
+        return self._values
+
+    def _all(self, instances: Sequence[InstanceLoad]) -> npt.NDArray[Any]:
+        return np.array([self._value(i) for i in instances], self._dtype)
+
+
+class Costs(Mapping[str, float]):
+    """What each candidate costs. Names are looked at when somebody asks: usually only the chosen one's.
+
+    Args:
+        costs: in the order of the candidates.
+        chosen: its place among them.
+    """
+
+    __slots__ = ("_candidates", "_chosen", "_costs", "_named")
+
+    def __init__(self, candidates: Sequence[InstanceLoad], costs: npt.NDArray[Any], chosen: int) -> None:
+        self._candidates, self._costs, self._chosen = candidates, costs, chosen
+        self._named: dict[str, float] | None = None
+
+    def _all(self) -> dict[str, float]:
+        if self._named is None:
+            self._named = {c.name: cost for c, cost in zip(self._candidates, self._costs.tolist(), strict=True)}
+        return self._named
+
+    def __getitem__(self, name: str) -> float:
+        if name == self._candidates[self._chosen].name:
+            return float(self._costs[self._chosen])
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def values(self) -> ValuesView[float]:
+        return _Values(self)
+
+
+class _Values(ValuesView[float]):
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self._costs = costs._costs
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._costs.tolist())

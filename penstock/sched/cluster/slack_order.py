@@ -1,0 +1,208 @@
+"""In which order a queue of prompts is served when not all can be in time (`unified`).
+
+By deadline, as far as all of these can be kept; where they cannot, the longest is given up, which leaves the most that
+are kept (Moore and Hodgson, with the cluster as one machine). What was given up fills gaps, and after `PATIENCE` has a
+share of the work in any case.
+
+Under overload thousands wait, most of them too late for anything. Who cannot be in time even alone never will be again,
+so these are put aside for good, and only the others are thought about anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush, merge
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from penstock.sched.cluster.base import ClusterView, Demand, Key
+
+MARGIN = 0.9  # of a target that predictions may use up
+PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
+SHARE = 1 / 16  # of the work that these turns may take as long as there are prompts that can be in time
+RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
+LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
+
+
+class _Hopeful(NamedTuple):
+    """One that may be in time, in order of deadline."""
+
+    priority: int
+    deadline: float
+    arrived: float
+    number: int
+    demand: Demand
+
+
+class _Late(NamedTuple):
+    """One that will not be, in order of arrival."""
+
+    priority: int
+    arrived: float
+    deadline: float
+    number: int
+    demand: Demand
+
+
+class SlackOrder:
+    """It is thought about anew when something has come, or `RETHINK` has passed.
+
+    Attributes:
+        with_hits: whether anything in the queue is in a cache.
+    """
+
+    def __init__(self) -> None:
+        self.with_hits = False
+        self._first: list[Demand] = []  # of the order; the others come from `_rest` as they are needed
+        self._rest: Iterator[Demand] = iter(())
+        self._count = 0  # of both
+        self._made_at = -inf
+        self._newest: Key | None = None
+        self._waiting: dict[Key, Demand] = {}
+        self._hits = 0  # of these, how many are in a cache
+        self._numbered = 0  # so far, in order of arrival
+        self._hopeful: list[_Hopeful] = []  # sorted, as is the next; who has left is still in both for a while
+        self._hopeless: list[_Late] = []
+        self._seconds: dict[Key, float] = {}  # that each takes to be read
+        self._overdue: Key | None = None  # whose turn it is although it is late
+        self._owed = 0.0  # seconds of work that is in time, before the next such turn
+
+    def are_stale(self, view: ClusterView) -> bool:
+        """Whether the queue is another than it was, or has waited."""
+        same = len(view.queue) == self._count and view.queue[-1].key == self._newest
+        return not same or view.now - self._made_at >= RETHINK
+
+    def of(self, view: ClusterView) -> list[Demand]:
+        """The first in order."""
+        if self.are_stale(view):
+            self._made_at, self._newest = view.now, view.queue[-1].key
+            self._compare(view)
+            self.with_hits = self._hits > 0
+            self._make(view)
+        self._first += islice(self._rest, max(0, LOOK - len(self._first)))
+        return self._first[:LOOK]
+
+    def take(self, place: int) -> None:
+        """That one has its place."""
+        gone = self._first.pop(place)
+        self._count -= 1
+        self._leave(gone.key)
+        seconds = self._seconds.pop(gone.key, 0.0)
+        if gone.key == self._overdue:
+            self._overdue = None
+            self._owed = seconds / SHARE
+        else:
+            self._owed -= seconds
+        if gone.key == self._newest:
+            self._newest = None  # whoever is the newest now, it is looked at once more
+
+    # --- who waits
+
+    def _compare(self, view: ClusterView) -> None:
+        """Find out who has come and who has left: who comes is at the end."""
+        come: list[Demand] = []
+        for demand in reversed(view.queue):
+            if self._waiting.get(demand.key) is demand:
+                break
+            come.append(demand)
+        if len(self._waiting) + len(come) != len(view.queue):
+            present = {demand.key: demand for demand in view.queue}
+            for key, demand in list(self._waiting.items()):
+                if present.get(key) is not demand:
+                    self._leave(key)
+            self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in present}
+            come = [demand for demand in reversed(view.queue) if demand.key not in self._waiting]
+        for demand in reversed(come):
+            self._come(view, demand)
+
+    def _come(self, view: ClusterView, demand: Demand) -> None:
+        self._waiting[demand.key] = demand
+        self._hits += bool(demand.hits)
+        self._seconds[demand.key] = self._seconds.get(demand.key) or _read_seconds(view, demand)
+        self._numbered += 1
+        insort(self._hopeful, _Hopeful(demand.priority, demand.deadline, demand.arrived, self._numbered, demand))
+
+    def _leave(self, key: Key) -> None:
+        self._hits -= bool(self._waiting.pop(key).hits)
+
+    def _waits(self, demand: Demand) -> bool:
+        return self._waiting.get(demand.key) is demand
+
+    # --- their order
+
+    def _make(self, view: ClusterView) -> None:
+        self._hopeful = [entry for entry in self._hopeful if self._waits(entry.demand)]
+        if len(self._hopeless) > 2 * len(self._waiting):
+            self._hopeless = [entry for entry in self._hopeless if self._waits(entry.demand)]
+        kept = self._kept(view)
+        in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place in kept]
+        given_up = sorted(_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept)
+        self._overdue = None
+        overdue: list[Demand] = []
+        oldest = self._oldest(given_up)
+        if oldest is not None and self._owed <= 0 and view.now - oldest.arrived > _patience(oldest):
+            self._overdue = oldest.key
+            overdue.append(oldest)
+        late = (e.demand for e in merge(self._hopeless, given_up) if self._waits(e.demand))
+        self._first = [*overdue, *in_time]
+        self._rest = (demand for demand in late if demand is not oldest) if overdue else late
+        self._count = len(self._waiting)
+
+    def _kept(self, view: ClusterView) -> set[int]:
+        """Places among the hopeful of those that can all be in time; who cannot even alone is hopeful no longer."""
+        count, now = len(view.instances), view.now
+        hopeless = set()
+        kept: set[int] = set()
+        longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
+        end = sum(i.free_at - now for i in view.instances if i.free_at > now)
+        place = 0
+        for entry in self._hopeful:
+            demand = entry.demand
+            seconds = self._seconds[demand.key]
+            slack = demand.arrived + demand.ttft * MARGIN - now
+            if seconds > slack:
+                hopeless.add(entry.number)
+                insort(self._hopeless, _late(entry))
+                continue
+            kept.add(place)
+            heappush(longest, (-seconds, place))
+            place += 1
+            end += seconds
+            while end / count > slack and longest:
+                less, gone = heappop(longest)
+                end += less
+                kept.discard(gone)
+        if hopeless:
+            self._hopeful = [entry for entry in self._hopeful if entry.number not in hopeless]
+        return kept
+
+    def _oldest(self, given_up: list[_Late]) -> Demand | None:
+        """Of all that are late; of each priority's the first has waited longest."""
+        while self._hopeless and not self._waits(self._hopeless[0].demand):
+            del self._hopeless[0]
+        firsts = given_up.copy()
+        place = 0
+        while place < len(self._hopeless):
+            entry = self._hopeless[place]
+            if self._waits(entry.demand):
+                firsts.append(entry)
+                place = bisect_right(self._hopeless, (entry.priority, inf))
+            else:
+                place += 1
+        return min(firsts, key=lambda entry: (entry.arrived, entry)).demand if firsts else None
+
+
+def _late(entry: _Hopeful) -> _Late:
+    return _Late(entry.priority, entry.arrived, entry.deadline, entry.number, entry.demand)
+
+
+def _read_seconds(view: ClusterView, demand: Demand) -> float:
+    """That its prompt makes the queue longer, at the best."""
+    hit = max(demand.hits.values(), default=0)
+    return view.instances[0].queued_seconds(max(1, demand.prompt_tokens - hit), hit)
+
+
+def _patience(demand: Demand) -> float:
+    return PATIENCE if demand.ttft == inf else max(PATIENCE, 2 * demand.ttft)
