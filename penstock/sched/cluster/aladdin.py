@@ -22,8 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, nextafter
 
+import numpy as np
+
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random
-from penstock.sched.cluster.foresight import Foresight, Prompts, has_room, room
+from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.foresight import Foresight, Prompts, fullness, has_room, room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
 
@@ -38,7 +41,8 @@ class Aladdin:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
-        self._roominess: dict[str, tuple[InstanceLoad, float, float]] = {}  # for as long as a load is the same object
+        self._emptiness = Column(lambda load: -fullness(load))
+        self._room = Column(_room)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         if not view.queue:
@@ -71,34 +75,25 @@ class Aladdin:
     def _latest_start(self, demand: Demand) -> float:
         return demand.deadline - self._prompts.seconds(demand.prompt_tokens)
 
-    def _fullest(self, view: ClusterView) -> list[tuple[float, InstanceLoad]]:
-        """(emptiness, instance), the fullest first, without those on which not even the smallest sequence keeps the
-        pace or has room."""
-        if len(self._roominess) > 2 * len(view.instances):
-            self._roominess.clear()
-        smallest = min(d.prompt_tokens for d in view.queue)
-        able: list[tuple[float, int]] = []
-        for place, load in enumerate(view.instances):
-            known = self._roominess.get(load.name)
-            if known is None or known[0] is not load:
-                known = self._roominess[load.name] = (load, *self._roomy(load))
-            if known[2] >= smallest:
-                able.append((known[1], place))
-        able.sort()
-        return [(emptiness, view.instances[place]) for emptiness, place in able]
+    def _fullest(self, view: ClusterView) -> list[tuple[float, int]]:
+        """(emptiness, place in the view), the fullest first, without those that have no room even for the smallest
+        sequence."""
+        emptiness, rooms = self._emptiness.of(view.instances), self._room.of(view.instances)
+        able = np.flatnonzero(rooms >= min(d.prompt_tokens for d in view.queue))
+        able = able[np.argsort(emptiness[able], kind="stable")]
+        return list(zip(emptiness[able].tolist(), able.tolist(), strict=True))
 
-    def _roomy(self, load: InstanceLoad) -> tuple[float, float]:
-        """(emptiness, tokens of the longest prompt for which to look at it more closely; 0 for none)."""
-        pace = self._foresight.pace(load)
+    def _is_slow(self, load: InstanceLoad) -> bool:
+        """Whether not even the smallest sequence would keep the pace there."""
         if load.pool == "prefill" or not load.requests:
-            return -pace.full, inf
-        slow = pace.step > load.tpot > pace.alone
-        return -pace.full, 0.0 if slow else room(load, 0.0)
+            return False
+        pace = self._foresight.pace(load)
+        return pace.step > load.tpot > pace.alone
 
     def _place(
         self,
         candidates: Candidates,
-        fullest: Sequence[tuple[float, InstanceLoad]],
+        fullest: Sequence[tuple[float, int]],
         demand: Demand,
         hurried: bool,
         barred: str | None,
@@ -106,7 +101,10 @@ class Aladdin:
         view = candidates.view
         start = self._latest_start(demand)
         costs: dict[str, float] = {}
-        for emptiness, load in fullest:
+        for emptiness, place in fullest:
+            load = view.instances[place]
+            if self._is_slow(load):
+                continue
             costs[load.name] = emptiness
             # (a); nothing stands before one that is late, and it stands before nobody
             if load.name == barred or load.free_at > (start if hurried else view.now):
@@ -144,6 +142,11 @@ class Aladdin:
             return True
         saved = (strictest - self._foresight.pace(load).step) * max(1.0, view.rates.output_tokens / 2)
         return max(0.0, load.free_at - view.now) + self._prompts.seconds(demand.prompt_tokens) <= saved
+
+
+def _room(load: InstanceLoad) -> float:
+    """Tokens of the longest prompt for which to look at it more closely."""
+    return inf if load.pool == "prefill" or not load.requests else room(load, 0.0)
 
 
 def _is_no_easier(demand: Demand, refused: Demand) -> bool:

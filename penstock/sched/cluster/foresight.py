@@ -116,15 +116,20 @@ def _pace(load: InstanceLoad) -> Pace:
         return load.times.step_ms(decodes=sequences, kv_tokens=tokens) / 1e3
 
     now = step(load.requests, load.held_tokens)
-    tokens = load.num_blocks * BLOCK_TOKENS
     return Pace(
         step=now if load.requests else 0.0,
         sequence=step(load.requests + 1, load.held_tokens) - now,
         token=(step(load.requests, load.held_tokens + PROBE) - now) / PROBE,
         alone=step(1, 0),
         read=read_seconds(load, load.token_budget) / load.token_budget,
-        full=max(load.held_tokens / tokens if tokens else 1.0, load.requests / load.max_sequences),
+        full=fullness(load),
     )
+
+
+def fullness(load: InstanceLoad) -> float:
+    """Share of the memory or of the sequences that is in use, whichever is more."""
+    tokens = load.num_blocks * BLOCK_TOKENS
+    return max(load.held_tokens / tokens if tokens else 1.0, load.requests / load.max_sequences)
 
 
 def room(load: InstanceLoad, output: float) -> float:

@@ -19,10 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from math import inf
+from operator import attrgetter
+
+import numpy as np
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.affinity import ChatAffinity, returns
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
+from penstock.sched.cluster.columns import Column
 from penstock.sched.cluster.dispatch import why
 from penstock.sched.cluster.stages import readers, takers
 
@@ -93,6 +97,7 @@ class RtpLlm:
         self.name = name
         self._weigh = weigh
         self._chats = ChatAffinity()
+        self._free_at, self._pending = Column(attrgetter("free_at")), Column(attrgetter("pending_tokens"))
         self._group: frozenset[Key] = frozenset()  # of similar length, that go one after another
         self._first: Key | None = None  # that found no room
         self._passed = 0  # sequences that went before it
@@ -133,7 +138,7 @@ class RtpLlm:
     def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision | None:
         """None when nobody has room for it."""
         output = min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
-        offers = _offers(view, demand, able, output)
+        offers = self._offers(view, demand, able, output)
         if not offers:
             return None
         costs, band = self._weigh(offers, demand.prompt_tokens)
@@ -166,25 +171,23 @@ class RtpLlm:
             predicted_ttft=view.now - demand.arrived + reader.cost / 1e3,
         )
 
-
-def _offers(view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], output: int) -> list[Offer]:
-    """Of those that wait least and those with hits, without the hot ones."""
-    now = view.now
-    waits = [max(0.0, i.free_at - now) for i in able]
-    mean = 1e3 * sum(waits) / len(waits)
-    order = nsmallest(COMPARED, range(len(able)), key=lambda k: (waits[k], able[k].pending_tokens))
-    chosen = [able[k] for k in order]
-    if demand.hits:
-        known = {i.name for i in chosen}
-        holders = [i for i in able if i.name in demand.hits and i.name not in known]
-        chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
-    # those that have nobody to hand over to have to keep what they read
-    offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
-    if not offering:
-        offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
-    offers = [_offer(view, demand, i) for i in offering]
-    cool = [o for o in offers if o.wait <= max(HOT * mean, o.saved + BAND_MS)]
-    return cool or offers
+    def _offers(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], output: int) -> list[Offer]:
+        """Of those that wait least and those with hits, without the hot ones."""
+        waits = np.maximum(self._free_at.of(able) - view.now, 0.0)
+        mean = 1e3 * sum(waits.tolist()) / len(able)
+        order = np.lexsort((self._pending.of(able), waits))[:COMPARED]
+        chosen = [able[k] for k in order.tolist()]
+        if demand.hits:
+            known = {i.name for i in chosen}
+            holders = [i for i in able if i.name in demand.hits and i.name not in known]
+            chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+        # those that have nobody to hand over to have to keep what they read
+        offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
+        if not offering:
+            offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
+        offers = [_offer(view, demand, i) for i in offering]
+        cool = [o for o in offers if o.wait <= max(HOT * mean, o.saved + BAND_MS)]
+        return cool or offers
 
 
 def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:

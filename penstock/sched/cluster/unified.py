@@ -20,6 +20,8 @@ from heapq import nsmallest
 from math import inf
 from operator import attrgetter
 
+import numpy as np
+
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import (
     ClusterView,
@@ -32,6 +34,7 @@ from penstock.sched.cluster.base import (
     Stage,
     fitting,
 )
+from penstock.sched.cluster.columns import Column
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
@@ -52,6 +55,7 @@ class Unified:
     def __init__(self) -> None:
         self._order = SlackOrder()
         self._readers: dict[str, _Reader] = {}
+        self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         if view.queue:
@@ -85,7 +89,7 @@ class Unified:
         costs: dict[str, float] = {}
         saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
         best, best_rank, best_done = None, (True, inf), 0.0
-        for i in _compared(view, demand, able):
+        for i in self._compared(view, demand, able):
             compute = demand.to_compute(i.name)
             reader = self._reader(i)
             alone = reader.alone(compute, demand.prompt_tokens - compute)
@@ -118,6 +122,23 @@ class Unified:
             known = self._readers[instance.name] = _Reader(instance)
         return known
 
+    def _compared(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
+        """All, unless they are very many."""
+        if len(able) <= COMPARED:
+            return able
+        free_at = self._free_at.of(able)
+        free = np.flatnonzero(free_at <= view.now)
+        if len(free) > COMPARED:
+            places = free[np.argsort(self._requests.of(able)[free], kind="stable")[:COMPARED]]
+        else:
+            places = np.argsort(free_at, kind="stable")[:COMPARED]
+        chosen = [able[place] for place in places.tolist()]
+        if demand.hits:
+            known = {i.name for i in chosen}
+            holders = [i for i in able if i.name in demand.hits and i.name not in known]
+            chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+        return chosen
+
     # --- offline
 
     def _offline(self, view: ClusterView) -> Decision | None:
@@ -138,22 +159,6 @@ class Unified:
                     costs={"prefill": costs},
                 )
         return None
-
-
-def _compared(view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
-    """All, unless they are very many."""
-    if len(able) <= COMPARED:
-        return able
-    free = [i for i in able if i.free_at <= view.now]
-    if len(free) > COMPARED:
-        chosen = nsmallest(COMPARED, free, key=attrgetter("requests"))
-    else:
-        chosen = nsmallest(COMPARED, able, key=attrgetter("free_at"))
-    if demand.hits:
-        known = {i.name for i in chosen}
-        holders = [i for i in able if i.name in demand.hits and i.name not in known]
-        chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
-    return chosen
 
 
 class _Reader:
