@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.cluster import DISPATCH, ClusterView, Demand, InstanceLoad, Later, hands_over
+from penstock.sched.cluster import DISPATCH, ClusterView, Demand, InstanceLoad, Instances, Later, hands_over
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 DEMAND = Demand(key="r", prompt_tokens=10, max_tokens=10)
@@ -60,6 +61,29 @@ def test_least_loaded_counts_tokens_then_requests_then_draws_lots():
     drawn = Counter(place("least-loaded", equal, seed=i).prefill for i in range(60))
     assert set(drawn) == {"a", "b", "c"}
     assert place("least-loaded", equal, seed=7) == place("least-loaded", equal, seed=7)
+
+
+@pytest.mark.parametrize("name", DISPATCH)
+def test_a_copy_of_a_policy_that_was_asked_decides_alike(name):
+    policy, rng, now = DISPATCH[name](), random.Random(0), 20.0
+    loads = [load(f"e{i}", num_blocks=64, free_blocks=64, free_at=20.0 + i, requests=i) for i in range(3)]
+    instances = Instances(cluster(*loads), [])
+    hits = {"e1": 5}
+    queue = [
+        Demand(key=("f", f"{n}"), prompt_tokens=10, max_tokens=10, arrived=2.0 * n, ttft=1.0 + n, hits=hits)
+        for n in range(9)
+    ]
+    decided = 0
+    while queue:
+        view = ClusterView(now=now, instances=instances, queue=queue)
+        copied, lots = deepcopy((policy, rng))
+        verdict = policy.decide(view, rng)
+        assert copied.decide(view, lots) == verdict
+        if isinstance(verdict, Later):
+            break
+        decided += 1
+        queue = [d for d in queue if d.key != verdict.key]
+    assert decided
 
 
 @pytest.mark.parametrize("policy", IMMEDIATE)

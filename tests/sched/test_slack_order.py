@@ -1,5 +1,6 @@
 """The order of `unified`'s queue: what is kept from one question to the next changes nothing about it."""
 
+from copy import deepcopy
 from heapq import heappop, heappush
 from math import inf
 
@@ -73,6 +74,7 @@ come = st.tuples(
 step = st.one_of(
     come,
     st.tuples(st.just("take"), st.integers(0, LOOK)),
+    st.tuples(st.just("copy")),
     st.tuples(st.just("leave"), st.integers(0, 100)),
     st.tuples(st.just("again"), st.integers(0, 100)),
     st.tuples(st.just("wait"), st.sampled_from([0.0, 0.02, 0.06, 1.0, 9.0])),
@@ -93,6 +95,8 @@ def test_it_is_that_of_the_definition(rounds, busy):
                 number += 1
             elif what == "wait":
                 now += values[0]
+            elif what == "copy":
+                order = deepcopy(order)
             elif queue and what in ("leave", "again"):
                 gone = queue.pop(values[0] % len(queue))
                 if what == "again":

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.core.wire.engine import Pool
 from penstock.sched.steptime import StepTime
@@ -19,7 +18,6 @@ from penstock.sched.steptime import StepTime
 Stage = Literal["prefill", "decode"]
 Key = tuple[str, str]  # of a sequence: its frontend, and its id there
 T = TypeVar("T")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Random(Protocol):
@@ -79,7 +77,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     measured_tpot: float | None = None
     interval: float | None = None
     peers: Set[str] = frozenset()
-    unlinked: Mapping[str, str] = NOTHING
+    unlinked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def decode_seconds(self) -> float:
@@ -137,7 +135,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     priority: int = 0
     offline: bool = False
     chat: str = ""
-    hits: Mapping[str, int] = NOTHING
+    hits: Mapping[str, int] = field(default_factory=dict)
     exclude: Set[str] = frozenset()
 
     @property
@@ -287,7 +285,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     """
 
     absent: Sequence[str] = ()
-    starting: Mapping[str, float] = NOTHING
+    starting: Mapping[str, float] = field(default_factory=dict)
     draining: Set[str] = frozenset()
     least: int = 1
     most: int = 1

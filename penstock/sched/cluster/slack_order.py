@@ -11,9 +11,7 @@ so these are put aside for good, and only the others are thought about anew.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator
-from heapq import heappop, heappush, merge
-from itertools import islice
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -55,9 +53,10 @@ class SlackOrder:
 
     def __init__(self) -> None:
         self.with_hits = False
-        self._first: list[Demand] = []  # of the order; the others come from `_rest` as they are needed
-        self._rest: Iterator[Demand] = iter(())
-        self._count = 0  # of both
+        self._first: list[Demand] = []  # of the order; those who are late follow as they are needed
+        self._given_up: list[_Late] = []  # of the hopeful, sorted, from the last in order to the first
+        self._next = 0  # of the hopeless
+        self._count = 0  # of all
         self._made_at = -inf
         self._newest: Key | None = None
         self._waiting: dict[Key, Demand] = {}
@@ -81,7 +80,10 @@ class SlackOrder:
             self._compare(view)
             self.with_hits = self._hits > 0
             self._make(view)
-        self._first += islice(self._rest, max(0, LOOK - len(self._first)))
+        while len(self._first) < min(LOOK, self._count):
+            demand = self._next_late()
+            if self._waits(demand) and demand.key != self._overdue:
+                self._first.append(demand)
         return self._first[:LOOK]
 
     def take(self, place: int) -> None:
@@ -138,17 +140,23 @@ class SlackOrder:
             self._hopeless = [entry for entry in self._hopeless if self._waits(entry.demand)]
         kept = self._kept(view)
         in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place in kept]
-        given_up = sorted(_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept)
+        self._given_up = [_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept]
+        self._given_up.sort(reverse=True)
         self._overdue = None
-        overdue: list[Demand] = []
-        oldest = self._oldest(given_up)
+        self._first = in_time
+        oldest = self._oldest()
         if oldest is not None and self._owed <= 0 and view.now - oldest.arrived > _patience(oldest):
             self._overdue = oldest.key
-            overdue.append(oldest)
-        late = (e.demand for e in merge(self._hopeless, given_up) if self._waits(e.demand))
-        self._first = [*overdue, *in_time]
-        self._rest = (demand for demand in late if demand is not oldest) if overdue else late
-        self._count = len(self._waiting)
+            self._first = [oldest, *in_time]
+        self._next, self._count = 0, len(self._waiting)
+
+    def _next_late(self) -> Demand:
+        """Of those who are late; there is one."""
+        given_up, hopeless = self._given_up, self._hopeless
+        if given_up and (self._next == len(hopeless) or given_up[-1] < hopeless[self._next]):
+            return given_up.pop().demand
+        self._next += 1
+        return hopeless[self._next - 1].demand
 
     def _kept(self, view: ClusterView) -> set[int]:
         """Places among the hopeful of those that can all be in time; who cannot even alone is hopeful no longer."""
@@ -178,11 +186,11 @@ class SlackOrder:
             self._hopeful = [entry for entry in self._hopeful if entry.number not in hopeless]
         return kept
 
-    def _oldest(self, given_up: list[_Late]) -> Demand | None:
+    def _oldest(self) -> Demand | None:
         """Of all that are late; of each priority's the first has waited longest."""
         while self._hopeless and not self._waits(self._hopeless[0].demand):
             del self._hopeless[0]
-        firsts = given_up.copy()
+        firsts = self._given_up.copy()
         place = 0
         while place < len(self._hopeless):
             entry = self._hopeless[place]
