@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from heapq import heappop, heappush
+from itertools import repeat
 from math import inf
+from operator import is_
 from typing import NamedTuple
 
 from penstock.sched.cluster.base import ClusterView, Demand, Key
@@ -59,7 +61,8 @@ class SlackOrder:
         self._count = 0  # of all
         self._made_at = -inf
         self._newest: Key | None = None
-        self._waiting: dict[Key, Demand] = {}
+        self._waiting: dict[Key, _Hopeful] = {}
+        self._taken: list[Demand] = []  # since that was compared with the queue
         self._hits = 0  # of these, how many are in a cache
         self._numbered = 0  # so far, in order of arrival
         self._hopeful: list[_Hopeful] = []  # sorted, as is the next; who has left is still in both for a while
@@ -81,9 +84,9 @@ class SlackOrder:
             self.with_hits = self._hits > 0
             self._make(view)
         while len(self._first) < min(LOOK, self._count):
-            demand = self._next_late()
-            if self._waits(demand) and demand.key != self._overdue:
-                self._first.append(demand)
+            entry = self._next_late()
+            if self._waits(entry) and entry.demand.key != self._overdue:
+                self._first.append(entry.demand)
         return self._first[:LOOK]
 
     def take(self, place: int) -> None:
@@ -91,6 +94,7 @@ class SlackOrder:
         gone = self._first.pop(place)
         self._count -= 1
         self._leave(gone.key)
+        self._taken.append(gone)
         seconds = self._seconds.pop(gone.key, 0.0)
         if gone.key == self._overdue:
             self._overdue = None
@@ -106,13 +110,16 @@ class SlackOrder:
         """Find out who has come and who has left: who comes is at the end."""
         come: list[Demand] = []
         for demand in reversed(view.queue):
-            if self._waiting.get(demand.key) is demand:
+            if self._knows(demand):
                 break
             come.append(demand)
-        if len(self._waiting) + len(come) != len(view.queue):
+        taken, self._taken = self._taken, []
+        # decisions that are only tried, not carried out, leave those in the queue whom they take
+        in_vain = any(any(map(is_, view.queue, repeat(demand))) for demand in taken)
+        if in_vain or len(self._waiting) + len(come) != len(view.queue):
             present = {demand.key: demand for demand in view.queue}
-            for key, demand in list(self._waiting.items()):
-                if present.get(key) is not demand:
+            for key, entry in list(self._waiting.items()):
+                if present.get(key) is not entry.demand:
                     self._leave(key)
             self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in present}
             come = [demand for demand in reversed(view.queue) if demand.key not in self._waiting]
@@ -120,24 +127,31 @@ class SlackOrder:
             self._come(view, demand)
 
     def _come(self, view: ClusterView, demand: Demand) -> None:
-        self._waiting[demand.key] = demand
         self._hits += bool(demand.hits)
         self._seconds[demand.key] = self._seconds.get(demand.key) or _read_seconds(view, demand)
         self._numbered += 1
-        insort(self._hopeful, _Hopeful(demand.priority, demand.deadline, demand.arrived, self._numbered, demand))
+        entry = _Hopeful(demand.priority, demand.deadline, demand.arrived, self._numbered, demand)
+        self._waiting[demand.key] = entry
+        insort(self._hopeful, entry)
 
     def _leave(self, key: Key) -> None:
-        self._hits -= bool(self._waiting.pop(key).hits)
+        self._hits -= bool(self._waiting.pop(key).demand.hits)
 
-    def _waits(self, demand: Demand) -> bool:
-        return self._waiting.get(demand.key) is demand
+    def _knows(self, demand: Demand) -> bool:
+        entry = self._waiting.get(demand.key)
+        return entry is not None and entry.demand is demand
+
+    def _waits(self, entry: _Hopeful | _Late) -> bool:
+        """Whether it is of somebody who is here, and came with it: one may leave and come again."""
+        known = self._waiting.get(entry.demand.key)
+        return known is not None and known.number == entry.number
 
     # --- their order
 
     def _make(self, view: ClusterView) -> None:
-        self._hopeful = [entry for entry in self._hopeful if self._waits(entry.demand)]
+        self._hopeful = [entry for entry in self._hopeful if self._waits(entry)]
         if len(self._hopeless) > 2 * len(self._waiting):
-            self._hopeless = [entry for entry in self._hopeless if self._waits(entry.demand)]
+            self._hopeless = [entry for entry in self._hopeless if self._waits(entry)]
         kept = self._kept(view)
         in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place in kept]
         self._given_up = [_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept]
@@ -150,13 +164,13 @@ class SlackOrder:
             self._first = [oldest, *in_time]
         self._next, self._count = 0, len(self._waiting)
 
-    def _next_late(self) -> Demand:
+    def _next_late(self) -> _Late:
         """Of those who are late; there is one."""
         given_up, hopeless = self._given_up, self._hopeless
         if given_up and (self._next == len(hopeless) or given_up[-1] < hopeless[self._next]):
-            return given_up.pop().demand
+            return given_up.pop()
         self._next += 1
-        return hopeless[self._next - 1].demand
+        return hopeless[self._next - 1]
 
     def _kept(self, view: ClusterView) -> set[int]:
         """Places among the hopeful of those that can all be in time; who cannot even alone is hopeful no longer."""
@@ -188,13 +202,13 @@ class SlackOrder:
 
     def _oldest(self) -> Demand | None:
         """Of all that are late; of each priority's the first has waited longest."""
-        while self._hopeless and not self._waits(self._hopeless[0].demand):
+        while self._hopeless and not self._waits(self._hopeless[0]):
             del self._hopeless[0]
         firsts = self._given_up.copy()
         place = 0
         while place < len(self._hopeless):
             entry = self._hopeless[place]
-            if self._waits(entry.demand):
+            if self._waits(entry):
                 firsts.append(entry)
                 place = bisect_right(self._hopeless, (entry.priority, inf))
             else:
