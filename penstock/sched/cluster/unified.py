@@ -6,7 +6,8 @@ Until then it waits in one queue, and everything that is learned meanwhile count
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
 - Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
 - A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
-  prefix; where nowhere does, to where it is read first.
+  prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to where
+  it is read first.
 - It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
   steps stay shortest. Pools are not looked at: engines that pace their steps by slack read and decode at once.
 - Offline work is given out only as far as it fits beside that: a little to read, and decodes while steps stay well
@@ -36,6 +37,7 @@ from penstock.sched.cluster.base import (
 )
 from penstock.sched.cluster.columns import Column
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
+from penstock.sched.cluster.turnover import Turnover
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
 SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, when many others wait too
@@ -54,6 +56,7 @@ class Unified:
 
     def __init__(self) -> None:
         self._order = SlackOrder()
+        self._turnover = Turnover()
         self._readers: dict[str, _Reader] = {}
         self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
 
@@ -87,6 +90,7 @@ class Unified:
         able = fitting(view, demand)
         latest = demand.arrived + demand.ttft * MARGIN
         costs: dict[str, float] = {}
+        turnover, among = self._turnover, len(view.instances)
         saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
         best, best_rank, best_done = None, (True, inf), 0.0
         for i in self._compared(view, demand, able):
@@ -96,12 +100,14 @@ class Unified:
             done = max(view.now, i.free_at) + reader.paced(alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
-            # what it computes others wait for as well, which counts when there is time to wait oneself
-            rank = (late, done if late else done + saving * alone)
+            # what it computes others wait for as well, and look for in vain what it pushes out of a cache: that counts
+            # when there is time to wait oneself
+            rank = (late, done if late else done + (saving + turnover.cost(i.name, among)) * alone)
             if best is None or rank < best_rank:
                 best, best_rank, best_done = i, rank, done
         if best is None or best.free_at - view.now >= AHEAD:
             return None
+        turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
         decode, decode_costs = _home(view, demand, best, able)
         stages: dict[Stage, Mapping[str, float]] = {"prefill": costs}
         if decode_costs:
