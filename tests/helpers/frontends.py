@@ -1,0 +1,125 @@
+"""A frontend with scripted engines and a scripted master, for tests of what it does with what they say."""
+
+import asyncio
+import random
+
+from penstock.core.clock import ManualClock
+from penstock.core.sampling import SamplingParams
+from penstock.core.wire.master import NoPlace, Placed
+from penstock.obs.metrics import Metrics
+from penstock.service.checkpoint import DEMO, read_defaults
+from penstock.service.frontend import Frontend
+from penstock.service.instances import Endpoint
+from penstock.service.traffic import Traffic
+from tests.helpers.scripted import ScriptedLink, ready
+
+
+class ScriptedPlacement:
+    """Sends everything to the same place, unless that is excluded or `prefill` is None."""
+
+    trouble = ""
+    wants_keys = False
+    since, waiting = float("-inf"), 0
+
+    def __init__(self, prefill, decode=None):
+        self.prefill, self.decode = prefill, decode
+        self.asked, self.over, self.first_tokens, self.outcomes = [], [], [], []
+
+    def start(self, answered):
+        self.answered = answered
+
+    def ask(self, place):
+        self.asked.append(place)
+        self.answered(self.answer(place))
+
+    def answer(self, place):
+        if self.prefill is None:
+            return NoPlace(place.request_id, place.generation, "nobody")
+        prefill = next((p for p in self.prefill if p.name not in place.exclude), None)
+        if prefill is None:
+            return NoPlace(place.request_id, place.generation, "all are excluded")
+        return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
+
+    def begun(self, request_ids):
+        self.first_tokens += request_ids
+
+    def ended(self, request_ids, outcomes=()):
+        self.over += request_ids
+        self.outcomes += outcomes
+
+    def tick(self, now):
+        pass
+
+    async def close(self):
+        pass
+
+
+def run(tokenizer, scenario, *names, ready_now=True, decode=None):
+    """Run scenario(frontend, links, clock) inside an event loop; links by name, or the only one."""
+
+    async def go():
+        instances = names or ("engine-0",)
+        links, clock = {name: ScriptedLink(name) for name in instances}, ManualClock()
+        peers = [ready(name).peer for name in instances if name != decode]
+        placement = ScriptedPlacement(peers, ready(decode).peer if decode else None)
+        metrics = Metrics("m", instances)
+        frontend = Frontend(
+            tokenizer,
+            ["m"],
+            read_defaults(DEMO),
+            Traffic([Endpoint(name, "") for name in instances], links, placement, metrics, clock),
+            metrics,
+            clock,
+            random.Random(0),
+        )
+        frontend.placement = placement
+        frontend.start()
+        if ready_now:
+            for name, link in links.items():
+                link.say(ready(name))
+            await frontend.wait_ready()
+            await until(lambda: all(i.ready for i in frontend.traffic.instances.values()))
+        try:
+            await scenario(frontend, links if names else links["engine-0"], clock)
+        finally:
+            await frontend.close()
+        assert all(link.closed for link in links.values())
+        assert not frontend.traffic.held
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def lost(frontend):
+    return all(instance.lost for instance in frontend.traffic.instances.values())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def submit(frontend, prompt=(1,), params=None, request_id="r"):
+    """The generation, once its sequences were sent to an engine; and their ids."""
+    params = params or SamplingParams()
+    generation = frontend.submit(list(prompt), params, request_id=request_id)
+    ids = [s.id for s in generation._sequences]
+    await until(lambda: set(ids) <= {r.id for link in frontend.traffic._links.values() for r in link.enqueued()})
+    return generation, ids
+
+
+async def one(generation):
+    await until(lambda: generation._deltas)
+    (delta,) = generation.take()
+    return delta
+
+
+def value(frontend, name, **labels):
+    return frontend.metrics.registry.get_sample_value(name, {"model_name": "m", **labels})
+
+
+async def collect(generation):
+    deltas = []
+    while not generation.over:
+        deltas += generation.take()
+        await asyncio.sleep(0)
+    return deltas + generation.take()
