@@ -36,7 +36,12 @@ class Turnover:
         return WEIGHT * self._found / self._asked * self._read.get(name, 0.0) * among / self._total
 
     def note(self, now: float, name: str, prompt_tokens: int, computed: int) -> None:
-        """A prompt goes there, of which so many tokens are not in its cache."""
+        """A prompt goes to an instance.
+
+        Args:
+            now: seconds of any clock, always the same one.
+            computed: its tokens that are not in the cache there.
+        """
         age = (now - self._since) / HORIZON
         if age > FAR:
             self._rescale(exp(-min(age, 7 * FAR)))
