@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.core.wire.master import Place
-from penstock.sched.cluster import Demand, Key
+from penstock.sched.cluster import Demand, Key, Line
+
+REMEMBERED = 8  # comings and goings for each who waits, and at least MEMORY, after which they are forgotten
+MEMORY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Queue(dict[Key, Waiting]):
         self._shown = shown
         self._demands: Sequence[Demand] | None = ()
         self._line: list[Demand] = []
+        self._history: list[Demand | int] = []  # see `Line`
         self._order: list[int] = []  # their numbers, which rise
         self._numbers: dict[Key, int] = {}
         self._came = 0
@@ -40,7 +44,10 @@ class Queue(dict[Key, Waiting]):
     def demands(self) -> Sequence[Demand]:
         """What policies see; it does not change."""
         if self._demands is None:
-            self._demands = self._line[: self._shown]
+            if len(self._history) > max(MEMORY, REMEMBERED * len(self._line)):
+                self._history = []
+            whole = self._shown is None
+            self._demands = Line(self._line, self._history) if whole else self._line[: self._shown]
         return self._demands
 
     def doubtful(self, shortest: int) -> Iterable[Key]:
@@ -60,6 +67,7 @@ class Queue(dict[Key, Waiting]):
         self._numbers[key] = self._came
         self._order.append(self._came)
         self._line.append(waiting.demand)
+        self._history.append(waiting.demand)
         self._came += 1
         self._longest = max(self._longest, waiting.demand.tokens)
         if waiting.demand.exclude:
@@ -72,6 +80,7 @@ class Queue(dict[Key, Waiting]):
             self._demands = None
             place = bisect_left(self._order, self._numbers.pop(key))
             del self._order[place], self._line[place]
+            self._history.append(place)
             self._picky.pop(key, None)
             if not self:
                 self._longest = 0

@@ -15,12 +15,23 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
-from penstock.sched.cluster import ClusterView, Decision, Demand, DispatchPolicy, InstanceLoad, Later, Rates, hands_over
+from penstock.sched.cluster import (
+    ClusterView,
+    Decision,
+    Demand,
+    DispatchPolicy,
+    InstanceLoad,
+    Instances,
+    Later,
+    Rates,
+    hands_over,
+)
 from penstock.sched.cluster.aladdin import Aladdin
 from penstock.sched.cluster.annealing import Annealing
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.scorpio import Scorpio
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.service.queue import Queue, Waiting
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 OUTPUT = 32  # tokens that the policies are told to expect
@@ -108,7 +119,9 @@ class ToyMaster:
     def __init__(self, instances: list[InstanceLoad], subject: Subject, seed: int = 0) -> None:
         self.machines = {i.name: Machine(i) for i in instances}
         self.subject, self.policy, self.rng = subject, subject.make(), random.Random(seed)
-        self.waiting: dict = {}
+        self.online, self.offline = Queue(), Queue()
+        self._loads: list[InstanceLoad] = []
+        self._history: list[int] = []  # of these
         self.placed: dict = {}
         self.asked: list = []
         self._events: list = []
@@ -129,22 +142,23 @@ class ToyMaster:
             self._ask(now)
             happened += 1
             assert happened < 200 * (len(demands) + 10), "the policy asks to be woken again and again"
-        assert not self.waiting, f"never placed: {list(self.waiting)}"
+        left = [*self.online, *self.offline]
+        assert not left, f"never placed: {left}"
         return self.placed
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), action))
 
     def _arrive(self, one: Demand) -> None:
-        self.waiting[one.key] = one
+        (self.offline if one.offline else self.online)[one.key] = Waiting(one, None)
 
     def _ask(self, now: float) -> None:
-        while self.waiting:
+        while self.online or self.offline:
             view = ClusterView(
                 now=now,
-                instances=[m.view() for m in self.machines.values()],
-                queue=[d for d in self.waiting.values() if not d.offline],
-                offline=[d for d in self.waiting.values() if d.offline],
+                instances=self._instances(),
+                queue=self.online.demands,
+                offline=self.offline.demands,
                 rates=Rates(arrivals=9, completions=9, attained=9, prompt_tokens=256.0, output_tokens=float(OUTPUT)),
             )
             verdict = self.policy.decide(view, self.rng)
@@ -157,9 +171,17 @@ class ToyMaster:
                 return
             self._apply(now, verdict)
 
+    def _instances(self) -> Instances:
+        loads = [m.view() for m in self.machines.values()]
+        self._history += [place for place, load in enumerate(self._loads) if load is not loads[place]]
+        self._loads = loads
+        return Instances(loads, self._history)
+
     def _apply(self, now: float, decision: Decision) -> None:
         assert decision.key not in self.placed, "placed twice"
-        one = self.waiting.pop(decision.key)
+        waiting = self.online.pop(decision.key) or self.offline.pop(decision.key)
+        assert waiting is not None, "nobody waits for that"
+        one = waiting.demand
         reader = self.machines[decision.prefill]
         home = self.machines[decision.decode or decision.prefill]
         self._check(one, decision, reader.view(), home.view())

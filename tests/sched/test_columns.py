@@ -1,12 +1,14 @@
 """What policies keep of a thousand instances from one decision to the next."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.cluster.columns import Column, Costs, Instances
-from tests.helpers.policies import instance
+from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns
+from tests.helpers.policies import demand, instance
 
 COUNT = 5
 change = st.tuples(st.integers(0, COUNT - 1), st.integers(0, 9))
@@ -45,6 +47,39 @@ def test_other_instances_leave_a_column_as_it_was():
     asked.clear()
     assert column.of(Instances(loads, history)).tolist() == [0, 1, 2, 3, 4]
     assert not asked
+
+
+@given(st.lists(st.lists(st.integers(-1, 9), max_size=6), max_size=12), st.booleans())
+def test_columns_of_a_line_are_what_they_would_be_anew(rounds, look_back):
+    waiting, history, seen, numbers = [], [], [Line([], [])], count()
+    columns = LineColumns(lambda d: d.prompt_tokens, lambda d: d.deadline)
+    for changes in rounds:
+        for change in changes:
+            if change < 0:
+                history = []
+            elif change < len(waiting):
+                del waiting[change]
+                history.append(change)
+            else:
+                number = next(numbers)
+                waiting.append(demand(f"r{number}", number + 1, ttft=number / 2))
+                history.append(waiting[-1])
+        seen.append(Line(waiting, history))
+        for line in (seen[-2], seen[-1]) if look_back else (seen[-1],):
+            assert columns.of(line).T.tolist() == [[d.prompt_tokens, d.deadline] for d in line]
+            assert columns.of(list(line)).tolist() == columns.of(line).tolist()
+
+
+def test_only_who_has_come_is_looked_at():
+    asked = []
+    columns = LineColumns(lambda d: asked.append(d.key[1]) or 1.0)
+    waiting = [demand(f"r{number}") for number in range(200)]
+    columns.of(Line(waiting, history := []))
+    del waiting[7], asked[:]
+    waiting.append(demand("new"))
+    history += [7, waiting[-1]]
+    assert columns.of(Line(waiting, history)).shape == (1, 200)
+    assert asked == ["new"]
 
 
 def test_costs_are_those_of_the_candidates_by_name():

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Later, Rates, fitting
 from penstock.sched.cluster.aladdin import Aladdin
@@ -29,7 +30,9 @@ def test_everything_is_placed_once_where_it_fits_and_again_the_same_way(name, da
     assert master.run(demands).keys() == {d.key for d in demands}
     again, rng = SUBJECTS[name].make(), random.Random(0)
     for view, verdict in master.asked:
-        assert again.decide(view, rng) == verdict
+        # of lists that know nothing of earlier views, as a replay has them
+        plain = replace(view, instances=tuple(view.instances), queue=tuple(view.queue), offline=tuple(view.offline))
+        assert again.decide(plain, rng) == verdict
 
 
 RATES = Rates(output_tokens=32.0)

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.service.queue import Queue, Waiting
+from penstock.sched.cluster.columns import LineColumns
+from penstock.service.queue import MEMORY, Queue, Waiting
 from tests.helpers.policies import demand
 
 names = st.integers(0, 7)
@@ -12,16 +13,20 @@ come = st.tuples(st.just("come"), names, st.integers(1, 5), st.booleans())
 
 @given(st.lists(st.one_of(come, st.tuples(st.just("go"), names, st.just(0), st.just(False))), max_size=40))
 def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(actions):
-    queue, plain, before = Queue(shown=3), {}, None
+    queue, whole, plain, before = Queue(shown=3), Queue(), {}, None
+    columns = LineColumns(lambda d: d.prompt_tokens)
     for what, name, length, picky in actions:
         key = ("f", str(name))
         gone = queue.pop(key)
+        assert whole.pop(key) == gone
         assert (gone and gone.demand) is plain.pop(key, None)
         if what == "come":
             one = demand(str(name), length, 0, exclude=frozenset({"i0"} if picky else ()))
-            queue[key] = Waiting(one, None)
+            queue[key] = whole[key] = Waiting(one, None)
             plain[key] = one
         queue.check()
+        assert list(whole.demands) == list(plain.values())
+        assert columns.of(whole.demands)[0].tolist() == [one.prompt_tokens for one in plain.values()]
         shown = queue.demands
         assert list(shown) == list(plain.values())[:3]
         assert before is None or list(before[0]) == before[1], "a view does not change"
@@ -29,3 +34,16 @@ def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(acti
         for shortest in range(6):
             wanted = [key for key, one in plain.items() if one.tokens > shortest or one.exclude]
             assert list(queue.doubtful(shortest)) == wanted
+
+
+def test_what_has_come_and_gone_is_not_kept_for_ever():
+    queue, columns = Queue(), LineColumns(lambda d: d.prompt_tokens)
+    histories = set()
+    for number in range(3 * MEMORY):
+        queue[("f", str(number))] = Waiting(demand(str(number), number), None)
+        line = queue.demands
+        assert len(line.history) <= MEMORY + 2
+        histories.add(id(line.history))
+        assert columns.of(line).tolist() == [[number]]
+        assert queue.pop(("f", str(number))) is not None
+    assert len(histories) > 1

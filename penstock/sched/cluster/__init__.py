@@ -28,7 +28,7 @@ from penstock.sched.cluster.base import (
     fitting,
 )
 from penstock.sched.cluster.colocation import COLOCATION, Colocated, ColocatedRoles
-from penstock.sched.cluster.columns import Instances
+from penstock.sched.cluster.columns import Instances, Line
 from penstock.sched.cluster.dispatch import Immediate, hands_over
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.hfx_scaling import HFXScaling
@@ -82,6 +82,7 @@ __all__ = [
     "Instances",
     "Key",
     "Later",
+    "Line",
     "Move",
     "PrioritySLO",
     "Random",

@@ -21,16 +21,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, nextafter
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random
-from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.columns import Column, LineColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, fullness, has_room, room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 REFUSED = 4  # sequences that are tried on every instance in vain, until the next question
+
+
+class _Line(NamedTuple):
+    """Everyone who waits; [demands] each."""
+
+    deadline: npt.NDArray[np.float64]
+    prompt_tokens: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.float64]
+    tpot: npt.NDArray[np.float64]
+
+    def easier(self, refused: Demand) -> npt.NDArray[np.bool_]:
+        """Whom an instance may take although none could take that one."""
+        easier: npt.NDArray[np.bool_] = self.prompt_tokens < refused.prompt_tokens
+        easier |= self.tokens < refused.tokens
+        easier |= self.tpot > refused.tpot
+        easier |= self.deadline > refused.deadline
+        return easier
 
 
 class Aladdin:
@@ -41,6 +60,9 @@ class Aladdin:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
+        self._columns = LineColumns(
+            lambda d: d.deadline, lambda d: d.prompt_tokens, lambda d: d.tokens, lambda d: d.tpot
+        )
         self._emptiness = Column(lambda load: -fullness(load))
         self._room = Column(_room)
 
@@ -49,37 +71,37 @@ class Aladdin:
             return fill_gap(self._foresight, self._foresight.candidates(view), self.name)
         candidates = self._foresight.candidates(view, lambda pace: -pace.full)
         self._prompts.use(view.instances[0])
+        line = _Line(*self._columns.of(view.queue))
+        starts = line.deadline - self._prompts.of(line.prompt_tokens)
         due = self._turns.due(candidates)
-        on_time = [d for d in view.queue if view.now <= self._latest_start(d)]
-        late = [d for d in view.queue if view.now > self._latest_start(d)]
-        fullest = self._fullest(view)
-        refused: list[Demand] = []
-        barred = None
-        for demand in [*([due] if due is not None else []), *on_time, *late]:
-            hurried = view.now <= self._latest_start(demand)
-            if (barred is not None and demand is due) or any(_is_no_easier(demand, other) for other in refused):
-                continue
-            decision = self._place(candidates, fullest, demand, hurried, barred)
-            if decision is not None:
-                self._turns.took(demand)
+        hurried, late = np.flatnonzero(view.now <= starts), np.flatnonzero(view.now > starts)
+        left = np.concatenate((hurried, late))
+        fullest = self._fullest(view, line.prompt_tokens.min())
+        barred, refused = None, 0
+        if due is not None:
+            if (decision := self._place(candidates, fullest, due, barred)) is not None:
                 return decision
+            barred = self._turns.kept_for(candidates, due)
+        while len(left) and refused < REFUSED:
+            demand, left = view.queue[left[0]], left[1:]
             if demand is due:
-                barred = self._turns.kept_for(candidates, demand)
-            elif not demand.exclude:
-                refused.append(demand)
-            if len(refused) == REFUSED:
-                break
-        lateness = [nextafter(self._latest_start(d), inf) for d in on_time]
-        return Later(min([*lateness, *(i.free_at for i in view.instances if i.free_at > view.now)], default=inf))
+                continue
+            if (decision := self._place(candidates, fullest, demand, barred)) is not None:
+                return decision
+            if not demand.exclude:
+                left = left[line.easier(demand)[left]]
+                refused += 1
+        lateness = nextafter(starts[hurried].min(initial=inf), inf)
+        return Later(min([lateness, *(i.free_at for i in view.instances if i.free_at > view.now)]))
 
     def _latest_start(self, demand: Demand) -> float:
         return demand.deadline - self._prompts.seconds(demand.prompt_tokens)
 
-    def _fullest(self, view: ClusterView) -> list[tuple[float, int]]:
+    def _fullest(self, view: ClusterView, smallest: float) -> list[tuple[float, int]]:
         """(emptiness, place in the view), the fullest first, without those that have no room even for the smallest
         sequence."""
         emptiness, rooms = self._emptiness.of(view.instances), self._room.of(view.instances)
-        able = np.flatnonzero(rooms >= min(d.prompt_tokens for d in view.queue))
+        able = np.flatnonzero(rooms >= smallest)
         able = able[np.argsort(emptiness[able], kind="stable")]
         return list(zip(emptiness[able].tolist(), able.tolist(), strict=True))
 
@@ -95,11 +117,11 @@ class Aladdin:
         candidates: Candidates,
         fullest: Sequence[tuple[float, int]],
         demand: Demand,
-        hurried: bool,
         barred: str | None,
     ) -> Decision | None:
         view = candidates.view
         start = self._latest_start(demand)
+        hurried = view.now <= start
         costs: dict[str, float] = {}
         for emptiness, place in fullest:
             load = view.instances[place]
@@ -116,6 +138,7 @@ class Aladdin:
                 if load.pool == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
                     return None  # whoever reads, nobody takes over
                 continue
+            self._turns.took(demand)
             return read_and_home(self.name, view, demand, load, home, costs, steps)
         return None
 
@@ -147,13 +170,3 @@ class Aladdin:
 def _room(load: InstanceLoad) -> float:
     """Tokens of the longest prompt for which to look at it more closely."""
     return inf if load.pool == "prefill" or not load.requests else room(load, 0.0)
-
-
-def _is_no_easier(demand: Demand, refused: Demand) -> bool:
-    """Whether no instance can take a demand, because none could take that other one."""
-    return (
-        demand.prompt_tokens >= refused.prompt_tokens
-        and demand.tokens >= refused.tokens
-        and demand.tpot <= refused.tpot
-        and demand.deadline <= refused.deadline
-    )

@@ -1,7 +1,8 @@
-"""What policies look at of all instances, side by side and kept from one view to the next.
+"""What policies look at of all instances, and of all who wait, side by side and kept from one view to the next.
 
 The loads of a thousand instances lie all over the memory, and only a few are new from one decision to the next. Whoever
-goes through all of them each time waits for memory most of the time.
+goes through all of them each time waits for memory most of the time. Likewise the ten thousand sequences of an
+overloaded cluster's queue, of which one comes or goes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.sched.cluster.base import InstanceLoad
+from penstock.sched.cluster.base import Demand, InstanceLoad
 
 
 class Instances(list[InstanceLoad]):
@@ -59,6 +60,69 @@ class Column:
 
     def _all(self, instances: Sequence[InstanceLoad]) -> npt.NDArray[Any]:
         return np.array([self._value(i) for i in instances], self._dtype)
+
+
+class Line(list[Demand]):
+    """The queue of a view, with who has come and gone since earlier ones. It does not change.
+
+    Args:
+        history: of all views that share it, in order: who came, to the end, and the places of those who left; it only
+            grows.
+    """
+
+    __slots__ = ("history", "moment")
+
+    def __init__(self, demands: Iterable[Demand], history: list[Demand | int]) -> None:
+        super().__init__(demands)
+        self.history = history
+        self.moment = len(history)
+
+
+class LineColumns:
+    """Numbers of everyone who waits.
+
+    Args:
+        values: functions of a demand alone.
+    """
+
+    def __init__(self, *values: Callable[[Demand], float]) -> None:
+        self._functions = values
+        self._values = np.empty((len(values), 0))  # [functions, room for demands]
+        self._count = 0
+        self._history: list[Demand | int] | None = None
+        self._moment = 0
+
+    def of(self, queue: Sequence[Demand]) -> npt.NDArray[np.float64]:
+        """[functions, demands]. Not to be changed, and not to be kept beyond the next question."""
+        if not isinstance(queue, Line):
+            return self._all(queue)
+        history, moment = queue.history, queue.moment
+        if history is self._history and 0 <= moment - self._moment <= len(queue):
+            for change in history[self._moment : moment]:
+                if isinstance(change, int):
+                    self._left(change)
+                else:
+                    self._came(change)
+        else:
+            self._values, self._count = self._all(queue), len(queue)
+        self._history, self._moment = history, moment
+        return self._values[:, : self._count]
+
+    def _came(self, demand: Demand) -> None:
+        if self._count == self._values.shape[1]:
+            self._values = np.pad(self._values, ((0, 0), (0, self._count + 64)))
+        self._values[:, self._count] = [value(demand) for value in self._functions]
+        self._count += 1
+
+    def _left(self, place: int) -> None:
+        self._values[:, place : self._count - 1] = self._values[:, place + 1 : self._count]
+        self._count -= 1
+
+    def _all(self, queue: Sequence[Demand]) -> npt.NDArray[np.float64]:
+        values = np.empty((len(self._functions), len(queue)))
+        for row, value in enumerate(self._functions):
+            values[row] = [value(demand) for demand in queue]
+        return values
 
 
 class Costs(Mapping[str, float]):

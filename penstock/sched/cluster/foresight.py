@@ -3,10 +3,13 @@ everyone's pace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import inf
+from math import inf, nan
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
@@ -83,6 +86,36 @@ class Foresight:
         """Whether every TPOT target is kept there with this sequence."""
         return not load.requests or self.step_with(load, demand) <= self.strictest(load, demand, lively)
 
+    def admits(
+        self,
+        loads: Sequence[InstanceLoad],
+        places: npt.NDArray[np.intp],
+        prompt_tokens: npt.NDArray[np.float64],
+        max_tokens: npt.NDArray[np.float64],
+        tpot: npt.NDArray[np.float64],
+        output: float,
+    ) -> npt.NDArray[np.bool_]:
+        """`has_room` and `keeps_pace`, of many sequences at once, each on its instance.
+
+        Args:
+            places: [sequences] of the instances among `loads`.
+            tpot: inf for those that are not lively.
+        """
+        used, which = np.unique(places, return_inverse=True)
+        terms = np.array([self._terms(loads[place], output) for place in used.tolist()]).reshape(len(used), 5)
+        there, step, token, alone, strictest = terms[which].T
+        strictest = np.where(tpot > alone, np.minimum(strictest, tpot), strictest)
+        fits: npt.NDArray[np.bool_] = prompt_tokens + np.minimum(output, max_tokens) <= there
+        fits &= step + token * prompt_tokens <= strictest
+        return fits
+
+    def _terms(self, load: InstanceLoad, output: float) -> tuple[float, float, float, float, float]:
+        """Tokens that there is room for; and of its steps: seconds with one more sequence, for each token of it, and by
+        itself; and the TPOT to be kept."""
+        pace = self.pace(load)
+        step = (pace.step or pace.alone) + pace.sequence * bool(pace.step) if load.requests else -inf
+        return most_tokens(load, output), step, pace.token, pace.alone, load.tpot if load.tpot > pace.alone else inf
+
     def lightest(self, candidates: Candidates, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
         """Where a sequence may decode, the shortest step first; not all of them."""
         some = list(islice(candidates.homes(demand, prefill), LIGHTEST))
@@ -146,11 +179,16 @@ def has_room(load: InstanceLoad, demand: Demand, output: float) -> bool:
     Args:
         output: tokens that sequences come to; 0 when that is not known.
     """
-    if load.requests <= load.offline_requests:
-        return True
-    if load.requests - load.offline_requests >= load.max_sequences:
-        return False
-    return demand.prompt_tokens + min(output, demand.max_tokens) <= room(load, output)
+    return demand.prompt_tokens + min(output, demand.max_tokens) <= most_tokens(load, output)
+
+
+def most_tokens(load: InstanceLoad, output: float) -> float:
+    """That a sequence may come to which is to run there at once: inf where there is nothing else, -inf where not even
+    one has a place."""
+    online = load.requests - load.offline_requests
+    if not online:
+        return inf
+    return room(load, output) if online < load.max_sequences else -inf
 
 
 class Refusals:
@@ -182,11 +220,24 @@ class Prompts:
     def __init__(self) -> None:
         self._load: InstanceLoad | None = None
         self._seconds: dict[int, float] = {}
+        self._table = np.empty(0)  # by length, as far as they are known; NaN where not
 
     def use(self, load: InstanceLoad) -> None:
         before = self._load
         if before is None or before.times is not load.times or before.token_budget != load.token_budget:
             self._load, self._seconds = load, {}
+            self._table.fill(nan)
+
+    def of(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Of many prompts."""
+        lengths = tokens.astype(np.intp)
+        longest = int(lengths.max(initial=0))
+        if longest >= len(self._table):
+            self._table = np.pad(self._table, (0, longest + 1 - len(self._table)), constant_values=nan)
+        seconds = self._table[lengths]
+        for length in set(lengths[np.isnan(seconds)].tolist()):
+            self._table[length] = self.seconds(length)
+        return self._table[lengths]
 
     def seconds(self, tokens: int) -> float:
         known = self._seconds.get(tokens)

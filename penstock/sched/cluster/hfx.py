@@ -28,18 +28,28 @@ Not in the paper, or not as it is there:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from math import inf, nextafter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
+from penstock.sched.cluster.columns import LineColumns
 from penstock.sched.cluster.dispatch import why
-from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, read_seconds, room
+from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, read_seconds
 from penstock.sched.cluster.stages import Candidates
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 TRIED = 4  # instances, for a sequence that goes by itself
+
+_Values = npt.NDArray[np.float64]
+_Places = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,9 @@ class HFX:
         self.foresight = Foresight()
         self.prompts = Prompts()
         self._turns = Turns()
+        self._columns = LineColumns(
+            lambda d: d.deadline, lambda d: d.ttft, lambda d: d.prompt_tokens, lambda d: d.max_tokens
+        )
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         candidates = self.foresight.candidates(view)
@@ -98,18 +111,22 @@ class HFX:
         if not mature:
             return Later(soonest)
         self.prompts.use(view.instances[0])
-        in_time, others = self._rank(view)
-        moment = _Moment(self, candidates, mature, in_time)
+        line = _Line(*self._columns.of(view.queue))
+        starts = line.deadline - self.prompts.of(line.prompt_tokens)
+        in_time, others = _rank(view.now, starts)
+        moment = _Moment(self, candidates, mature, line, in_time)
         due = self._turns.due(candidates)
-        if due is not None and (decision := moment.place(due, any(due is d for d in in_time), owed=True)):
-            return self._given(due, decision)
+        if due is not None:
+            lively = view.now <= self._latest_start(due) < inf
+            if (decision := moment.place(due, lively, owed=True)) is not None:
+                return self._given(due, decision)
         barred = None if due is None else self._turns.kept_for(candidates, due)
-        for queue, lively in ((in_time, True), (others, False)):
-            for demand in queue:
+        for places, lively in ((in_time, True), (others, False)):
+            for demand in moment.able(places, barred):
                 if demand is not due and (decision := moment.place(demand, lively, barred=barred)) is not None:
                     return self._given(demand, decision)
         # what becomes late no longer asks for its TPOT
-        return Later(min([soonest, *(nextafter(self._latest_start(d), inf) for d in in_time)]))
+        return Later(min(soonest, nextafter(starts[in_time].min(initial=inf), inf)))
 
     def _latest_start(self, demand: Demand) -> float:
         """Of an instance that has nothing else to do, for the TTFT to be kept."""
@@ -139,38 +156,75 @@ class HFX:
         mature.sort(reverse=True)
         return mature, soonest
 
-    def _rank(self, view: ClusterView) -> tuple[list[Demand], list[Demand]]:
-        """What can keep its TTFT target, most urgent first; and the others as they came."""
-        urgent: list[tuple[float, int]] = []
-        others: list[Demand] = []
-        for place, demand in enumerate(view.queue):
-            start = self._latest_start(demand)
-            if view.now <= start < inf:
-                urgent.append((start, place))
-            else:
-                others.append(demand)
-        urgent.sort()
-        return [view.queue[place] for _, place in urgent], others
+
+class _Line(NamedTuple):
+    """Everyone who waits; [demands] each."""
+
+    deadline: _Values
+    ttft: _Values
+    prompt_tokens: _Values
+    max_tokens: _Values
+
+
+def _rank(now: float, starts: _Values) -> tuple[_Places, _Places]:
+    """Places of those that can keep their TTFT target, most urgent first, and of the others as they came.
+
+    Args:
+        starts: the latest for that.
+    """
+    urgent = (now <= starts) & (starts < inf)
+    in_time = np.flatnonzero(urgent)
+    return in_time[np.argsort(starts[in_time], kind="stable")], np.flatnonzero(~urgent)
 
 
 class _Moment:
     """One question to the policy. Mature instances are looked at one by one, and each once for all demands."""
 
     def __init__(
-        self, policy: HFX, candidates: Candidates, mature: list[tuple[float, int]], in_time: Sequence[Demand]
+        self, policy: HFX, candidates: Candidates, mature: list[tuple[float, int]], line: _Line, in_time: _Places
     ) -> None:
         self._policy = policy
         self._candidates = candidates
         self._view = view = candidates.view
+        self._line = line
         self._mature = mature
         self._readers: list[Reader] = []  # of the mature instances, those that could take something
         self._widest = 0.0  # the largest `rest` among them
-        waiting = in_time or view.queue
-        self._ttft = min(*(d.ttft for d in waiting), *(i.ttft for i in view.instances))
-        self._left = min((d.deadline - view.now for d in in_time), default=self._ttft)
-        self._smallest = min(d.prompt_tokens for d in view.queue)
+        waiting = line.ttft[in_time] if len(in_time) else line.ttft
+        self._ttft = min(float(waiting.min()), *(i.ttft for i in view.instances))
+        self._left = float(line.deadline[in_time].min()) - view.now if len(in_time) else self._ttft
+        self._smallest = line.prompt_tokens.min()
         self._fixed = policy.prompts.seconds(1)
         self._refusals = Refusals(view)
+
+    def able(self, places: _Places, barred: str | None) -> Iterator[Demand]:
+        """Those of them, in this order, for whom `place` may find something. Once all mature instances have been looked
+        at, that is soon said of a whole queue."""
+        queue = self._view.queue
+        for number, place in enumerate(places.tolist()):
+            if not self._mature:
+                rest = places[number:]
+                yield from (queue[other] for other in rest[self._may_fit(rest, barred)].tolist())
+                return
+            yield queue[place]
+
+    def _may_fit(self, places: _Places, barred: str | None) -> npt.NDArray[np.bool_]:
+        """Whether an instance has the time and the room for them, or they have to go alone."""
+        tokens = self._line.prompt_tokens[places]
+        more = self._policy.prompts.of(tokens) - self._fixed
+        output = self._view.rates.output_tokens
+        needed = tokens + np.minimum(output, self._line.max_tokens[places])
+        fits = np.zeros(len(places), bool)
+        most = -inf
+        open_ones = ((r.rest, self._room(r.load)) for r in self._readers if r.load.name != barred)
+        for rest, there in sorted(open_ones, reverse=True):
+            if there > most:  # otherwise one with as much time has as much room
+                fits |= (more <= rest) & (needed <= there)
+                most = there
+        lengths = range(int(tokens.max(initial=0)) + 1)
+        for reader in self._readers:
+            fits |= tokens >= bisect_left(lengths, True, key=partial(self._exceeds, reader.load))
+        return fits
 
     def place(self, demand: Demand, lively: bool, owed: bool = False, barred: str | None = None) -> Decision | None:
         """Into the batch of the instance that matured first of those with the budget; None when there is no such.
@@ -202,7 +256,7 @@ class _Moment:
             since, place = self._mature.pop()
             load = self._view.instances[place]
             share = self._own_share(load)
-            if share > 0 and self._has_any_room(load):
+            if share > 0 and self._smallest <= self._room(load):
                 reader = self._reader(since, load, share)
                 self._readers.append(reader)
                 self._widest = max(self._widest, reader.rest)
@@ -238,14 +292,15 @@ class _Moment:
         """For any batch of the first idle instance that it may go to, or else of the first that it may."""
         able = [r.load for r in self._readers if self._candidates.may_read(demand, r.load)]
         load = next((i for i in able if not i.requests), able[0] if able else None)
-        return load is not None and read_seconds(load, demand.prompt_tokens) > self._most(load)
+        return load is not None and self._exceeds(load, demand.prompt_tokens)
 
-    def _has_any_room(self, load: InstanceLoad) -> bool:
-        """Whether the smallest prompt that waits would fit; where others take over, it is theirs that matters."""
-        online = load.requests - load.offline_requests
-        if load.peers or not online:
-            return True
-        return online < load.max_sequences and self._smallest <= room(load, self._view.rates.output_tokens)
+    def _exceeds(self, load: InstanceLoad, tokens: int) -> bool:
+        """Whether such a prompt is larger than any batch."""
+        return read_seconds(load, tokens) > self._most(load)
+
+    def _room(self, load: InstanceLoad) -> float:
+        """Tokens that a sequence may need; where others take over, it is their room that matters."""
+        return inf if load.peers else most_tokens(load, self._view.rates.output_tokens)
 
     def _share(self, reader: Reader, demand: Demand, lively: bool) -> float:
         """Of the instance's time that decodes leave to prompts, once this demand's TPOT counts too."""

@@ -18,13 +18,45 @@ one over those that decode; where the next in turn may not take a sequence, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import inf, nextafter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
+from penstock.sched.cluster.columns import Column, Instances, LineColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
+
+_Values = npt.NDArray[np.float64]
+_Places = npt.NDArray[np.intp]
+
+
+class _Line(NamedTuple):
+    """Everyone who waits; [demands] each. `own` is the place of its instance, -1 without one."""
+
+    deadline: _Values
+    prompt_tokens: _Values
+    max_tokens: _Values
+    tpot: _Values
+    own: _Places
+
+
+class _Ranked(NamedTuple):
+    """
+    Attributes:
+        in_time: [demands]: whether it can keep its TTFT.
+        order: places of who has an instance: by deadline, and then the late ones as they came.
+        late_from: when the next one is late.
+    """
+
+    line: _Line
+    in_time: npt.NDArray[np.bool_]
+    order: _Places
+    late_from: float
 
 
 class Scorpio:
@@ -38,50 +70,65 @@ class Scorpio:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
+        self._columns = LineColumns(
+            lambda d: d.deadline, lambda d: d.prompt_tokens, lambda d: d.max_tokens, lambda d: d.tpot
+        )
+        self._free_at = Column(lambda load: load.free_at)
+        self._spare = Column(lambda load: load.token_budget - load.pending_tokens)
+        self._has_peers = Column(lambda load: bool(load.peers), bool)
+        self._places: dict[str, int] = {}  # of the instances
+        self._places_of: Sequence[int] | None = None  # the history of the views that have them there
+        self._own = LineColumns(self._own_place)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         candidates = self._foresight.candidates(view)
         if not view.queue:
             return fill_gap(self._foresight, candidates, self.name)
         self._prompts.use(view.instances[0])
-        present = {i.name: i for i in view.instances}
-        self._assign(candidates, present)
-        ranked, at = self._rank(view, present)
+        ranked = self._rank(view, self._line(candidates))
+        refusals, order, at, barred = Refusals(view), ranked.order, ranked.late_from, None
         due = self._turns.due(candidates)
         if due is not None:
-            ranked = [entry for entry in ranked if entry[1] is due] + [e for e in ranked if e[1] is not due]
-        barred: str | None = None  # an instance that is kept for whom is due
-        refusals = Refusals(view)
-        for in_time, demand, load in ranked:
-            if load.name == barred or refusals.cover(demand, in_time):
-                continue
-            if not self._wants_more(view, load, demand):
-                at = min(at, load.free_at)
-            elif (decision := self._place(candidates, demand, load, in_time, barred)) is not None:
-                self._turns.took(demand)
-                del self._assigned[demand.key]
+            place = next(place for place, demand in enumerate(view.queue) if demand is due)
+            decision, soonest = self._serve(candidates, refusals, ranked, np.array([place]), None)
+            if decision is not None:
                 return decision
-            else:
-                refusals.note(demand, in_time, load)
-            if demand is due:
-                handed = candidates.hands_over(demand, load)
-                barred = self._turns.kept_for(candidates, demand) if handed else load.name
-        return Later(at)
+            load = view.instances[ranked.line.own[place]]
+            barred = self._turns.kept_for(candidates, due) if candidates.hands_over(due, load) else load.name
+            at = min(at, soonest)
+            order = order[(order != place) & (ranked.line.own[order] != self._places[barred])]
+        decision, soonest = self._serve(candidates, refusals, ranked, order, barred)
+        return Later(min(at, soonest)) if decision is None else decision
 
-    def _assign(self, candidates: Candidates, present: Mapping[str, InstanceLoad]) -> None:
-        """Everyone new gets the next instance in turn, and everyone whose instance has gone another one."""
-        queue = candidates.view.queue
-        if len(self._assigned) > 2 * len(queue) + 64:
-            waiting = {d.key for d in queue}
+    def _line(self, candidates: Candidates) -> _Line:
+        deadline, prompt_tokens, max_tokens, tpot = self._columns.of(candidates.view.queue)
+        return _Line(deadline, prompt_tokens, max_tokens, tpot, self._assign(candidates))
+
+    def _assign(self, candidates: Candidates) -> _Places:
+        """The place of everyone's instance; -1 without any. Everyone new gets the next one in turn, and everyone whose
+        instance has gone another one."""
+        view = candidates.view
+        if len(self._assigned) > 2 * len(view.queue) + 64:
+            waiting = {d.key for d in view.queue}
             self._assigned = {key: name for key, name in self._assigned.items() if key in waiting}
-        for demand in queue:
-            name = self._assigned.get(demand.key)
-            if name in present and name not in demand.exclude:
-                continue
-            able = candidates.readers(demand)
-            if able:
-                self._assigned[demand.key] = able[self._turn % len(able)].name
+        history = view.instances.history if isinstance(view.instances, Instances) else None
+        if history is None or history is not self._places_of:
+            self._places_of = history
+            self._places = {load.name: place for place, load in enumerate(view.instances)}
+            self._own = LineColumns(self._own_place)
+        own = self._own.of(view.queue)[0]
+        for place in np.flatnonzero(own < 0).tolist():
+            demand = view.queue[place]
+            if able := candidates.readers(demand):
+                name = self._assigned[demand.key] = able[self._turn % len(able)].name
+                own[place] = self._places[name]
                 self._turn += 1
+        places: _Places = own.astype(np.intp)
+        return places
+
+    def _own_place(self, demand: Demand) -> int:
+        name = self._assigned.get(demand.key)
+        return -1 if name is None or name in demand.exclude else self._places.get(name, -1)
 
     def _next_taker(self, candidates: Candidates, demand: Demand, prefill: InstanceLoad) -> InstanceLoad:
         """In the order of names. There is somebody."""
@@ -90,29 +137,49 @@ class Scorpio:
         self._last_taker = min(following or names)
         return next(i for i in candidates.takers(demand, prefill) if i.name == self._last_taker)
 
-    def _rank(
-        self, view: ClusterView, present: Mapping[str, InstanceLoad]
-    ) -> tuple[list[tuple[bool, Demand, InstanceLoad]], float]:
-        """(whether it can keep its TTFT, demand, its instance): by deadline, and then the late ones as they came; and
-        when the next one is late."""
-        ranked: list[tuple[bool, float, int, InstanceLoad]] = []
-        late_at = inf
-        for place, demand in enumerate(view.queue):
-            name = self._assigned.get(demand.key)
-            if name is None:
-                continue
-            load = present[name]
-            start = demand.deadline - self._prompts.seconds(demand.prompt_tokens)
-            late = max(view.now, load.free_at) > start
-            if not late:
-                late_at = min(late_at, nextafter(start, inf))
-            ranked.append((late, float(place) if late else demand.deadline, place, load))
-        ranked.sort(key=lambda entry: entry[:3])
-        return [(not late, view.queue[place], load) for late, _, place, load in ranked], late_at
+    def _rank(self, view: ClusterView, line: _Line) -> _Ranked:
+        start = line.deadline - self._prompts.of(line.prompt_tokens)
+        in_time = np.maximum(view.now, self._free_at.of(view.instances)[line.own]) <= start
+        has_own = line.own >= 0
+        first, then = np.flatnonzero(in_time & has_own), np.flatnonzero(~in_time & has_own)
+        first = first[np.argsort(line.deadline[first], kind="stable")]
+        late_from = nextafter(start[first].min(initial=inf), inf)
+        return _Ranked(line, in_time, np.concatenate((first, then)), late_from)
 
-    @staticmethod
-    def _wants_more(view: ClusterView, load: InstanceLoad, demand: Demand) -> bool:
-        return load.free_at <= view.now or load.pending_tokens + demand.prompt_tokens <= load.token_budget
+    def _serve(
+        self, candidates: Candidates, refusals: Refusals, ranked: _Ranked, order: _Places, barred: str | None
+    ) -> tuple[Decision | None, float]:
+        """The first of them who is admitted; or when the next instance wants more.
+
+        Args:
+            order: their places in the queue.
+            barred: an instance that is kept for whom is due.
+        """
+        view, line = candidates.view, ranked.line
+        free_at = self._free_at.of(view.instances)[line.own[order]]
+        spare = self._spare.of(view.instances)[line.own[order]]
+        wants = (free_at <= view.now) | (line.prompt_tokens[order] <= spare)
+        order = order[wants]
+        for place in order[self._may_admit(view, ranked, order)].tolist():
+            demand, in_time = view.queue[place], bool(ranked.in_time[place])
+            load = view.instances[line.own[place]]
+            if refusals.cover(demand, in_time):
+                continue
+            if (decision := self._place(candidates, demand, load, in_time, barred)) is not None:
+                self._turns.took(demand)
+                self._assigned.pop(demand.key, None)
+                return decision, inf
+            refusals.note(demand, in_time, load)
+        return None, free_at[~wants].min(initial=inf)
+
+    def _may_admit(self, view: ClusterView, ranked: _Ranked, order: _Places) -> npt.NDArray[np.bool_]:
+        """Whether each one's instance admits it, as `_admits` has it; or others could take over."""
+        line, may = ranked.line, self._has_peers.of(view.instances)[ranked.line.own[order]]
+        alone = order[~may]
+        tpot = np.where(ranked.in_time[alone], line.tpot[alone], inf)
+        numbers = line.own[alone], line.prompt_tokens[alone], line.max_tokens[alone], tpot
+        may[~may] = self._foresight.admits(view.instances, *numbers, view.rates.output_tokens)
+        return may
 
     def _place(
         self, candidates: Candidates, demand: Demand, load: InstanceLoad, in_time: bool, barred: str | None
