@@ -30,6 +30,7 @@ from penstock.sched.cluster.aladdin import Aladdin
 from penstock.sched.cluster.annealing import Annealing
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.scorpio import Scorpio
+from penstock.sched.cluster.unified import Unified
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.queue import Queue, Waiting
 
@@ -44,10 +45,14 @@ class Subject:
 
     Attributes:
         minds_memory: whether it never overfills an instance that has something to do.
+        minds_pools: whether it lets nobody read who only decodes, as long as others could.
+        patience: seconds after which one that is passed over has its turn, if more come than can be served.
     """
 
     make: Callable[[], DispatchPolicy]
     minds_memory: bool = True
+    minds_pools: bool = True
+    patience: float = 5.0
 
 
 # one line for each policy: `tests/sched/test_policies_*.py` go over all of them
@@ -56,6 +61,7 @@ SUBJECTS = {
     "scorpio": Subject(Scorpio),
     "aladdin": Subject(Aladdin),
     "annealing": Subject(Annealing),
+    "unified": Subject(Unified, minds_pools=False, patience=25.0),
 }
 
 
@@ -201,7 +207,8 @@ class ToyMaster:
         for load in (reader, home):
             assert one.tokens <= load.max_model_len, "too short for it"
             assert load.name not in one.exclude, "it was excluded"
-        assert reader.pool != "decode" or all(i.pool == "decode" for i in able), "it only decodes"
+        if self.subject.minds_pools:
+            assert reader.pool != "decode" or all(i.pool == "decode" for i in able), "it only decodes"
         if decision.decode is not None:
             assert home.name in reader.peers, "not linked"
             assert hands_over(reader.pool, home.pool), "the wrong pool"

@@ -163,17 +163,21 @@ def test_offline_work_waits_until_nothing_is_to_be_read_and_goes_to_whoever_has_
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize(("pools", "between"), [(["any", "any"], 0.015), (["prefill", "decode"], 0.03)])
-def test_no_class_starves_while_more_arrives_than_can_be_served(name, pools, between):
-    loads = linked(*(instance(f"{pool[0]}{i}", pool, num_blocks=128) for i, pool in enumerate(pools)))
-    # each holds a fifth of an instance for a quarter of a second
-    stream = [demand(f"s{i}", 1500, 20, arrived=i * between, ttft=0.4, tpot=0.05) for i in range(400)]
+@pytest.mark.parametrize(("tokens", "blocks"), [(1500, 128), (300, 32)])
+@pytest.mark.parametrize("pools", [["any", "any"], ["prefill", "decode"]])
+def test_no_class_starves_while_more_arrives_than_can_be_served(name, pools, tokens, blocks):
+    loads = linked(*(instance(f"{pool[0]}{i}", pool, num_blocks=blocks) for i, pool in enumerate(pools)))
+    both = pools == ["any", "any"] or not SUBJECTS[name].minds_pools
+    # an instance holds five or six at once, each for a quarter of a second
+    between = 0.015 if both else 0.03
+    count = int((SUBJECTS[name].patience + 1) / between)
+    stream = [demand(f"s{i}", tokens, 20, arrived=i * between, ttft=0.4, tpot=0.05) for i in range(count)]
     odd = [
         demand("no target", 1500, 20, arrived=0.1),
         demand("late", 1500, 20, arrived=0.1, ttft=0.0001),
         demand("out of reach", 1500, 20, arrived=0.1, ttft=0.4, tpot=1e-6),
         demand("large", 7000, 20, arrived=0.1, ttft=0.4),
-        demand("calm", 1500, 20, arrived=0.1, ttft=30.0, tpot=1.0),
+        demand("calm", 1500, 20, arrived=0.1, ttft=8.0, tpot=1.0),
     ]
     placed = ToyMaster(loads, SUBJECTS[name]).run(sorted(stream + odd, key=lambda d: d.arrived))
     last = stream[-1].arrived

@@ -55,12 +55,13 @@ class Plain:
         late = sorted((d for k, d in enumerate(waiting) if k not in kept), key=lambda d: (d.priority, d.arrived))
         in_time = [d for k, d in enumerate(waiting) if k in kept]
         self.overdue = None
-        oldest = min(late, key=lambda d: d.arrived, default=None)
+        untargeted = [d for d in in_time if d.ttft == inf]
+        oldest = min([*late, *untargeted], key=lambda d: (d.arrived, d.priority), default=None)
         if oldest is None or self.owed > 0:
             return [*in_time, *late]
         if view.now - oldest.arrived > (PATIENCE if oldest.ttft == inf else max(PATIENCE, 2 * oldest.ttft)):
             self.overdue = oldest.key
-            return [oldest, *in_time, *(d for d in late if d is not oldest)]
+            return [oldest, *(d for d in (*in_time, *late) if d is not oldest)]
         return [*in_time, *late]
 
 

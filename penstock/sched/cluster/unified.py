@@ -4,6 +4,8 @@ Every sequence has a deadline, so there is a best moment to bind it to an instan
 Until then it waits in one queue, and everything that is learned meanwhile counts. The rules:
 
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
+- It is given none for which there is no room beside what its sequences will come to: what is preempted is read twice,
+  and whoever waits here can still go anywhere. One that has waited too long and finds no room gets the next there is.
 - Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
 - A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
   prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to where
@@ -29,6 +31,7 @@ from penstock.sched.cluster.base import (
     Decision,
     Demand,
     InstanceLoad,
+    Key,
     Later,
     Move,
     Random,
@@ -36,6 +39,7 @@ from penstock.sched.cluster.base import (
     fitting,
 )
 from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.foresight import Rooms, has_room, most_tokens, needed_tokens
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
 
@@ -59,6 +63,8 @@ class Unified:
         self._turnover = Turnover()
         self._readers: dict[str, _Reader] = {}
         self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
+        self._rooms = Rooms()
+        self._kept: tuple[Key | None, str] = None, ""  # an instance for somebody
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         if view.queue:
@@ -74,19 +80,27 @@ class Unified:
     # --- online
 
     def _online(self, view: ClusterView) -> Decision | None:
-        open_ = any(i.free_at - view.now < AHEAD for i in view.instances)
-        order = self._order
+        open_ = any(
+            i.free_at - view.now < AHEAD and most_tokens(i, view.rates.output_tokens) > 0 for i in view.instances
+        )
+        order, barred = self._order, None
         if not open_ and not (order.with_hits or order.are_stale(view)):
             return None
         for place, demand in enumerate(order.of(view)):
-            decision = self._place(view, demand) if open_ or demand.hits else None
+            decision = self._place(view, demand, barred) if open_ or demand.hits else None
             if decision is not None:
                 order.take(place)
                 return decision
+            if demand.key == order.overdue:
+                barred = self._kept_for(view, demand)
         return None
 
-    def _place(self, view: ClusterView, demand: Demand) -> Decision | None:
-        """None: the instance that it is for has enough at the moment."""
+    def _place(self, view: ClusterView, demand: Demand, barred: str | None) -> Decision | None:
+        """None: the instance that it is for has enough at the moment, or there is no room.
+
+        Args:
+            barred: one that may not be taken.
+        """
         able = fitting(view, demand)
         latest = demand.arrived + demand.ttft * MARGIN
         costs: dict[str, float] = {}
@@ -94,6 +108,8 @@ class Unified:
         saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
         best, best_rank, best_done = None, (True, inf), 0.0
         for i in self._compared(view, demand, able):
+            if i.name == barred:
+                continue
             compute = demand.to_compute(i.name)
             reader = self._reader(i)
             alone = reader.alone(compute, demand.prompt_tokens - compute)
@@ -122,6 +138,19 @@ class Unified:
             predicted_ttft=best_done - demand.arrived,
         )
 
+    def _kept_for(self, view: ClusterView, demand: Demand) -> str | None:
+        """The instance that others leave alone until there is room for this one: the roomiest when that was first
+        asked. None: it waits for something else."""
+        output = view.rates.output_tokens
+        able = fitting(view, demand)
+        roomiest = max(able, key=lambda i: most_tokens(i, output))
+        if has_room(roomiest, demand, output):
+            return None
+        key, name = self._kept
+        if key != demand.key or not any(i.name == name for i in able):
+            self._kept = demand.key, roomiest.name
+        return self._kept[1]
+
     def _reader(self, instance: InstanceLoad) -> _Reader:
         known = self._readers.get(instance.name)
         if known is None or known.instance is not instance:
@@ -129,19 +158,22 @@ class Unified:
         return known
 
     def _compared(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
-        """All, unless they are very many."""
+        """All of those that have room, unless they are very many."""
+        output = view.rates.output_tokens
         if len(able) <= COMPARED:
-            return able
+            return [i for i in able if has_room(i, demand, output)]
         free_at = self._free_at.of(able)
-        free = np.flatnonzero(free_at <= view.now)
+        roomy = np.flatnonzero(self._rooms.of(able, output) >= needed_tokens(demand, output))
+        free = roomy[free_at[roomy] <= view.now]
         if len(free) > COMPARED:
             places = free[np.argsort(self._requests.of(able)[free], kind="stable")[:COMPARED]]
         else:
-            places = np.argsort(free_at, kind="stable")[:COMPARED]
+            places = roomy[np.argsort(free_at[roomy], kind="stable")[:COMPARED]]
         chosen = [able[place] for place in places.tolist()]
         if demand.hits:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
+            holders = [i for i in holders if has_room(i, demand, output)]
             chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
         return chosen
 
@@ -152,7 +184,8 @@ class Unified:
         if not ready:
             return None
         for demand in view.offline:
-            able = [i for i in ready if demand.tokens <= i.max_model_len and i.name not in demand.exclude]
+            blocks = -(-demand.prompt_tokens // BLOCK_TOKENS)
+            able = [i for i in fitting(view, demand) if i in ready and (blocks <= i.free_blocks or not i.requests)]
             if able:
                 costs = {i.name: max(0.0, i.idle_at - view.now) * 1e3 for i in able}
                 chosen = min(able, key=lambda i: (costs[i.name], i.offline_requests, i.name))
