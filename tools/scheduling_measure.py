@@ -111,7 +111,7 @@ COMPARISONS = (
             tuple(f"{policy}@qwen-32b" for policy in ("round_robin", "scorpio", "hfx", "hfx_scaling", "unified")),
             rates,
         )
-        for scenario, rates in (("hfx-4task", (10, 20, 30)), ("hfx-2task", (5, 10, 20)))
+        for scenario, rates in (("hfx-4task", (10, 20, 30, 40)), ("hfx-2task", (5, 10, 20, 30)))
     ),
     Comparison("colocation-azure-code", COLOCATION),
     Comparison("hfx-single", ("round_robin", "hfx", "aladdin", "annealing", "unified")),
