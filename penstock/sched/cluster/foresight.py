@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
-from penstock.sched.cluster.columns import Column
 from penstock.sched.cluster.stages import Candidates
 
 LIGHTEST = 16  # of those that could take over, looked at for one sequence
@@ -180,12 +179,7 @@ def has_room(load: InstanceLoad, demand: Demand, output: float) -> bool:
     Args:
         output: tokens that sequences come to; 0 when that is not known.
     """
-    return needed_tokens(demand, output) <= most_tokens(load, output)
-
-
-def needed_tokens(demand: Demand, output: float) -> float:
-    """That it will come to."""
-    return demand.prompt_tokens + min(output, demand.max_tokens)
+    return demand.prompt_tokens + min(output, demand.max_tokens) <= most_tokens(load, output)
 
 
 def most_tokens(load: InstanceLoad, output: float) -> float:
@@ -195,21 +189,6 @@ def most_tokens(load: InstanceLoad, output: float) -> float:
     if not online:
         return inf
     return room(load, output) if online < load.max_sequences else -inf
-
-
-class Rooms:
-    """`most_tokens` of very many."""
-
-    def __init__(self) -> None:
-        self._online = Column(lambda load: load.requests - load.offline_requests)
-        self._full = Column(lambda load: load.requests - load.offline_requests >= load.max_sequences, bool)
-        self._left = Column(lambda load: room(load, 0.0))
-
-    def of(self, instances: Sequence[InstanceLoad], output: float) -> npt.NDArray[np.float64]:
-        """[instances]."""
-        online = self._online.of(instances)
-        most = np.where(self._full.of(instances), -inf, self._left.of(instances) - online * output / 2)
-        return np.where(online == 0, inf, most)
 
 
 class Refusals:

@@ -170,7 +170,7 @@ class Scorpio:
                 self._assigned.pop(demand.key, None)
                 return decision, inf
             refusals.note(demand, in_time, load)
-        return None, free_at[~wants].min(initial=inf)
+        return None, float(free_at[~wants].min(initial=inf))
 
     def _may_admit(self, view: ClusterView, ranked: _Ranked, order: _Places) -> npt.NDArray[np.bool_]:
         """Whether each one's instance admits it, as `_admits` has it; or others could take over."""

@@ -39,7 +39,7 @@ from penstock.sched.cluster.base import (
     fitting,
 )
 from penstock.sched.cluster.columns import Column
-from penstock.sched.cluster.foresight import Rooms, has_room, most_tokens, needed_tokens
+from penstock.sched.cluster.headroom import Headrooms, headroom, needed
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
 
@@ -63,7 +63,7 @@ class Unified:
         self._turnover = Turnover()
         self._readers: dict[str, _Reader] = {}
         self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
-        self._rooms = Rooms()
+        self._headrooms = Headrooms()
         self._kept: tuple[Key | None, str] = None, ""  # an instance for somebody
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -80,9 +80,8 @@ class Unified:
     # --- online
 
     def _online(self, view: ClusterView) -> Decision | None:
-        open_ = any(
-            i.free_at - view.now < AHEAD and most_tokens(i, view.rates.output_tokens) > 0 for i in view.instances
-        )
+        output = view.rates.output_tokens
+        open_ = any(i.free_at - view.now < AHEAD and headroom(i, output) > 0 for i in view.instances)
         order, barred = self._order, None
         if not open_ and not (order.with_hits or order.are_stale(view)):
             return None
@@ -124,7 +123,7 @@ class Unified:
         if best is None or best.free_at - view.now >= AHEAD:
             return None
         turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
-        decode, decode_costs = _home(view, demand, best, able)
+        decode, decode_costs = _home(view, demand, best, [i for i in able if i.name != barred] if barred else able)
         stages: dict[Stage, Mapping[str, float]] = {"prefill": costs}
         if decode_costs:
             stages["decode"] = decode_costs
@@ -143,8 +142,8 @@ class Unified:
         asked. None: it waits for something else."""
         output = view.rates.output_tokens
         able = fitting(view, demand)
-        roomiest = max(able, key=lambda i: most_tokens(i, output))
-        if has_room(roomiest, demand, output):
+        roomiest = max(able, key=lambda i: headroom(i, output), default=None)
+        if roomiest is None or headroom(roomiest, output) >= needed(demand, output):
             return None
         key, name = self._kept
         if key != demand.key or not any(i.name == name for i in able):
@@ -160,10 +159,11 @@ class Unified:
     def _compared(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
         """All of those that have room, unless they are very many."""
         output = view.rates.output_tokens
+        tokens = needed(demand, output)
         if len(able) <= COMPARED:
-            return [i for i in able if has_room(i, demand, output)]
+            return [i for i in able if tokens <= headroom(i, output)]
         free_at = self._free_at.of(able)
-        roomy = np.flatnonzero(self._rooms.of(able, output) >= needed_tokens(demand, output))
+        roomy = np.flatnonzero(self._headrooms.of(able, output) >= tokens)
         free = roomy[free_at[roomy] <= view.now]
         if len(free) > COMPARED:
             places = free[np.argsort(self._requests.of(able)[free], kind="stable")[:COMPARED]]
@@ -173,7 +173,7 @@ class Unified:
         if demand.hits:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
-            holders = [i for i in holders if has_room(i, demand, output)]
+            holders = [i for i in holders if tokens <= headroom(i, output)]
             chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
         return chosen
 
