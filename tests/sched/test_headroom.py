@@ -60,7 +60,7 @@ def test_unified_lets_wait_whoever_no_instance_has_room_for():
     assert all(verdict.key[1] == "r" for verdict in decide(Unified(), 0.0, demand("r", ttft=9.0), **shared))
 
 
-def test_unified_keeps_the_roomiest_for_one_that_is_overdue():
+def test_unified_keeps_the_roomiest_for_the_first_in_order():
     policy = Unified()
     busy = {"num_blocks": BLOCKS, "requests": 2, "offline_requests": 0}
 
@@ -71,7 +71,7 @@ def test_unified_keeps_the_roomiest_for_one_that_is_overdue():
         ]
         return ClusterView(now=now, instances=instances, queue=queue)
 
-    large = demand("large", 3000, arrived=0.0, ttft=1.0)
+    large = demand("large", 3000, arrived=19.9, ttft=1.0)
     small = demand("small", 500, arrived=20.0, ttft=1.0)
     assert isinstance(policy.decide(view(20.0, 1500, 1000, large), random.Random(0)), Later)
     # the other one is the roomiest by now, but what is kept stays kept, and the rest is for others

@@ -51,12 +51,10 @@ class SlackOrder:
 
     Attributes:
         with_hits: whether anything in the queue is in a cache.
-        overdue: whose turn it is although it is late, first in the order; None when there is no such.
     """
 
     def __init__(self) -> None:
         self.with_hits = False
-        self.overdue: Key | None = None
         self._first: list[Demand] = []  # of the order; those who are late follow as they are needed
         self._given_up: list[_Late] = []  # of the hopeful, sorted, from the last in order to the first
         self._next = 0  # of the hopeless
@@ -70,6 +68,7 @@ class SlackOrder:
         self._hopeful: list[_Hopeful] = []  # sorted, as is the next; who has left is still in both for a while
         self._hopeless: list[_Late] = []
         self._seconds: dict[Key, float] = {}  # that each takes to be read
+        self._overdue: Key | None = None  # whose turn it is although it is late
         self._owed = 0.0  # seconds of work that is in time, before the next such turn
 
     def are_stale(self, view: ClusterView) -> bool:
@@ -86,7 +85,7 @@ class SlackOrder:
             self._make(view)
         while len(self._first) < min(LOOK, self._count):
             entry = self._next_late()
-            if self._waits(entry) and entry.demand.key != self.overdue:
+            if self._waits(entry) and entry.demand.key != self._overdue:
                 self._first.append(entry.demand)
         return self._first[:LOOK]
 
@@ -97,8 +96,8 @@ class SlackOrder:
         self._leave(gone.key)
         self._taken.append(gone)
         seconds = self._seconds.pop(gone.key, 0.0)
-        if gone.key == self.overdue:
-            self.overdue = None
+        if gone.key == self._overdue:
+            self._overdue = None
             self._owed = seconds / SHARE
         else:
             self._owed -= seconds
@@ -157,11 +156,11 @@ class SlackOrder:
         in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place in kept]
         self._given_up = [_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept]
         self._given_up.sort(reverse=True)
-        self.overdue = None
+        self._overdue = None
         self._first = in_time
         oldest = self._oldest()
         if oldest is not None and self._owed <= 0 and view.now - oldest.arrived > _patience(oldest):
-            self.overdue = oldest.key
+            self._overdue = oldest.key
             self._first = [oldest, *(demand for demand in in_time if demand is not oldest)]
         self._next, self._count = 0, len(self._waiting)
 

@@ -5,7 +5,8 @@ Until then it waits in one queue, and everything that is learned meanwhile count
 
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
 - It is given none for which there is no room beside what its sequences will come to: what is preempted is read twice,
-  and whoever waits here can still go anywhere. One that has waited too long and finds no room gets the next there is.
+  and whoever waits here can still go anywhere. The first in order that finds no room gets the next that the roomiest
+  instance has: others do not overtake it there.
 - Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
 - A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
   prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to where
@@ -90,7 +91,7 @@ class Unified:
             if decision is not None:
                 order.take(place)
                 return decision
-            if demand.key == order.overdue:
+            if place == 0:
                 barred = self._kept_for(view, demand)
         return None
 
@@ -138,16 +139,15 @@ class Unified:
         )
 
     def _kept_for(self, view: ClusterView, demand: Demand) -> str | None:
-        """The instance that others leave alone until there is room for this one: the roomiest when that was first
-        asked. None: it waits for something else."""
-        output = view.rates.output_tokens
-        able = fitting(view, demand)
-        roomiest = max(able, key=lambda i: headroom(i, output), default=None)
-        if roomiest is None or headroom(roomiest, output) >= needed(demand, output):
+        """The instance that others leave alone until there is room for the first in order: the roomiest when that was
+        asked first. None: it waits for something else."""
+        able, output = fitting(view, demand), view.rates.output_tokens
+        rooms = self._headrooms.of(able, output)
+        if not able or rooms.max() >= needed(demand, output):
             return None
         key, name = self._kept
         if key != demand.key or not any(i.name == name for i in able):
-            self._kept = demand.key, roomiest.name
+            self._kept = demand.key, able[int(rooms.argmax())].name
         return self._kept[1]
 
     def _reader(self, instance: InstanceLoad) -> _Reader:
