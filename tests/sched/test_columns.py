@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns
+from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns, Places
 from tests.helpers.policies import demand, instance
 
 COUNT = 5
@@ -47,6 +47,15 @@ def test_other_instances_leave_a_column_as_it_was():
     asked.clear()
     assert column.of(Instances(loads, history)).tolist() == [0, 1, 2, 3, 4]
     assert not asked
+
+
+def test_places_are_found_once_while_names_stay():
+    loads, history, places = [instance("a"), instance("b")], [], Places()
+    known = places.of(Instances(loads, history))
+    assert known == {"a": 0, "b": 1}
+    assert places.of(loads[1:]) == {"b": 0}
+    assert places.of(Instances(loads, history)) is known
+    assert places.of(Instances(loads[::-1], [])) == {"b": 0, "a": 1}
 
 
 @given(st.lists(st.lists(st.integers(-1, 9), max_size=6), max_size=12), st.booleans())

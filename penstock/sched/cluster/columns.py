@@ -62,6 +62,23 @@ class Column:
         return np.array([self._value(i) for i in instances], self._dtype)
 
 
+class Places:
+    """By name, the place of every instance."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._history: list[int] | None = None
+
+    def of(self, instances: Sequence[InstanceLoad]) -> dict[str, int]:
+        """The same object for as long as the views share a history. Not to be changed."""
+        if not isinstance(instances, Instances):
+            return {load.name: place for place, load in enumerate(instances)}
+        if instances.history is not self._history:
+            self._places = {load.name: place for place, load in enumerate(instances)}
+            self._history = instances.history
+        return self._places
+
+
 class Line(list[Demand]):
     """The queue of a view, with who has come and gone since earlier ones. It does not change.
 

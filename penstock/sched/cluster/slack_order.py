@@ -14,10 +14,11 @@ from bisect import bisect_right, insort
 from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 from penstock.sched.cluster.base import ClusterView, Demand, Key
+from penstock.sched.cluster.columns import Column
 
 MARGIN = 0.9  # of a target that predictions may use up
 PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
@@ -60,6 +61,7 @@ class SlackOrder:
         self._next = 0  # of the hopeless
         self._count = 0  # of all
         self._made_at = -inf
+        self._free_at = Column(attrgetter("free_at"))
         self._newest: Key | None = None
         self._waiting: dict[Key, _Hopeful] = {}
         self._taken: list[Demand] = []  # since that was compared with the queue
@@ -178,7 +180,8 @@ class SlackOrder:
         hopeless = set()
         kept: set[int] = set()
         longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
-        end = sum(i.free_at - now for i in view.instances if i.free_at > now)
+        free_at = self._free_at.of(view.instances)
+        end = sum((free_at[free_at > now] - now).tolist())
         place = 0
         for entry in self._hopeful:
             demand = entry.demand

@@ -39,7 +39,7 @@ from penstock.sched.cluster.base import (
     Stage,
     fitting,
 )
-from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.columns import Column, Places
 from penstock.sched.cluster.headroom import Headrooms, headroom, needed
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
@@ -64,7 +64,7 @@ class Unified:
         self._turnover = Turnover()
         self._readers: dict[str, _Reader] = {}
         self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
-        self._headrooms = Headrooms()
+        self._headrooms, self._places = Headrooms(), Places()
         self._kept: tuple[Key | None, str] = None, ""  # an instance for somebody
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -166,14 +166,14 @@ class Unified:
         roomy = np.flatnonzero(self._headrooms.of(able, output) >= tokens)
         free = roomy[free_at[roomy] <= view.now]
         if len(free) > COMPARED:
-            places = free[np.argsort(self._requests.of(able)[free], kind="stable")[:COMPARED]]
+            first = free[np.argsort(self._requests.of(able)[free], kind="stable")[:COMPARED]]
         else:
-            places = roomy[np.argsort(free_at[roomy], kind="stable")[:COMPARED]]
-        chosen = [able[place] for place in places.tolist()]
+            first = roomy[np.argsort(free_at[roomy], kind="stable")[:COMPARED]]
+        chosen = [able[place] for place in first.tolist()]
         if demand.hits:
-            known = {i.name for i in chosen}
-            holders = [i for i in able if i.name in demand.hits and i.name not in known]
-            holders = [i for i in holders if tokens <= headroom(i, output)]
+            known, places = {i.name for i in chosen}, self._places.of(able)
+            holders = [able[place] for place in sorted(places[name] for name in demand.hits if name in places)]
+            holders = [i for i in holders if i.name not in known and tokens <= headroom(i, output)]
             chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
         return chosen
 
