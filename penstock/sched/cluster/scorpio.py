@@ -18,7 +18,6 @@ one over those that decode; where the next in turn may not take a sequence, the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf, nextafter
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
-from penstock.sched.cluster.columns import Column, Instances, LineColumns
+from penstock.sched.cluster.columns import Column, LineColumns, Places
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
@@ -76,8 +75,7 @@ class Scorpio:
         self._free_at = Column(lambda load: load.free_at)
         self._spare = Column(lambda load: load.token_budget - load.pending_tokens)
         self._has_peers = Column(lambda load: bool(load.peers), bool)
-        self._places: dict[str, int] = {}  # of the instances
-        self._places_of: Sequence[int] | None = None  # the history of the views that have them there
+        self._by_name, self._places = Places(), dict[str, int]()
         self._own = LineColumns(self._own_place)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -111,11 +109,9 @@ class Scorpio:
         if len(self._assigned) > 2 * len(view.queue) + 64:
             waiting = {d.key for d in view.queue}
             self._assigned = {key: name for key, name in self._assigned.items() if key in waiting}
-        history = view.instances.history if isinstance(view.instances, Instances) else None
-        if history is None or history is not self._places_of:
-            self._places_of = history
-            self._places = {load.name: place for place, load in enumerate(view.instances)}
-            self._own = LineColumns(self._own_place)
+        places = self._by_name.of(view.instances)
+        if places is not self._places:
+            self._places, self._own = places, LineColumns(self._own_place)
         own = self._own.of(view.queue)[0]
         for place in np.flatnonzero(own < 0).tolist():
             demand = view.queue[place]
@@ -123,8 +119,8 @@ class Scorpio:
                 name = self._assigned[demand.key] = able[self._turn % len(able)].name
                 own[place] = self._places[name]
                 self._turn += 1
-        places: _Places = own.astype(np.intp)
-        return places
+        found: _Places = own.astype(np.intp)
+        return found
 
     def _own_place(self, demand: Demand) -> int:
         name = self._assigned.get(demand.key)
