@@ -97,6 +97,7 @@ class Machine:
             offline = [d for d in self.homes.values() if d.offline]
             online = [d for d in self.homes.values() if not d.offline]
             held = sum(d.prompt_tokens for d in self.homes.values())
+            blocks = sum(-(-d.prompt_tokens // BLOCK_TOKENS) for d in self.homes.values())
             self.seen = replace(
                 self.load,
                 reading=len(self.prompts),
@@ -104,7 +105,7 @@ class Machine:
                 requests=len(self.homes),
                 decoding=len(self.begun),
                 held_tokens=held,
-                free_blocks=max(0, self.load.num_blocks - held // BLOCK_TOKENS),
+                free_blocks=max(0, self.load.num_blocks - blocks),
                 free_at=self.free_at if any(not d.offline for d in self.prompts.values()) else -inf,
                 idle_at=self.free_at,
                 ttft=min((d.ttft for d in online), default=inf),

@@ -99,7 +99,7 @@ class LineColumns:
     """Numbers of everyone who waits.
 
     Args:
-        values: functions of a demand alone.
+        values: functions of a demand, asked once when it comes, and of all again where views share no history.
     """
 
     def __init__(self, *values: Callable[[Demand], float]) -> None:
@@ -110,7 +110,8 @@ class LineColumns:
         self._moment = 0
 
     def of(self, queue: Sequence[Demand]) -> npt.NDArray[np.float64]:
-        """[functions, demands]. Not to be changed, and not to be kept beyond the next question."""
+        """[functions, demands]. What is written there stays with its demand for as long as views share a history. Not
+        to be kept beyond the next question."""
         if not isinstance(queue, Line):
             return self._all(queue)
         history, moment = queue.history, queue.moment

@@ -124,7 +124,8 @@ class Unified:
         if best is None or best.free_at - view.now >= AHEAD:
             return None
         turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
-        decode, decode_costs = _home(view, demand, best, [i for i in able if i.name != barred] if barred else able)
+        others = able if barred is None else [i for i in able if i.name != barred]
+        decode, decode_costs = _home(view, demand, best, others)
         stages: dict[Stage, Mapping[str, float]] = {"prefill": costs}
         if decode_costs:
             stages["decode"] = decode_costs
@@ -185,7 +186,8 @@ class Unified:
             return None
         for demand in view.offline:
             blocks = -(-demand.prompt_tokens // BLOCK_TOKENS)
-            able = [i for i in fitting(view, demand) if i in ready and (blocks <= i.free_blocks or not i.requests)]
+            able = [i for i in ready if demand.tokens <= i.max_model_len and i.name not in demand.exclude]
+            able = [i for i in able if blocks <= i.free_blocks or not i.requests]
             if able:
                 costs = {i.name: max(0.0, i.idle_at - view.now) * 1e3 for i in able}
                 chosen = min(able, key=lambda i: (costs[i.name], i.offline_requests, i.name))
