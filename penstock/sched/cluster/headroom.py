@@ -55,4 +55,6 @@ def _online(load: InstanceLoad) -> int:
 
 def _left(load: InstanceLoad) -> float:
     """Tokens, as if nothing there grew. Offline sequences make way."""
+    if not load.free_blocks:  # and perhaps more is promised than there is
+        return room(load, 0.0)
     return max(room(load, 0.0), load.free_blocks * BLOCK_TOKENS + load.offline_tokens)
