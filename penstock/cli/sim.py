@@ -39,6 +39,9 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--policy", metavar="NAME", help="instead of the file's; NAME@LAYOUT for one of its layouts")
     one.add_argument("--rate-scale", help="factor on the workload's own rate, instead of the file's")
     one.add_argument("--save-requests", action="store_true", help="keep every request in the --json file")
+    one.add_argument("--slices", metavar="N", help="cut the time into so many, simulated beside each other")
+    one.add_argument("--warm-up", metavar="S", help="seconds that a slice begins earlier (default: 60)")
+    one.add_argument("--jobs", help="processes for slices (default: as many as there are cores)")
     one.set_defaults(run=run)
 
     many = kinds.add_parser(
@@ -234,6 +237,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.bench.document import check_writable
+    from penstock.sim.outcomes import outcomes_of
     from penstock.sim.report import curves, run_page
     from penstock.sim.result import request_rows
 
@@ -243,8 +247,36 @@ def run(args: argparse.Namespace) -> int:
     scale = given.scenario.workload.scale
     if args.rate_scale is not None:
         scale = Option("rate-scale", number(0, LARGEST_SCALE), 1.0, "").read(args.rate_scale, "--rate-scale")
+    variant = args.policy or given.scenario.policy
     console = Console(stderr=True)
     began = perf_counter()
+    rows: list[dict[str, Any]] = []
+    if args.slices is not None:
+        from penstock.cli.sim_slices import run_slices
+
+        result, outcomes = run_slices(args, given, variant, scale, console)
+    else:
+        result, cluster = _run_whole(args, given, variant, scale, console)
+        outcomes = outcomes_of(cluster.records)
+        rows = request_rows(cluster.records) if args.save_requests else []
+    took = perf_counter() - began
+    Console().print(_run_table(given.scenario, result))
+    console.print(
+        f"[dim]{result['duration']:,.0f} s simulated in {took:,.1f} s, {result['events'] / took:,.0f} events/s[/dim]"
+    )
+    if args.html:
+        write(args.html, run_page({"scenario": given.scenario.name, **result, **curves(outcomes)}))
+    if args.json:
+        write(args.json, as_json(result | ({"per_request": rows} if args.save_requests else {})))
+    return 0
+
+
+def _run_whole(
+    args: argparse.Namespace, given: Given, variant: str, scale: float, console: Console
+) -> tuple[dict[str, Any], Cluster]:
+    for flag in ("warm_up", "jobs"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')}: only with --slices", f"--{flag.replace('_', '-')}")
     with make_progress(console) as progress:
         task = progress.add_task("requests", total=None)
 
@@ -252,20 +284,7 @@ def run(args: argparse.Namespace) -> int:
             if ended % 64 == 0 or ended == total:
                 progress.update(task, completed=ended, total=total)
 
-        variant = args.policy or given.scenario.policy
-        result, cluster = simulate_given(given, variant, scale, progress=watch)
-    took = perf_counter() - began
-    Console().print(_run_table(given.scenario, result))
-    console.print(
-        f"[dim]{result['duration']:.0f} s simulated in {took:.1f} s, {result['events'] / took:,.0f} events/s[/dim]"
-    )
-    if args.html:
-        write(args.html, run_page({"scenario": given.scenario.name, **result, **curves(cluster.records)}))
-    if args.json:
-        write(
-            args.json, as_json(result | ({"per_request": request_rows(cluster.records)} if args.save_requests else {}))
-        )
-    return 0
+        return simulate_given(given, variant, scale, progress=watch)
 
 
 def _run_table(scenario: Scenario, result: Mapping[str, Any]) -> Any:

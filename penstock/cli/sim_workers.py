@@ -16,6 +16,7 @@ import numpy as np
 from penstock.cli.sim import Given, simulate_given
 from penstock.core.errors import ConfigError
 from penstock.sim.bound import bound_scale
+from penstock.sim.outcomes import outcomes_of
 from penstock.sim.report import curves
 from penstock.sim.scenario import Group, Scenario
 from penstock.sim.simulate import TRAFFIC_STREAM
@@ -152,7 +153,7 @@ def _run(run: Run, seconds: float) -> dict[str, Any] | None:
             return None
         raise
     if _saves and run.share == 1 and result["complete"]:
-        return result | curves(cluster.records)
+        return result | curves(outcomes_of(cluster.records))
     return {key: value for key, value in result.items() if key not in LARGE}
 
 

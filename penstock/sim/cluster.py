@@ -53,6 +53,17 @@ class Sample(NamedTuple):
     used_blocks: int = 0
 
 
+class Use(NamedTuple):
+    """Of an instance over some time: lives that began to serve, steps, and seconds in which it was busy."""
+
+    lives: int = 0
+    steps: int = 0
+    busy: float = 0.0
+
+    def less(self, other: Use) -> Use:
+        return Use(self.lives - other.lives, self.steps - other.steps, self.busy - other.busy)
+
+
 @dataclass(slots=True)
 class Place:
     """Where an instance lives, one life after the other.
@@ -60,7 +71,7 @@ class Place:
     Attributes:
         instance: its present life; None while it is down.
         lifetimes: [began, ended) of each, in seconds; None while one lasts.
-        steps, busy: of all lives together; `busy` in seconds.
+        steps, busy: of all lives that are over; `busy` in seconds.
         serves_first: whether it serves from the start.
     """
 
@@ -78,8 +89,23 @@ class Place:
         """From now on it is paid for, also while it starts."""
         self.lifetimes.append((now, None))
 
-    def alive_seconds(self, until: float) -> float:
-        return sum((until if end is None else end) - begin for begin, end in self.lifetimes)
+    def end(self, now: float) -> None:
+        """Its life is over."""
+        assert self.instance is not None
+        self.steps += self.instance.steps
+        self.busy += self.instance.busy
+        self.lifetimes[-1] = (self.lifetimes[-1][0], now)
+        self.instance = None
+
+    def alive_seconds(self, since: float, until: float) -> float:
+        times = ((max(begin, since), until if end is None else min(end, until)) for begin, end in self.lifetimes)
+        return sum(max(0.0, end - begin) for begin, end in times)
+
+    @property
+    def used(self) -> Use:
+        """Since the start."""
+        now = self.instance
+        return Use(self.lives, self.steps + (now.steps if now else 0), self.busy + (now.busy if now else 0.0))
 
 
 class Cluster:
@@ -92,6 +118,7 @@ class Cluster:
         pacing: of every engine, a name in `sched.local.PACING`.
         recorder: is told what the master decides.
         strides: see `Instance`.
+        judged: numbers of the requests that it is about; all by default.
 
     Attributes:
         records: of every request that has come.
@@ -110,12 +137,16 @@ class Cluster:
         pacing: str = "fcfs",
         recorder: Recorder | None = None,
         strides: bool = True,
+        judged: range | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.samples: list[tuple[float, dict[str, Sample]]] = []
+        self.judged = range(len(requests)) if judged is None else judged
         self.ended = 0
-        self._left = sum(not work.offline for work in requests) or len(requests)  # requests that it is over with
-        self._offline_alone = all(work.offline for work in requests)
+        mine = requests[self.judged.start : self.judged.stop]
+        self._left = sum(not work.offline for work in mine) or len(mine)  # requests that it is over with
+        self._offline_alone = all(work.offline for work in mine)
+        self._marks: list[tuple[float, dict[str, Use]]] = []
         self._sample_every = 1.0
         self._pacing = pacing
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
@@ -152,14 +183,19 @@ class Cluster:
     def records(self) -> list[Record]:
         return self.frontend.records
 
-    def run(self, *, sample_every: float, notice: Callable[[Record], bool]) -> None:
+    def run(
+        self, *, sample_every: float, notice: Callable[[Record], bool], since: float = 0.0, until: float = inf
+    ) -> None:
         """Simulate until every online request is over; until all are, when there are only offline ones.
 
         Args:
             sample_every: seconds between two samples.
-            notice: told of every request that is over; True ends the simulation.
+            notice: told of every request that is over, of those that it is about; True ends the simulation.
+            since, until: seconds between which these come: it is sampled from `since` on, and not over before `until`,
+                unless that is inf.
         """
         stopped = False
+        least = 0.0 if until == inf else until
 
         def ended(record: Record) -> None:
             nonlocal stopped
@@ -170,14 +206,19 @@ class Cluster:
             if place.serves_first:
                 place.begin(0.0)
                 self.timeline.add(self._start(place, place.group.pool, 0.0))
-        self.timeline.add([self._join(0.0), *self._tick_master(0.0), Due(0.0, Priority.CLOCK, self._sample)])
+        self.timeline.add([self._join(0.0), *self._tick_master(0.0), Due(since, Priority.CLOCK, self._sample)])
+        self.timeline.add(Due(at, Priority.FAULT, self._mark) for at in (since, until) if 0 < at < inf)
         if self._requests:
             self.timeline.add([Due(self._requests[0].at, Priority.ARRIVAL, partial(self._arrive, 0))])
         for failure in self._scenario.failures:
             self.timeline.add([Due(failure.at, Priority.FAULT, partial(self._fail, failure))])
-        self.timeline.run(lambda: stopped or not self._left)
-        for place in self.places.values():
-            self._close_account(place, self.timeline.now)
+        self.timeline.run(lambda: stopped or (not self._left and self.timeline.now >= least))
+        self._mark(self.timeline.now)
+
+    def used(self, since: float, until: float) -> dict[str, Use]:
+        """What each instance did between two moments, each the beginning, the end or one that `run` was given."""
+        before, after = (self._mark_at(moment) for moment in (since, until))
+        return {name: after[name].less(before[name]) for name in self.places}
 
     def check(self) -> None:
         """Raise AssertionError unless every part's books are right."""
@@ -206,8 +247,9 @@ class Cluster:
 
     def _count(self, record: Record) -> None:
         self.ended += 1
-        self._left -= self._offline_alone or not record.offline
-        self._notice(record)
+        if record.number in self.judged:
+            self._left -= self._offline_alone or not record.offline
+            self._notice(record)
 
     def _join(self, now: float) -> Due:
         return self.frontend_to_master(now, Join(FRONTEND))
@@ -329,8 +371,7 @@ class Cluster:
         if gone is None:
             return []
         words = gone.stop(now)
-        self._close_account(place, now)
-        place.instance = None
+        place.end(now)
         peer = gone.ready.peer
         if self._depot is not None:
             self._depot.detach(place.name, keep=())
@@ -349,13 +390,6 @@ class Cluster:
     def _hear(self, name: str, outputs: engine.Outputs, now: float) -> list[Due]:
         return self.frontend.on_engine(now, name, outputs)
 
-    @staticmethod
-    def _close_account(place: Place, now: float) -> None:
-        if place.instance is not None:
-            place.steps += place.instance.steps
-            place.busy += place.instance.busy
-            place.lifetimes[-1] = (place.lifetimes[-1][0], now)
-
     def _at_instance(self, name: str, letter: engine.Letter, now: float) -> list[Due]:
         target = self.places[name].instance
         return [] if target is None else target.deliver(now, [letter])
@@ -366,6 +400,15 @@ class Cluster:
         if target is None or target.ready.peer.incarnation != peer.incarnation:
             return []
         return target.deliver(now, arrivals)
+
+    def _mark(self, now: float) -> list[Due]:
+        self._marks.append((now, {name: place.used for name, place in self.places.items()}))
+        return []
+
+    def _mark_at(self, moment: float) -> dict[str, Use]:
+        if not moment:
+            return dict.fromkeys(self.places, Use())
+        return next(used for at, used in self._marks if at == moment)
 
     def _sample(self, now: float) -> list[Due]:
         states = {name: _state(place.instance) for name, place in self.places.items()}

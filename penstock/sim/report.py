@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.sim.frontend import Record
+from penstock.sim.outcomes import Outcomes
 from penstock.sim.page import figure, folded, page, table
 from penstock.sim.svg import COLOURS, WIDTH, Axis, Bar, Line, Mark, Strip, bar_chart, line_chart, short, strip_chart
 
@@ -34,24 +34,18 @@ POINTS = 201  # of a cumulative distribution
 MOST_BINS = 300  # of requests over time
 
 
-def curves(records: Sequence[Record]) -> dict[str, Any]:
+def curves(these: Outcomes) -> dict[str, Any]:
     """What a page shows of single online requests: by measure and task evenly spaced quantiles, and each task's targets
     (null without), all in ms."""
-    good = [r for r in records if not r.offline and not r.error and r.ended is not None]
-    tasks = sorted({r.task for r in records if not r.offline})
     quantiles: dict[str, dict[str, list[float]]] = {"ttft_ms": {}, "tpot_ms": {}}
-    for task in tasks:
-        times = {
-            "ttft_ms": [r.ttft for r in good if r.task == task],
-            "tpot_ms": [r.tpot for r in good if r.task == task],
-        }
-        for name, seconds in times.items():
-            known = np.array([s * 1e3 for s in seconds if s is not None])
+    for task in sorted(these.targets):
+        good = these.online & these.good & (these.task == task)
+        for name, column in (("ttft_ms", these.ttft), ("tpot_ms", these.tpot)):
+            known = 1e3 * column[good & ~np.isnan(column)]
             quantiles[name][task] = np.quantile(known, np.linspace(0, 1, POINTS)).tolist() if len(known) else []
-    firsts = {task: next(r for r in records if r.task == task and not r.offline) for task in tasks}
     targets = {
-        task: {"ttft_ms": _finite_ms(first.ttft_target), "tpot_ms": _finite_ms(first.tpot_target)}
-        for task, first in firsts.items()
+        task: {"ttft_ms": _finite_ms(ttft), "tpot_ms": _finite_ms(tpot)}
+        for task, (ttft, tpot) in sorted(these.targets.items())
     }
     return {"quantiles": quantiles, "targets": targets}
 

@@ -5,112 +5,167 @@ Attainment, times and series are of online requests; what offline ones got is to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.sim.cluster import Cluster, Sample
+from penstock.sim.cluster import Cluster, Sample, Use
 from penstock.sim.frontend import Record
+from penstock.sim.outcomes import Column, Outcomes, joined, outcomes_of
+from penstock.sim.slices import WHOLE, Slice
 
 PERCENTILES = (50, 90, 95, 99)
 BINS = 30  # of a task's attainment over time
 
 
-def kept(record: Record) -> bool:
-    """Whether a request that is over got all it asked for, within both of its targets."""
-    return not record.error and _in_time(record) and _at_pace(record)
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a simulation, or a slice of one, leaves behind. It can be sent to another process.
+
+    Attributes:
+        end: seconds from the start of the workload.
+        seconds: that it is about, up to its end.
+        events: that were simulated, also to warm up.
+        samples: (seconds, every instance's state).
+        instances: what each did in that time.
+        instance_seconds: that they were paid for in that time.
+    """
+
+    outcomes: Outcomes
+    end: float
+    seconds: float
+    events: int
+    samples: list[tuple[float, dict[str, Sample]]]
+    instances: dict[str, Use]
+    instance_seconds: float
 
 
-def summarise(cluster: Cluster) -> dict[str, Any]:
+def account_of(cluster: Cluster, part: Slice = WHOLE) -> Account:
+    """Of a simulation that is over."""
+    begin, end = part.begin - part.since, min(part.end - part.since, cluster.timeline.now)
+    judged = [record for record in cluster.records if record.number in cluster.judged]
+    samples = [(at, states) for at, states in cluster.samples if begin <= at and (part.last or at < end)]
+    return Account(
+        outcomes=outcomes_of(judged, part.since),
+        end=part.since + end,
+        seconds=end - begin,
+        events=cluster.timeline.happened,
+        samples=[(part.since + at, states) for at, states in samples],
+        instances=cluster.used(begin, end),
+        instance_seconds=sum(place.alive_seconds(begin, end) for place in cluster.places.values()),
+    )
+
+
+def joined_accounts(parts: Sequence[Account]) -> Account:
+    """Of all slices of a simulation, in order."""
+    return Account(
+        outcomes=joined([part.outcomes for part in parts]),
+        end=parts[-1].end,
+        seconds=sum(part.seconds for part in parts),
+        events=sum(part.events for part in parts),
+        samples=[sample for part in parts for sample in part.samples],
+        instances={
+            name: Use(*map(sum, zip(*(part.instances[name] for part in parts), strict=True)))
+            for name in parts[0].instances
+        },
+        instance_seconds=sum(part.instance_seconds for part in parts),
+    )
+
+
+def summarise(account: Account) -> dict[str, Any]:
     """Times in ms where the name says so, else in seconds. null where nothing was measured.
 
     `attainment`: share of requests that kept both targets; what failed did not. `duration`: from the start to the end.
     Percentiles are of requests that did not fail. `instance_seconds` is what it all costs.
     """
-    records, end = cluster.records, cluster.timeline.now
-    over = [record for record in records if record.ended is not None]
-    online = [record for record in over if not record.offline]
-    good = [record for record in online if not record.error]
-    received = sum(record.received for record in online)
+    these, end = account.outcomes, account.end
+    online = these.online
+    good = online & these.good
+    received = int(these.received[online].sum())
     return {
-        "failed": len(online) - len(good),
-        "errors": _errors(over),
-        **_service(online),
-        "ttft_attainment": _share([not r.error and _in_time(r) for r in online]),
-        "tpot_attainment": _share([not r.error and _at_pace(r) for r in online]),
-        "tasks": {
-            task: _service([record for record in online if record.task == task])
-            for task in sorted({record.task for record in online if record.task})
-        },
-        **offline_work(records, end),
+        "failed": int((online & ~these.good).sum()),
+        "errors": dict(Counter(these.error[these.over & ~these.good].tolist())),
+        **_service(these, online),
+        "ttft_attainment": _share(these.in_time[online] & these.good[online]),
+        "tpot_attainment": _share(these.at_pace[online] & these.good[online]),
+        "tasks": {task: _service(these, online & (these.task == task)) for task in _tasks(these)},
+        **offline_work(these, end),
         "duration": end,
-        "request_throughput": len(good) / end if end else None,
+        "request_throughput": int(good.sum()) / end if end else None,
         "output_tokens": received,
         "output_tokens_per_s": received / end if end else None,
-        "prompt_tokens": sum(record.prompt_tokens for record in over),
-        "reused_tokens": sum(record.cached_tokens for record in over),
-        "handed_over": sum(record.decode != record.prefill for record in good),
-        "recovered": sum(record.recoveries > 0 for record in good),
-        "regret": _regret(over),
-        "instance_seconds": sum(place.alive_seconds(end) for place in cluster.places.values()),
+        "prompt_tokens": int(these.prompt[these.over].sum()),
+        "reused_tokens": int(these.cached[these.over].sum()),
+        "handed_over": int(these.handed_over[good].sum()),
+        "recovered": int(these.recovered[good].sum()),
+        "regret": _regret(these),
+        "instance_seconds": account.instance_seconds,
         "instances": {
-            name: {"steps": place.steps, "busy_share": place.busy / end if end else None, "lives": place.lives}
-            for name, place in cluster.places.items()
+            name: {
+                "steps": use.steps,
+                "busy_share": use.busy / account.seconds if account.seconds else None,
+                "lives": use.lives,
+            }
+            for name, use in account.instances.items()
         },
-        "events": cluster.timeline.happened,
-        "timeline": _timeline(cluster.samples, records),
-        "series": by_second(online),
-        "tasks_over_time": tasks_over_time(online),
+        "events": account.events,
+        "timeline": _timeline(account.samples, these),
+        "series": by_second(these),
+        "tasks_over_time": tasks_over_time(these),
     }
 
 
-def offline_work(records: Sequence[Record], end: float) -> dict[str, Any]:
-    """What offline requests came to while there were online ones, all null when there were none.
+def offline_work(these: Outcomes, end: float) -> dict[str, Any]:
+    """What offline requests came to while there were online ones, all null when there were no offline ones.
 
     `offline_tokens_per_s` counts what was generated and what was read of prompts, of requests that were over by the
     last online one's end; the other two are its parts. What was found in a cache was not read.
     """
-    offline = [record for record in records if record.offline]
+    came = int(these.offline.sum())
     names = ("offline_tokens_per_s", "offline_generated_tokens_per_s", "offline_read_tokens_per_s")
-    if not offline:
+    if not came:
         return dict.fromkeys(("offline_requests", "offline_left", *names))
-    until = max((r.ended for r in records if r.ended is not None and not r.offline), default=end)
-    done = [r for r in offline if r.ended is not None and r.ended <= until and not r.error]
-    generated = sum(record.received for record in done)
-    read = sum(record.prompt_tokens - record.cached_tokens for record in done)
+    until = max(these.ended[these.online].tolist(), default=end)
+    done = these.offline & these.over & these.good & (these.ended <= until)
+    generated = int(these.received[done].sum())
+    read = int((these.prompt[done] - these.cached[done]).sum())
     rates = [tokens / until if until else None for tokens in (generated + read, generated, read)]
     return {
-        "offline_requests": len(done),
-        "offline_left": len(offline) - len(done),
+        "offline_requests": int(done.sum()),
+        "offline_left": came - int(done.sum()),
         **dict(zip(names, rates, strict=True)),
     }
 
 
-def by_second(records: Sequence[Record]) -> dict[str, list[int]]:
-    """Of the requests that came in each second, from the first on: how many there were, and how many kept their
+def by_second(these: Outcomes) -> dict[str, list[int]]:
+    """Of the online requests that came in each second, from the first on: how many there were, and how many kept their
     targets."""
-    seconds = np.array([int(record.arrival) for record in records], dtype=np.int64)
-    attained = np.array([kept(record) for record in records], dtype=bool)
+    seconds = these.arrival[these.online].astype(np.int64)
     count = int(seconds.max()) + 1 if len(seconds) else 0
     return {
         "arrivals": np.bincount(seconds, minlength=count).tolist(),
-        "attained": np.bincount(seconds[attained], minlength=count).tolist(),
+        "attained": np.bincount(seconds[these.kept[these.online]], minlength=count).tolist(),
     }
 
 
-def tasks_over_time(records: Sequence[Record]) -> dict[str, Any] | None:
+def tasks_over_time(these: Outcomes) -> dict[str, Any] | None:
     """By task, the share of those requests that kept their targets which came in each of `BINS` equal spans, null where
     none came; `seconds` is such a span's length. None unless there are several tasks."""
-    names = sorted({record.task for record in records if record.task})
+    names = _tasks(these)
     if len(names) < 2:
         return None
-    width = (max(record.arrival for record in records) or 1.0) / BINS
-    spans: dict[str, list[list[bool]]] = {name: [[] for _ in range(BINS)] for name in names}
-    for record in records:
-        if record.task:
-            spans[record.task][min(int(record.arrival / width), BINS - 1)].append(kept(record))
-    return {"seconds": width, "tasks": {name: [_share(flags) for flags in each] for name, each in spans.items()}}
+    width = float(these.arrival[these.online].max()) / BINS or 1.0 / BINS
+    span = np.minimum((these.arrival / width).astype(np.int64), BINS - 1)
+    return {
+        "seconds": width,
+        "tasks": {
+            name: [_share(these.kept[of & (span == number)]) for number in range(BINS)]
+            for name, of in ((name, these.online & (these.task == name)) for name in names)
+        },
+    }
 
 
 def request_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -138,56 +193,42 @@ def request_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _in_time(record: Record) -> bool:
-    return record.ttft is not None and record.ttft <= record.ttft_target
+def _tasks(these: Outcomes) -> list[str]:
+    """Of online requests that are over, those that have one."""
+    return sorted(set(these.task[these.online].tolist()) - {""})
 
 
-def _at_pace(record: Record) -> bool:
-    return record.tpot is None or record.tpot <= record.tpot_target
-
-
-def _service(records: Sequence[Record]) -> dict[str, Any]:
-    """How well requests that are over were served."""
-    good = [record for record in records if not record.error]
+def _service(these: Outcomes, of: Column) -> dict[str, Any]:
+    """How well requests that are over were served. Of: which; [requests]."""
+    good = of & these.good
     return {
-        "requests": len(records),
-        "attainment": _share([kept(record) for record in records]),
-        **_distribution("ttft", "ms", [record.ttft for record in good]),
-        **_distribution("tpot", "ms", [record.tpot for record in good]),
-        **_distribution("latency", "s", [r.ended - r.arrival for r in good if r.ended is not None]),
+        "requests": int(of.sum()),
+        "attainment": _share(these.kept[of]),
+        **_distribution("ttft", "ms", these.ttft[good]),
+        **_distribution("tpot", "ms", these.tpot[good]),
+        **_distribution("latency", "s", these.latency[good]),
     }
 
 
-def _share(flags: Sequence[bool]) -> float | None:
-    return sum(flags) / len(flags) if flags else None
+def _share(flags: Column) -> float | None:
+    return int(flags.sum()) / len(flags) if len(flags) else None
 
 
-def _distribution(name: str, unit: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
-    values = np.array([value for value in seconds if value is not None]) * (1e3 if unit == "ms" else 1)
+def _distribution(name: str, unit: str, seconds: Column) -> dict[str, float | None]:
+    values = seconds[~np.isnan(seconds)] * (1e3 if unit == "ms" else 1)
     found: dict[str, float | None] = {f"{name}_mean_{unit}": float(values.mean()) if len(values) else None}
     for p in PERCENTILES:
         found[f"{name}_p{p}_{unit}"] = float(np.percentile(values, p)) if len(values) else None
     return found
 
 
-def _regret(records: Sequence[Record]) -> dict[str, float]:
+def _regret(these: Outcomes) -> dict[str, float]:
     """By stage, how much worse the choice was than the best candidate, in the policy's own costs, on average."""
-    stages = sorted({stage for record in records for stage in record.costs})
-    return {
-        stage: float(np.mean([r.costs[stage][0] - r.costs[stage][1] for r in records if stage in r.costs]))
-        for stage in stages
-    }
+    known = {stage: column[these.over & ~np.isnan(column)] for stage, column in these.regret.items()}
+    return {stage: float(np.mean(column)) for stage, column in known.items() if len(column)}
 
 
-def _errors(records: Sequence[Record]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for record in records:
-        if record.error:
-            counts[record.error] = counts.get(record.error, 0) + 1
-    return counts
-
-
-def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], records: Sequence[Record]) -> dict[str, Any]:
+def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], these: Outcomes) -> dict[str, Any]:
     """Seconds; over them how many online and offline requests were without a place, how many instances each pool had,
     and for each instance the columns pool, running, waiting, used_blocks."""
     at = [moment for moment, _ in samples]
@@ -196,8 +237,8 @@ def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], records: Seque
     pools = sorted({state.pool for _, states in samples for state in states.values() if state.pool is not None})
     return {
         "at": at,
-        "queued": without_place([record for record in records if not record.offline], at),
-        "offline_queued": without_place([record for record in records if record.offline], at),
+        "queued": without_place(these, ~these.offline, at),
+        "offline_queued": without_place(these, these.offline, at),
         "pools": {
             pool: [sum(state.pool == pool for state in states.values()) for _, states in samples] for pool in pools
         },
@@ -208,9 +249,7 @@ def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], records: Seque
     }
 
 
-def without_place(records: Sequence[Record], at: Sequence[float]) -> list[int]:
-    """How many requests had come and were neither sent to an instance nor over, at each of these moments."""
-    came = np.sort([record.arrival for record in records])
-    placed = (record.ended if record.launched is None else record.launched for record in records)
-    went = np.sort([moment for moment in placed if moment is not None])
+def without_place(these: Outcomes, of: Column, at: Sequence[float]) -> list[int]:
+    """How many of some requests had come and were neither sent to an instance nor over, at each of these moments."""
+    came, went = np.sort(these.arrival[of]), np.sort(these.placed[of & ~np.isnan(these.placed)])
     return (np.searchsorted(came, at, side="right") - np.searchsorted(went, at, side="right")).tolist()

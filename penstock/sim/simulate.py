@@ -6,17 +6,21 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from penstock.core.errors import ConfigError
 from penstock.sched.cluster import Random
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import Record
-from penstock.sim.result import kept, summarise
+from penstock.sim.outcomes import kept
+from penstock.sim.result import Account, account_of, joined_accounts, summarise
 from penstock.sim.scenario import Scenario
+from penstock.sim.slices import WHOLE, Slice
 from penstock.sim.traffic import make_traffic
 from penstock.sim.workload import SLO
 from penstock.workload.requests import WorkRequest
@@ -39,7 +43,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
 def simulate(
     scenario: Scenario,
     variant: str,
@@ -67,25 +70,102 @@ def simulate(
     Raises:
         ConfigError: the variant or the workload cannot be had.
     """
+    done, cluster = _simulate(
+        scenario, variant, trace, rng, WHOLE, seed, scale, allowed_misses, progress, strides=strides
+    )
+    return result_of([done], variant, seed=seed, scale=scale), cluster
+
+
+def simulate_slice(
+    scenario: Scenario,
+    variant: str,
+    trace: Sequence[WorkRequest] | None,
+    rng: Random,
+    part: Slice,
+    *,
+    seed: int,
+    scale: float,
+    progress: Callable[[int, int], None] = lambda ended, total: None,
+) -> Simulated:
+    """Run a slice of it to the end of its last request.
+
+    Args:
+        rng: made of `seed` and the slice's number.
+        progress: told how many requests are over of those that it sees, and of how many at most.
+
+    Raises:
+        ConfigError: the variant or the workload cannot be had, or cannot be had in slices.
+    """
+    check_sliceable(scenario)
+    return _simulate(scenario, variant, trace, rng, part, seed, scale, None, progress)[0]
+
+
+def check_sliceable(scenario: Scenario) -> None:
+    """Raises ConfigError where what happens depends on all that came before."""
+    for field, given in (("workload.offline", scenario.workload.offline), ("failures", scenario.failures)):
+        if given:
+            raise ConfigError(f"--slices: not with {field}, whose traces outlast a slice", "--slices")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A slice of a simulation.
+
+    Attributes:
+        native_rate, cut: see `Traffic`.
+        complete: whether it was not given up.
+    """
+
+    account: Account
+    native_rate: float
+    cut: int
+    complete: bool
+
+
+def result_of(parts: Sequence[Simulated], variant: str, *, seed: int, scale: float) -> dict[str, Any]:
+    """Of all slices of a simulation, in order."""
+    native_rate = parts[0].native_rate
+    return {
+        "policy": variant,
+        "seed": seed,
+        "scale": scale,
+        "rate": native_rate * scale if math.isfinite(native_rate) else None,
+        "complete": all(part.complete for part in parts),
+        "cut": sum(part.cut for part in parts),
+        **summarise(joined_accounts([part.account for part in parts])),
+    }
+
+
+@_uncollected()
+def _simulate(
+    scenario: Scenario,
+    variant: str,
+    trace: Sequence[WorkRequest] | None,
+    rng: Random,
+    part: Slice,
+    seed: int,
+    scale: float,
+    allowed_misses: float | None,
+    progress: Callable[[int, int], None],
+    *,
+    strides: bool = True,
+) -> tuple[Simulated, Cluster]:
     policy, groups = scenario.choose(variant)
     longest = min(group.max_model_len for group in groups)
-    traffic = make_traffic(
-        scenario.workload,
-        trace,
-        np.random.default_rng((seed, TRAFFIC_STREAM)),
-        scale=scale,
-        max_model_len=longest,
-    )
+    traffic_rng = np.random.default_rng((seed, TRAFFIC_STREAM))
+    traffic = make_traffic(scenario.workload, trace, traffic_rng, scale=scale, max_model_len=longest, part=part)
     requests = traffic.requests
+    slice_stream = (part.number,) if part.number else ()
     cluster = Cluster(
         scenario,
         groups,
         BUNDLES[policy].make(_circumstances(scenario)),
         requests,
         rng,
-        lambda number: np.random.default_rng((seed, NOISE_STREAM, number)),
+        lambda number: np.random.default_rng((seed, NOISE_STREAM, number, *slice_stream)),
         pacing=BUNDLES[policy].pacing,
         strides=strides,
+        judged=traffic.judged,
     )
     missed = 0
     online = sum(not request.offline for request in requests)
@@ -97,19 +177,17 @@ def simulate(
         progress(cluster.ended, len(requests))
         return missed > allowed
 
-    cluster.run(sample_every=max(requests[-1].at / SAMPLES, 0.1), notice=notice)
-    result = {
-        "policy": variant,
-        "seed": seed,
-        "scale": scale,
-        "rate": traffic.native_rate * scale if math.isfinite(traffic.native_rate) else None,
-        "complete": cluster.over,
-        "cut": traffic.cut,
-        **summarise(cluster),
-    }
+    apart = requests[-1].at / SAMPLES if part.of == 1 else part.length / max(1, round(SAMPLES / part.of))
+    cluster.run(
+        sample_every=max(apart, 0.1),
+        notice=notice,
+        since=part.begin - part.since,
+        until=part.end - part.since,
+    )
+    done = Simulated(account_of(cluster, part), traffic.native_rate, traffic.cut, cluster.over)
     cluster.settle(scenario.transport.lease)
     cluster.check()
-    return result, cluster
+    return done, cluster
 
 
 def _circumstances(scenario: Scenario) -> Circumstances:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
+from penstock.sim.slices import WHOLE, Slice
 from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
-from penstock.workload.arrivals import poisson_times, with_tide
+from penstock.workload.arrivals import before_tide, poisson_times, with_tide
 from penstock.workload.lengths import Empirical, Independent, LengthPairs, LogNormal, log_normal
 from penstock.workload.requests import (
     WorkRequest,
@@ -26,6 +28,7 @@ from penstock.workload.requests import (
 )
 from penstock.workload.synthetic import synthesise
 
+ROUNDING = 1e-3  # seconds, far more than it can be
 CHAT_BLOCKS = 2  # blocks of a prompt that only the next turn of its chat repeats; the first may be everybody's
 
 
@@ -35,11 +38,13 @@ class Traffic:
     Attributes:
         requests: online and offline ones in order of arrival, numbered by it.
         native_rate: requests per second before scaling, of what the scale is a factor on; inf when all come at once.
-        cut: requests that were made to fit the model's length.
+        judged: numbers of those that the slice is about.
+        cut: of these, requests that were made to fit the model's length.
     """
 
     requests: list[WorkRequest]
     native_rate: float
+    judged: range
     cut: int
 
 
@@ -50,34 +55,45 @@ def make_traffic(
     *,
     scale: float,
     max_model_len: int,
+    part: Slice = WHOLE,
 ) -> Traffic:
     """
     Args:
         trace: what was read from `workload.trace`, or from another file in place of whatever the workload has.
         scale: factor on the native rate of what the workload varies.
+        part: whose requests are wanted, with times from its beginning on. All slices together are about the requests
+            that the whole is, of equal lengths at equal times.
 
     Raises:
         ConfigError: nothing is left of the trace, or it has no rate.
     """
+    assert part.of == 1 or workload.offline is None, part
     spread_rng, synthetic_rng, task_rng, offline_rng = rng.spawn(4)
     offline_varies = workload.vary == "offline"
     online_scale = workload.rate_scale if offline_varies else scale
+    span = _span(workload, part)
     if trace is None and workload.tasks:
-        online, rate = _mix(workload, online_scale, task_rng)
+        online, rate = _mix(workload, online_scale, task_rng, span)
     else:
         if trace is None:
             assert workload.synthetic is not None
             trace = _synthesise(workload.synthetic, synthetic_rng)
         elif workload.spread:
             trace = spread_ticks(trace, workload.spread, spread_rng)
-        online, rate = _replayed(workload, trace, online_scale)
-        online = _judged(workload, online, task_rng)
-    if not online:
+        online, rate, left_out = _replayed(workload, trace, online_scale, span)
+        online = _judged(workload, online, task_rng, left_out)
+    if not online and part.of == 1:
         raise ConfigError(f"workload: no request comes at {online_scale:g} times its rate", "workload")
     if workload.tide is not None:
         assert workload.duration is not None
         moved = with_tide(np.array([work.at for work in online]), workload.duration, workload.tide)
         online = [replace(work, at=float(at)) for work, at in zip(online, moved, strict=True)]
+    if part.of > 1:
+        online = [work for work in online if part.since <= work.at < part.until]
+    times = [work.at for work in online]
+    judged = range(bisect_left(times, part.begin), bisect_left(times, part.end))
+    if part.since:
+        online = [replace(work, at=work.at - part.since) for work in online]
     if workload.chats:
         online = follow_chats(_numbered(online), CHAT_BLOCKS)
     requests = online
@@ -88,8 +104,21 @@ def make_traffic(
         if offline_varies:
             assert workload.offline.rate is not None
             rate = workload.offline.rate
+        judged = range(len(requests))
     fitting, cut = limit_context(_numbered(requests), max_model_len)
-    return Traffic(fitting, rate, cut)
+    if part.of > 1:
+        cut = limit_context(requests[judged.start : judged.stop], max_model_len)[1]
+    return Traffic(fitting, rate, judged, cut)
+
+
+def _span(workload: Workload, part: Slice) -> tuple[float, float]:
+    """[from, to) seconds, before a tide moves them, outside of which nothing comes that the slice sees."""
+    since, until = part.since, part.until
+    if workload.tide is not None:
+        assert workload.duration is not None
+        ends = np.array([since, min(until, workload.duration)])
+        since, until = before_tide(ends, workload.duration, workload.tide).tolist()
+    return since - ROUNDING, until + ROUNDING
 
 
 def _numbered(requests: Sequence[WorkRequest]) -> list[WorkRequest]:
@@ -99,8 +128,10 @@ def _numbered(requests: Sequence[WorkRequest]) -> list[WorkRequest]:
 # --- recorded requests, and those of `synthesise`
 
 
-def _replayed(workload: Workload, trace: Sequence[WorkRequest], scale: float) -> tuple[list[WorkRequest], float]:
-    """(requests at the scaled rate, their native rate)."""
+def _replayed(
+    workload: Workload, trace: Sequence[WorkRequest], scale: float, span: tuple[float, float]
+) -> tuple[list[WorkRequest], float, int]:
+    """(requests of the span at the scaled rate, their native rate, how many come before the span)."""
     rest = between(trace, workload.start)
     if not rest:
         raise ConfigError(f"workload.start: {workload.start:g} s, no request comes after that", "start")
@@ -111,25 +142,30 @@ def _replayed(workload: Workload, trace: Sequence[WorkRequest], scale: float) ->
     if workload.duration is not None:
         if math.isinf(native):
             raise ConfigError("workload.duration: given, and all requests come at once: there is no rate to keep up")
-        rest = _repeated(rest, workload.duration * scale, 1 / native)
-    return scale_rate(rest, scale), native
+        rest, earlier = _repeated(rest, 1 / native, span[0] * scale, min(workload.duration, span[1]) * scale)
+    else:
+        earlier = sum(work.at / scale < span[0] for work in rest)
+        rest = [work for work in rest[earlier:] if work.at / scale < span[1]]
+    return scale_rate(rest, scale), native, earlier
 
 
-def _repeated(requests: Sequence[WorkRequest], duration: float, gap: float) -> list[WorkRequest]:
-    """What arrives in so many seconds when the requests come again and again, `gap` seconds after the last one. Shared
-    prefixes are new ones each time: nobody asks all the same questions again."""
+def _repeated(requests: Sequence[WorkRequest], gap: float, since: float, until: float) -> tuple[list[WorkRequest], int]:
+    """What arrives in [since, until) seconds when the requests come again and again, `gap` seconds after the last one,
+    and how many came before. Shared prefixes are new ones each time: nobody asks all the same questions again."""
     lap = requests[-1].at + gap
     blocks = 1 + max((max(work.prefix) for work in requests if work.prefix), default=0)
     found: list[WorkRequest] = []
-    turn = 0
-    while turn * lap < duration:
+    turn = max(0, int(since / lap))
+    earlier = turn * len(requests)
+    while turn * lap < until:
+        earlier += sum(work.at + turn * lap < since for work in requests)
         found += [
             replace(work, at=work.at + turn * lap, prefix=tuple(block + turn * blocks for block in work.prefix))
             for work in requests
-            if work.at + turn * lap < duration
+            if since <= work.at + turn * lap < until
         ]
         turn += 1
-    return found
+    return found, earlier
 
 
 def _synthesise(synthetic: Synthetic, rng: np.random.Generator) -> list[WorkRequest]:
@@ -148,13 +184,15 @@ def _synthesise(synthetic: Synthetic, rng: np.random.Generator) -> list[WorkRequ
     )
 
 
-def _judged(workload: Workload, requests: Sequence[WorkRequest], rng: np.random.Generator) -> list[WorkRequest]:
-    """With the targets of the workload, or each as one of its tasks."""
+def _judged(
+    workload: Workload, requests: Sequence[WorkRequest], rng: np.random.Generator, left_out: int
+) -> list[WorkRequest]:
+    """With the targets of the workload, or each as one of its tasks, drawn in order after those that are left out."""
     if not workload.tasks:
         targets = _targets(workload.slo)
         return [replace(work, **targets) for work in requests]
     rates = np.array([task.rate for task in workload.tasks])
-    which = rng.choice(len(rates), size=len(requests), p=rates / rates.sum())
+    which = rng.choice(len(rates), size=left_out + len(requests), p=rates / rates.sum())[left_out:]
     fields = [_fields(task) for task in workload.tasks]
     return [replace(work, **fields[i]) for work, i in zip(requests, which, strict=True)]
 
@@ -162,15 +200,17 @@ def _judged(workload: Workload, requests: Sequence[WorkRequest], rng: np.random.
 # --- a mix of tasks
 
 
-def _mix(workload: Workload, scale: float, rng: np.random.Generator) -> tuple[list[WorkRequest], float]:
-    """(requests at the scaled rate, their native rate with every task there)."""
+def _mix(
+    workload: Workload, scale: float, rng: np.random.Generator, span: tuple[float, float]
+) -> tuple[list[WorkRequest], float]:
+    """(requests of the span at the scaled rate, their native rate with every task there)."""
     assert workload.duration is not None
     requests: list[WorkRequest] = []
     for task, task_rng in zip(workload.tasks, rng.spawn(len(workload.tasks)), strict=True):
         left = workload.duration - task.start
         seconds = left if task.duration is None else min(task.duration, left)
         lengths = _lengths(task)
-        requests += _arriving(task.rate * scale, seconds, lengths, task_rng, start=task.start, **_fields(task))
+        requests += _arriving(task.rate * scale, seconds, lengths, task_rng, task.start, span, **_fields(task))
     return sorted(requests, key=lambda work: work.at), sum(task.rate for task in workload.tasks)
 
 
@@ -209,19 +249,32 @@ def _offline(
 
 
 def _arriving(
-    rate: float, seconds: float, lengths: LengthPairs, rng: np.random.Generator, *, start: float = 0.0, **fields: Any
+    rate: float,
+    seconds: float,
+    lengths: LengthPairs,
+    rng: np.random.Generator,
+    start: float = 0.0,
+    span: tuple[float, float] = (0.0, math.inf),
+    **fields: Any,
 ) -> list[WorkRequest]:
-    """As a Poisson process. The same generator state gives the same requests at every rate, and only their number and
-    times differ."""
+    """Those of the span, of a Poisson process. The same generator state gives the same requests at every rate, and only
+    their number and times differ."""
     arrival_rng, length_rng = rng.spawn(2)
-    return _requests(start + poisson_times(rate, seconds, arrival_rng), lengths, length_rng, **fields)
+    times = start + poisson_times(rate, seconds, arrival_rng)
+    return _requests(times, lengths, length_rng, span, **fields)
 
 
 def _requests(
-    times: npt.NDArray[np.float64], lengths: LengthPairs, rng: np.random.Generator, **fields: Any
+    times: npt.NDArray[np.float64],
+    lengths: LengthPairs,
+    rng: np.random.Generator,
+    span: tuple[float, float] = (0.0, math.inf),
+    **fields: Any,
 ) -> list[WorkRequest]:
-    prompt, output = lengths.draw(len(times), rng)
+    """Those of the span, whose times are ascending."""
+    drawn = [times, *lengths.draw(len(times), rng)]
+    low, high = np.searchsorted(times, span)
     return [
         WorkRequest(number=0, at=float(at), prompt_tokens=int(p), output_tokens=int(o), **fields)
-        for at, p, o in zip(times, prompt, output, strict=True)
+        for at, p, o in zip(*(column[low:high] for column in drawn), strict=True)
     ]

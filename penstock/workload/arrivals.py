@@ -50,9 +50,19 @@ def with_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: f
     The day takes `duration`: the rate is 1 - a * cos(2 pi t / duration) of what it was, so it is lowest at both ends
     and highest in the middle, by a factor of `peak_to_trough` (at least 1).
     """
+    clock, come = _tide(duration, peak_to_trough)
+    return np.interp(times, come, clock)
+
+
+def before_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: float) -> npt.NDArray[np.float64]:
+    """Where `with_tide` took these times from, but for rounding; all that lie in [0, duration]."""
+    clock, come = _tide(duration, peak_to_trough)
+    return np.interp(times, clock, come)
+
+
+def _tide(duration: float, peak_to_trough: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(moments of the day, how far the arrivals have come by each: the integral of the rate)."""
     assert peak_to_trough >= 1, f"peak to trough {peak_to_trough}"
     swing = (peak_to_trough - 1) / (peak_to_trough + 1)
     clock = np.linspace(0.0, duration, 16_385)
-    # how far the arrivals have come by each of these moments: the integral of the rate
-    come = clock - swing * duration / (2 * math.pi) * np.sin(2 * math.pi * clock / duration)
-    return np.interp(times, come, clock)
+    return clock, clock - swing * duration / (2 * math.pi) * np.sin(2 * math.pi * clock / duration)

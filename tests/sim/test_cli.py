@@ -27,23 +27,6 @@ FIELDS = {
 }
 
 
-@pytest.fixture
-def scenario(tmp_path):
-    rows = [f"{i * 0.05:.2f},300,{5 + i % 40}" for i in range(200)]
-    (tmp_path / "small.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
-    file = tmp_path / "scenario.yaml"
-    file.write_text(
-        dedent("""
-        workload: {trace: small.csv}
-        slo: {ttft-ms: 100, tpot-ms: 20}
-        engine: {max-model-len: 2048, max-num-seqs: 16}
-        instances: [{count: 2}]
-        layouts: {split: [{pool: prefill}, {pool: decode}]}
-        """)
-    )
-    return file
-
-
 def test_run_writes_a_result_that_is_the_same_again(scenario, tmp_path, capsys):
     outs = [tmp_path / "a.json", tmp_path / "b.json"]
     for out in outs:

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from penstock.sim.outcomes import outcomes_of
 from penstock.sim.report import compare_page, compare_rows, curves, run_page
 from penstock.sim.svg import Axis, Bar, Line, Mark, Strip, bar_chart, line_chart, short, strip_chart
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
@@ -50,7 +51,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def split_run():
     result, cluster = run(read(WORKLOAD, SPLIT))
-    return result | curves(cluster.records)
+    return result | curves(outcomes_of(cluster.records))
 
 
 def test_a_run_has_every_figure(split_run):

@@ -10,6 +10,7 @@ import pytest
 from penstock.cli.sim import make_tables
 from penstock.core.errors import ConfigError
 from penstock.sim.scenario import parse
+from penstock.sim.slices import WHOLE, cut
 from penstock.sim.traffic import make_traffic
 from penstock.sim.workload import SLO, Offline, Task, Workload
 from penstock.workload.requests import WorkRequest
@@ -40,8 +41,9 @@ def offline(**changes):
     return Offline(**{"rate": None, "backlog": None, "like_online": False} | lengths | changes)
 
 
-def traffic(trace, scale=1.0, model_len=1000, seed=0, **changes):
-    return make_traffic(workload(**changes), trace, np.random.default_rng(seed), scale=scale, max_model_len=model_len)
+def traffic(trace, scale=1.0, model_len=1000, seed=0, part=WHOLE, **changes):
+    rng = np.random.default_rng(seed)
+    return make_traffic(workload(**changes), trace, rng, scale=scale, max_model_len=model_len, part=part)
 
 
 TRACE = [work(i, at=float(i), prefix=(i,), block=4) for i in range(5)]
@@ -184,6 +186,48 @@ def test_chats_are_found_in_prefixes():
     assert chats[0] == chats[2] == chats[4]
     assert chats[1] == chats[3] != chats[0]
     assert {r.chat for r in traffic(trace).requests} == {""}
+
+
+# --- slices
+
+SLICED = {
+    "once": {"duration": None},
+    "repeated": {"duration": 33.0},
+    "later": {"duration": 33.0, "start": 2.0},
+    "tidal": {"duration": 33.0, "tide": 5.0},
+    "spread": {"duration": 33.0, "spread": 1.0},
+    "tasks": {"duration": 33.0, "tasks": (*MIX, task("late", 2.0, start=20.0, duration=5.0))},
+    "tidal tasks": {"duration": 33.0, "tasks": MIX, "tide": 3.0},
+}
+
+
+def as_in_the_whole(request, since):
+    """But for its number, and rounding of its time."""
+    return (round(request.at + since, 9), *(getattr(request, f) for f in request.__struct_fields__[2:]))
+
+
+@pytest.mark.parametrize("warm_up", [0.0, 0.5, 7.0, 100.0])
+@pytest.mark.parametrize(
+    ("name", "recorded"), [*((name, True) for name in SLICED), ("tasks", False), ("tidal tasks", False)]
+)
+def test_slices_are_about_the_requests_of_the_whole(name, recorded, warm_up):
+    changes = SLICED[name]
+    trace = [work(i, at=i**2 / 10, prompt=10 + i, output=995 if i % 3 else 5) for i in range(15)] if recorded else None
+    whole = traffic(trace, scale=1.7, **changes)
+    everybody = [as_in_the_whole(request, 0.0) for request in whole.requests]
+    seen, cut_short = [], 0
+    for part in cut(changes["duration"] or whole.requests[-1].at, 6, warm_up):
+        made = traffic(trace, scale=1.7, part=part, **changes)
+        assert made.native_rate == whole.native_rate
+        assert [r.number for r in made.requests] == list(range(len(made.requests)))
+        rows = [as_in_the_whole(request, part.since) for request in made.requests]
+        seen += rows[made.judged.start : made.judged.stop]
+        cut_short += made.cut
+        around = [row for row in everybody if part.since <= row[0] < part.until]
+        assert rows == around
+    assert seen == everybody
+    assert cut_short == whole.cut
+    assert whole.judged == range(len(whole.requests))
 
 
 # --- the scenarios that are kept
