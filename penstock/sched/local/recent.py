@@ -3,9 +3,11 @@ snapshot carries to the master; and what steps take beside what was predicted.""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import sub
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.plan import StepPlan
@@ -132,24 +134,33 @@ class Recent:
         Returns:
             Whether `times` has changed.
         """
+        learner, start, learned = self.learner, 0, False
         prefills, decodes, kv_tokens, rows = plan.work
-        learner, learned = self.learner, False
-        last, interval = self._last_step, self.interval_ms
-        for i, end in enumerate(ends, after):
-            took = end - began
-            if last is not None and decodes:
-                # from the end of one step to the end of the next, or what the step took after a pause
-                gap = end - last if end - last < 2 * took else 2 * took
-                interval = _mean(interval, gap * 1e3)
-            if learner is not None and end >= self._learn_at:
-                self._learn_at = end + (CHECK_EVERY if learner.settled else LEARN_EVERY)
-                learner.observe(prefills, decodes, kv_tokens + i * decodes, rows, took * 1e3)
+        while start < len(ends):
+            learn = len(ends) if learner is None else bisect_left(ends, self._learn_at, start)
+            stop = min(learn + 1, len(ends))
+            if decodes:
+                self._note_intervals(began, ends[start:stop])
+            last_began, began = ends[stop - 2] if stop - start > 1 else began, ends[stop - 1]
+            self._last_step = began
+            if learner is not None and learn < len(ends):
+                self._learn_at = began + (CHECK_EVERY if learner.settled else LEARN_EVERY)
+                kv_tokens_then = kv_tokens + (after + learn) * decodes
+                learner.observe(prefills, decodes, kv_tokens_then, rows, (began - last_began) * 1e3)
                 learned = True
-            last = began = end
-        self._last_step, self.interval_ms = last, interval
+            start = stop
         if learner is not None and learned:
             self.factors = learner.factors
         return learned
+
+    def _note_intervals(self, began: float, ends: Sequence[float]) -> None:
+        """From the end of one step to the end of the next, or twice what the step took where there was a pause."""
+        last, mean = self._last_step, self.interval_ms
+        gaps = [] if last is None else [min(ends[0] - last, 2 * (ends[0] - began))]
+        gaps += map(sub, ends[1:], ends)
+        for gap in gaps:
+            mean = gap * 1e3 if mean is None else mean + WEIGHT * (gap * 1e3 - mean)
+        self.interval_ms = mean
 
 
 def _mean(before: float | None, value: float) -> float:
