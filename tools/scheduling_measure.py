@@ -185,7 +185,7 @@ def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str
         if one.of.changed:
             content = yaml.safe_load((ROOT / scenario).read_text(encoding="utf-8"))
             one.of.change(content)
-            scenario = Path(folder) / scenario.name
+            scenario = Path(folder) / f"{scenario.stem}.{one.of.changed}.yaml"
             scenario.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         written = Path(folder) / "result.json"
         command = [sys.executable, "-m", "penstock.cli.main", "sim", "compare", str(scenario)]
@@ -201,7 +201,8 @@ def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str
             return done.stderr.strip().rpartition("\n")[2] or f"it ended with {done.returncode}"
         one.target.parent.mkdir(parents=True, exist_ok=True)
         beside = one.target.with_suffix(".part")
-        beside.write_bytes(written.read_bytes())
+        document = written.read_text(encoding="utf-8")
+        beside.write_text(document.replace(f"{folder}/", ""), encoding="utf-8")  # it was there for the time being
         beside.replace(one.target)
     return ""
 

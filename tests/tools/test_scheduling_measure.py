@@ -81,7 +81,8 @@ def simulated(monkeypatch):
         calls.append((given["--policies"], int(given["--seeds"]), "--resume" in given))
         if given["--policies"] == "hfx":
             return subprocess.CompletedProcess(command, 2, stderr="one\npenstock: no\n")
-        Path(given["--json"]).write_text(json.dumps({"seeds": list(range(int(given["--seeds"])))}))
+        seeds = list(range(int(given["--seeds"])))
+        Path(given["--json"]).write_text(json.dumps({"scenario": command[5], "seeds": seeds}))
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", compare)
@@ -102,6 +103,12 @@ def test_everything_gets_a_seed_before_anything_gets_the_next(simulated, tmp_pat
     simulated.clear()
     assert measure(every, 3, 1, None, again=True) == 1
     assert len(simulated) == 7
+
+
+def test_no_result_tells_where_a_changed_scenario_was_for_the_time_being(simulated, tmp_path):
+    (one,) = measurements(tmp_path, ["roles-azure-code.half-speed.rates.xllm"])
+    assert measure([one], 1, 1, None) == 0
+    assert json.loads(one.target.read_text())["scenario"] == "roles-azure-code.half-speed.yaml"
 
 
 def test_what_there_is_can_be_listed(capsys):
