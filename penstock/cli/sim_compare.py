@@ -14,7 +14,7 @@ from penstock.bench.document import check_writable
 from penstock.cli.options import Option, integer, number, words
 from penstock.cli.sim import Given, as_json, make_progress, read_given, write
 from penstock.cli.sim_resume import Earlier, read_earlier
-from penstock.cli.sim_workers import Offered, Run, Workers, layout_of
+from penstock.cli.sim_workers import Offered, Run, Workers, layout_of, scales
 from penstock.core.errors import ConfigError
 from penstock.service.bundles import BUNDLES
 from penstock.sim.report import compare_page, compare_rows, figure_of, run_page
@@ -151,16 +151,16 @@ async def _compare(workers: Workers, bars: Progress, wanted: Wanted) -> tuple[di
 
 
 class _Bounds:
-    """What nobody can do better than, once for each layout and seed."""
+    """What nobody can do better than, once for each layout and seed, with scaling and without."""
 
     def __init__(self, workers: Workers, bars: Progress) -> None:
         self._workers, self._bars = workers, bars
         self._bar: TaskID | None = None
-        self._found: dict[tuple[str, int], asyncio.Task[float | None]] = {}
+        self._found: dict[tuple[str, bool, int], asyncio.Task[float | None]] = {}
 
     def of(self, variant: str, seed: int) -> asyncio.Task[float | None]:
         """In requests/s; begun when it is first asked for."""
-        key = (layout_of(variant), seed)
+        key = (layout_of(variant), scales(variant), seed)
         if key not in self._found:
             if self._bar is None:
                 self._bar = self._bars.add_task("bound", total=0)

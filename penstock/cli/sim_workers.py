@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.cli.sim import Given, simulate_given
 from penstock.core.errors import ConfigError
+from penstock.service.bundles import BUNDLES
 from penstock.sim.bound import bound_scale
 from penstock.sim.outcomes import outcomes_of
 from penstock.sim.report import curves
@@ -71,8 +72,14 @@ class Offered:
 
 
 def layout_of(variant: str) -> str:
-    """Of two variants with the same one, the traffic and the bound are the same."""
+    """Of two variants with the same one, the traffic is the same."""
     return variant.partition("@")[2].replace("_", "-")
+
+
+def scales(variant: str) -> bool:
+    """Whether it has more instances when it wants them. Of two variants that both do or do not, with the same layout,
+    the bound is the same."""
+    return BUNDLES[variant.partition("@")[0]].scales
 
 
 class _Unwanted(Exception):
@@ -108,13 +115,14 @@ def _look(variant: str, seed: int) -> Offered:
 
 
 def _bound(variant: str, seed: int) -> float | None:
-    """The greatest scale that anybody could keep up with; None when there is none."""
+    """The greatest scale that anybody could keep up with who has the same instances: if the policy scales, as many as
+    there may be. None when there is none."""
     assert _given is not None
     scenario = _given.scenario
     _, groups = scenario.choose(variant)
     found = bound_scale(
         lambda scale: _traffic(variant, seed, scale).requests,
-        _most(scenario, groups),
+        _most(scenario, groups) if scales(variant) else groups,
         scenario.target,
         max_tokens=scenario.workload.max_tokens,
     )

@@ -71,6 +71,17 @@ def compare(scenario, *flags):
     return main(["sim", "compare", str(scenario), "--traces", str(scenario.parent), *flags])
 
 
+def test_the_bound_is_over_the_instances_that_a_policy_may_have(scenario, tmp_path):
+    out = tmp_path / "out.json"
+    content = scenario.read_text().replace("small.csv}", "small.csv, duration: 0.7, most-scale: 40}")
+    scenario.write_text(content + "scaling: {least: 2, most: 6, start-seconds: 1}\n")
+    assert compare(scenario, "--policies", "hfx,hfx_scaling", "--json", str(out)) == 0
+    fixed, scaled = json.loads(out.read_text())["policies"].values()
+    assert scaled["bound_rate"] == pytest.approx(3 * fixed["bound_rate"], rel=0.05)
+    for row in (fixed, scaled):
+        assert row["share_of_bound"] == pytest.approx(row["max_rate_90"] / row["bound_rate"])
+
+
 def test_compare_finds_the_greatest_rate_of_each_policy(scenario, tmp_path, capsys):
     out, page, folder = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "kept"
     flags = ["--policies", "least_loaded,round_robin@split", "--jobs", "2", "--seeds", "2"]
