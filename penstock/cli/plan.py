@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Option, integer, number, one_of
+from penstock.cli.processes import lost_processes
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -334,6 +335,7 @@ def _judge(groups: tuple[Group, ...], policy: str) -> Verdict:
     return Verdict(bool(result["complete"]) and result["attainment"] >= problem.target, bound, small)
 
 
+@lost_processes()
 def _simulate_all(search: Search, problem: Problem, jobs: int, console: Any) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.bench.document import check_writable
 from penstock.cli.options import Option, integer, number, words
+from penstock.cli.processes import lost_processes
 from penstock.cli.sim import Given, as_json, make_progress, read_given, write
 from penstock.cli.sim_resume import Earlier, read_earlier
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of, scales
@@ -45,6 +46,7 @@ FIELDS = {  # of a policy, and what they are called in the result of one simulat
 }
 
 
+@lost_processes()
 def compare(args: argparse.Namespace) -> int:
     """Search for each policy, or simulate given rates. Raises ConfigError before anything is written."""
     from rich.console import Console

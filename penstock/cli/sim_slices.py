@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.cli.deployment import between
 from penstock.cli.options import Option, integer
+from penstock.cli.processes import lost_processes
 from penstock.cli.sim import Given, make_progress
 from penstock.core.errors import ConfigError
 from penstock.sim.outcomes import Outcomes, joined
@@ -68,6 +69,7 @@ def _seconds(given: Given, variant: str, scale: float) -> float:
     return seconds
 
 
+@lost_processes()
 def _simulate_all(
     given: Given, parts: list[Slice], variant: str, scale: float, jobs: int, console: Console
 ) -> list[Simulated]:

@@ -1,7 +1,10 @@
 """A simulation in slices comes to what the whole comes to."""
 
 import json
+import multiprocessing
+import os
 import random
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from math import inf
 from textwrap import dedent
@@ -11,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import main
+from penstock.cli.processes import lost_processes
+from penstock.core.errors import PenstockError
 from penstock.sim.simulate import result_of, simulate_slice
 from penstock.sim.slices import cut
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
@@ -113,6 +118,16 @@ def test_the_number_of_processes_does_not_show(scenario, tmp_path, capsys):
     assert result["slices"] == {"count": 3, "warm_up": 2.0}
     assert "200 requests" in page.read_text()
     assert "100.0% of 200 requests" in capsys.readouterr().out
+
+
+def test_a_process_that_is_killed_is_said_in_a_line():
+    @lost_processes()
+    def work():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            pool.submit(os._exit, 1).result()
+
+    with pytest.raises(PenstockError, match="was killed"):
+        work()
 
 
 @pytest.mark.parametrize(
