@@ -117,7 +117,7 @@ class Ladder:
             near: a rung that is likely to be near, from another seed.
         """
         if near is not None or short >= 1:
-            edge = await _Edge(self, 1.0, first=DOUBLING if near is None else 2).find(near or 0)
+            edge = await _Edge(self, 1.0, first=DOUBLING if near is None else 1).find(near or 0)
         else:
             rough = await _Edge(self, short, first=DOUBLING, width=ROUGH).find(0)
             begin = rough.missed if rough.kept is None else rough.kept
