@@ -7,7 +7,6 @@ costs less is left to try.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -19,21 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Option, integer, number, one_of
+from penstock.cli.plan_report import (
+    HOPELESS,
+    PARALLEL,
+    deployment_text,
+    explained,
+    plan_rows,
+    plan_table,
+    summary,
+    write_plan,
+)
 from penstock.cli.processes import lost_processes
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.sim.plan import Candidate, Estimate, Kind, Search, Verdict
+    from penstock.sim.plan import Candidate, Kind, Search, Verdict
     from penstock.sim.scenario import Group, Scenario
     from penstock.workload.requests import WorkRequest
 
 # of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
 PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "l40s": 0.9, "l4": 0.5}
 SIZES = (1, 2, 4, 8)  # devices that a layer is spread over
-PARALLEL = "tensor-parallel-size"  # the engine's option for it
-HOPELESS = 4  # times the misses that are allowed; then a simulation is given up
-SHOWN = 4  # candidates in the table that were not simulated
-DEMO_LENGTH = 4096  # tokens: the longest sequence of the demo model, whose tokenizer a modelled deployment has
 
 # what decides over candidates whose instances all do everything, and over those with roles, where roles are to be kept
 COLOCATED, DISAGGREGATED = "unified", "least_loaded"
@@ -123,14 +128,14 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"[dim]{len(found):,} candidates at {problem.rate:.3g} requests/s[/dim]")
     _simulate_all(search, problem, values["jobs"] or os.cpu_count() or 1, console)
     out = Console()
-    out.print(_table(search, problem))
-    for candidate, verdict in _rows(search):
-        out.print(f"{candidate.title}: {_why(search, candidate, verdict, asked)}", highlight=False)
+    out.print(plan_table(search, problem))
+    for candidate, verdict in plan_rows(search):
+        out.print(f"{candidate.title}: {explained(search, candidate, verdict, asked)}", highlight=False)
     for reason in unfit:
         out.print(f"left out: {reason}", highlight=False)
     winner = search.winner
-    out.print(_summary(search, problem), highlight=False)
-    _write_json(args.json, search, problem, asked)
+    out.print(summary(search, problem), highlight=False)
+    write_plan(args.json, search, problem, asked)
     if winner is not None and args.write is not None:
         Path(args.write).write_text(deployment_text(winner, problem.policy(winner)), encoding="utf-8")
     return 0 if winner is not None else 1
@@ -357,152 +362,3 @@ def _simulate_all(search: Search, problem: Problem, jobs: int, console: Any) -> 
                 candidate = running.pop(future)
                 search.tell(candidate, future.result())
                 bars.update(task, completed=search.simulated - len(running), description=candidate.title)
-
-
-# --- what was found
-
-
-def _rows(search: Search) -> list[tuple[Candidate, Verdict | None]]:
-    """Those that were tried, and the cheapest of the others that might do, by cost."""
-    rows: list[tuple[Candidate, Verdict | None]] = [*search.verdicts.items()]
-    rows += [(candidate, None) for candidate in search.untried()[:SHOWN]]
-    return sorted(rows, key=lambda row: (row[0].cost, row[0].title))
-
-
-def _seen(guess: Estimate, verdict: Verdict | None) -> dict[str, float | None]:
-    """TTFT and TPOT, as simulated, or else as estimated."""
-    if verdict is not None and verdict.result is not None:
-        return {f"{n}_p{p}_ms": verdict.result[f"{n}_p{p}_ms"] for n in ("ttft", "tpot") for p in (50, 90)}  # type: ignore[misc]
-    values = {
-        "ttft_p50_ms": guess.ttft_p50,
-        "ttft_p90_ms": guess.ttft_p90,
-        "tpot_p50_ms": guess.tpot_p50,
-        "tpot_p90_ms": guess.tpot_p90,
-    }
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def _why(search: Search, candidate: Candidate, verdict: Verdict | None, asked: Any) -> str:
-    import numpy as np
-
-    from penstock.sim.plan import explain
-
-    ttft, tpot = (float(np.median(targets)) * 1e3 for targets in (asked.ttft, asked.tpot))
-    return explain(search.estimates[candidate], verdict, ttft, tpot)
-
-
-def _table(search: Search, problem: Problem) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{problem.rate:.4g} requests/s, {problem.target:.0%} within both limits", title_justify="left")
-    table.add_column("candidate", overflow="fold")
-    for name in ("cost/h", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "attained"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for candidate, verdict in _rows(search):
-        guess = search.estimates[candidate]
-        simulated = verdict is not None and verdict.result is not None
-        about = "" if simulated else "~"
-        seen = [about + _shown(value) if value is not None else "-" for value in _seen(guess, verdict).values()]
-        style = "bold green" if candidate is search.winner else None if simulated else "dim"
-        cells = [candidate.title, f"{candidate.cost:.2f}", *seen, _attained(search, candidate, verdict)]
-        table.add_row(*cells, style=style)
-    return table
-
-
-def _shown(value: float) -> str:
-    return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def _attained(search: Search, candidate: Candidate, verdict: Verdict | None) -> str:
-    if verdict is None:
-        return f"~{search.estimates[candidate].attainment:.0%}"
-    if verdict.result is None:
-        return f"<= {verdict.bound:.0%}"
-    if not verdict.result["complete"]:
-        return f"< {1 - min(1.0, HOPELESS * (1 - search.target)):.0%}"
-    return f"{verdict.result['attainment']:.1%}"
-
-
-def _summary(search: Search, problem: Problem) -> str:
-    winner = search.winner
-    if winner is None:
-        return f"No candidate was found that keeps {problem.target:.0%}: more devices, more --tries or a lower --rate."
-    used = " and ".join(f"{count} {device}" for device, count in winner.devices.items())
-    text = f"Cheapest: {winner.title}, {used}, {winner.cost:.2f} an hour."
-    rest = search.untried()
-    if rest:
-        text += f" {len(rest)} cheaper ones might do as well and were not simulated (--tries)."
-    return text
-
-
-def _write_json(path: str | None, search: Search, problem: Problem, asked: Any) -> None:
-    if path is None:
-        return
-    winner = search.winner
-    rows = [
-        {
-            "candidate": candidate.title,
-            "instances": [
-                {"device": p.kind.device, "tensor_parallel": p.kind.size, "pool": p.pool, "count": p.count}
-                for p in candidate.parts
-            ],
-            "policy": problem.policy(candidate),
-            "devices": candidate.devices,
-            "cost_per_hour": candidate.cost,
-            "simulated": verdict is not None and verdict.result is not None,
-            "kept": None if verdict is None else verdict.kept,
-            "attainment": None if verdict is None or verdict.result is None else verdict.result["attainment"],
-            "complete": None if verdict is None or verdict.result is None else verdict.result["complete"],
-            "bound": None if verdict is None else verdict.bound,
-            "predicted_attainment": search.estimates[candidate].attainment,
-            **_seen(search.estimates[candidate], verdict),
-            "why": _why(search, candidate, verdict, asked),
-        }
-        for candidate, verdict in _rows(search)
-    ]
-    content = {
-        "rate": problem.rate,
-        "target": problem.target,
-        "seed": problem.seed,
-        "winner": None if winner is None else winner.title,
-        "candidates": rows,
-    }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def deployment_text(candidate: Candidate, policy: str) -> str:
-    """A file for `penstock up`, with modelled devices."""
-    first = candidate.groups[0]
-    head = f"""\
-# {candidate.title}, as found by `penstock plan`; on modelled devices, so on any machine.
-#
-# For real ones give `model` a checkpoint and each group its device, and leave out geometry, noise and kv-blocks.
-
-model: demo                     # its tokenizer and vocabulary
-host: 127.0.0.1
-port: 8000
-
-policy: {policy}
-
-engine:
-  geometry: {first.geometry}
-  noise: {first.noise:g}
-  max-model-len: {min(first.max_model_len, DEMO_LENGTH)}           # {DEMO_LENGTH} is the demo model's limit
-  max-num-seqs: {first.max_num_seqs}
-  enable-prefix-caching: {str(first.prefix_cache).lower()}
-
-instances:
-"""
-    lines = []
-    for part, group in zip(candidate.parts, candidate.groups, strict=True):
-        lines += [
-            f"  - name: {group.name}",
-            f"    pool: {group.pool}",
-            f"    count: {group.count}",
-            f"    device: {group.device}",
-            *([f"    {PARALLEL}: {part.kind.size}"] if part.kind.size > 1 else []),
-            f"    max-num-batched-tokens: {group.token_budget}",
-            f"    kv-blocks: {group.num_blocks}",
-        ]
-    tail = ["", "transport:", "  kind: shared", "  lease: 5"] if candidate.disaggregated else []
-    return head + "\n".join([*lines, *tail]) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push
+from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
 from penstock.transfer.keeper import KeeperServer
 from penstock.transfer.pool import Pool, keeper_pool, private_pool
 from penstock.transfer.transports import Arrival, LinkDown, Transport, open_transport
@@ -23,6 +23,8 @@ from penstock.transfer.transports import Arrival, LinkDown, Transport, open_tran
 BLOCK_BYTES = 16 << 10
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=2, kv_heads=1, head_dim=16, block_bytes=BLOCK_BYTES)
 KEY = b"0123456789abcdef"
+LEASE = Lease("r", 0)
+LEASE_OVER = Release(LEASE, "over")
 
 
 @contextmanager
