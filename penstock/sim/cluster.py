@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import CacheDelta, Command, Event, Link, Peer, Pool, Ready, Refused, Snapshot
@@ -34,6 +33,7 @@ from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import Frontend, Record
 from penstock.sim.pace import Pace
+from penstock.sim.places import Place, Sample, Use, make_places, sample_of
 from penstock.sim.scenario import Failure, Group, Scaling, Scenario
 from penstock.sim.wires import MemoryCarrier, PeerArrival, Wires
 from penstock.workload.requests import WorkRequest
@@ -42,70 +42,6 @@ FRONTEND = "frontend-0"
 JOIN_EVERY = 1.0  # seconds between a frontend's signs of life
 MASTER_TICK = 0.1  # seconds between a master's looks at the clock
 WATCH = 0.01  # seconds after which a broken connection is noticed
-
-
-class Sample(NamedTuple):
-    """An instance at a moment; `pool` is None while it is down."""
-
-    pool: Pool | None
-    running: int = 0
-    waiting: int = 0
-    used_blocks: int = 0
-
-
-class Use(NamedTuple):
-    """Of an instance over some time: lives that began to serve, steps, and seconds in which it was busy."""
-
-    lives: int = 0
-    steps: int = 0
-    busy: float = 0.0
-
-    def less(self, other: Use) -> Use:
-        return Use(self.lives - other.lives, self.steps - other.steps, self.busy - other.busy)
-
-
-@dataclass(slots=True)
-class Place:
-    """Where an instance lives, one life after the other.
-
-    Attributes:
-        instance: its present life; None while it is down.
-        lifetimes: [began, ended) of each, in seconds; None while one lasts.
-        steps, busy: of all lives that are over; `busy` in seconds.
-        serves_first: whether it serves from the start.
-    """
-
-    name: str
-    group: Group
-    number: int
-    instance: engine.Instance | None = None
-    lives: int = 0
-    lifetimes: list[tuple[float, float | None]] = field(default_factory=list)
-    steps: int = 0
-    busy: float = 0.0
-    serves_first: bool = True
-
-    def begin(self, now: float) -> None:
-        """From now on it is paid for, also while it starts."""
-        self.lifetimes.append((now, None))
-
-    def end(self, now: float) -> None:
-        """Its life is over."""
-        assert self.instance is not None
-        self.steps += self.instance.steps
-        self.busy += self.instance.busy
-        self.lifetimes[-1] = (self.lifetimes[-1][0], now)
-        self.instance = None
-
-    def alive_seconds(self, since: float, until: float) -> float:
-        times = ((max(begin, since), until if end is None else min(end, until)) for begin, end in self.lifetimes)
-        return sum(max(0.0, end - begin) for begin, end in times)
-
-    @property
-    def used(self) -> Use:
-        """Since the start."""
-        now = self.instance
-        return Use(self.lives, self.steps + (now.steps if now else 0), self.busy + (now.busy if now else 0.0))
 
 
 class Cluster:
@@ -154,7 +90,7 @@ class Cluster:
         self._notice: Callable[[Record], None] = lambda record: None
         self._root = root_key(groups[0].geometry, "bfloat16")
         self._wires = Wires(scenario.transport)
-        self.places = _places(groups, scenario.scaling)
+        self.places = make_places(groups, scenario.scaling)
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
@@ -411,7 +347,7 @@ class Cluster:
         return next(used for at, used in self._marks if at == moment)
 
     def _sample(self, now: float) -> list[Due]:
-        states = {name: _state(place.instance) for name, place in self.places.items()}
+        states = {name: sample_of(place.instance) for name, place in self.places.items()}
         self.samples.append((now, states))
         return [Due(now + self._sample_every, Priority.CLOCK, self._sample)]
 
@@ -479,22 +415,6 @@ class _Costs:
             self._other.ended(now, request_id, frontend, outcome)
 
 
-def _places(groups: Sequence[Group], scaling: Scaling | None) -> dict[str, Place]:
-    """Those that serve from the start, and as many more like the first as may be started."""
-    found = [Place(name, group, number) for number, (name, group) in enumerate(_named(groups))]
-    first = groups[0]
-    for extra in range(0 if scaling is None else max(0, scaling.most - len(found))):
-        name = f"{first.name}-{first.count + extra}"
-        found.append(Place(name, first, len(found), serves_first=False))
-    return {place.name: place for place in found}
-
-
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
-    for group in groups:
-        for name in group.instances:
-            yield name, group
-
-
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:
     if scaling is None:
         return None
@@ -512,10 +432,3 @@ def _layout(group: Group) -> KVLayout:
         head_dim=shape.head_dim,
         block_bytes=group.block_bytes,
     )
-
-
-def _state(instance: engine.Instance | None) -> Sample:
-    if instance is None:
-        return Sample(None)
-    scheduler = instance.scheduler
-    return Sample(instance.pool, scheduler.num_running, scheduler.num_waiting, scheduler.pool.used)

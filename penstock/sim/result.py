@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.sim.cluster import Cluster, Sample, Use
+from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import Record
 from penstock.sim.outcomes import Column, Outcomes, joined, outcomes_of
+from penstock.sim.places import Sample, Use
 from penstock.sim.slices import WHOLE, Slice
 
 PERCENTILES = (50, 90, 95, 99)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.sim.cluster import Place, Sample, Use
 from penstock.sim.frontend import Record
 from penstock.sim.outcomes import kept, outcomes_of
+from penstock.sim.places import Place, Sample, Use
 from penstock.sim.result import (
     Account,
     by_second,

@@ -1,0 +1,98 @@
+"""Where instances live, one life after the other, and what is noted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.core.wire.engine import Pool
+from penstock.sim import instance as engine
+from penstock.sim.scenario import Group, Scaling
+
+
+class Sample(NamedTuple):
+    """An instance at a moment; `pool` is None while it is down."""
+
+    pool: Pool | None
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+
+
+class Use(NamedTuple):
+    """Of an instance over some time: lives that began to serve, steps, and seconds in which it was busy."""
+
+    lives: int = 0
+    steps: int = 0
+    busy: float = 0.0
+
+    def less(self, other: Use) -> Use:
+        return Use(self.lives - other.lives, self.steps - other.steps, self.busy - other.busy)
+
+
+@dataclass(slots=True)
+class Place:
+    """Where an instance lives, one life after the other.
+
+    Attributes:
+        instance: its present life; None while it is down.
+        lifetimes: [began, ended) of each, in seconds; None while one lasts.
+        steps, busy: of all lives that are over; `busy` in seconds.
+        serves_first: whether it serves from the start.
+    """
+
+    name: str
+    group: Group
+    number: int
+    instance: engine.Instance | None = None
+    lives: int = 0
+    lifetimes: list[tuple[float, float | None]] = field(default_factory=list)
+    steps: int = 0
+    busy: float = 0.0
+    serves_first: bool = True
+
+    def begin(self, now: float) -> None:
+        """From now on it is paid for, also while it starts."""
+        self.lifetimes.append((now, None))
+
+    def end(self, now: float) -> None:
+        """Its life is over."""
+        assert self.instance is not None
+        self.steps += self.instance.steps
+        self.busy += self.instance.busy
+        self.lifetimes[-1] = (self.lifetimes[-1][0], now)
+        self.instance = None
+
+    def alive_seconds(self, since: float, until: float) -> float:
+        times = ((max(begin, since), until if end is None else min(end, until)) for begin, end in self.lifetimes)
+        return sum(max(0.0, end - begin) for begin, end in times)
+
+    @property
+    def used(self) -> Use:
+        """Since the start."""
+        now = self.instance
+        return Use(self.lives, self.steps + (now.steps if now else 0), self.busy + (now.busy if now else 0.0))
+
+
+def make_places(groups: Sequence[Group], scaling: Scaling | None) -> dict[str, Place]:
+    """Those that serve from the start, and as many more like the first as may be started."""
+    found = [Place(name, group, number) for number, (name, group) in enumerate(_named(groups))]
+    first = groups[0]
+    for extra in range(0 if scaling is None else max(0, scaling.most - len(found))):
+        name = f"{first.name}-{first.count + extra}"
+        found.append(Place(name, first, len(found), serves_first=False))
+    return {place.name: place for place in found}
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+    for group in groups:
+        for name in group.instances:
+            yield name, group
+
+
+def sample_of(instance: engine.Instance | None) -> Sample:
+    if instance is None:
+        return Sample(None)
+    scheduler = instance.scheduler
+    return Sample(instance.pool, scheduler.num_running, scheduler.num_waiting, scheduler.pool.used)
