@@ -19,9 +19,9 @@ class Plain:
         self.order, self.made_at, self.newest, self.seconds, self.overdue, self.owed = [], -inf, None, {}, None, 0.0
 
     def of(self, view):
-        same = len(view.queue) == len(self.order) and view.queue[-1].key == self.newest
+        same = len(view.queue) == len(self.order) and view.queue[-1] == self.newest
         if not same or view.now - self.made_at >= RETHINK:
-            self.made_at, self.newest = view.now, view.queue[-1].key
+            self.made_at, self.newest = view.now, view.queue[-1]
             self.order = self.make(view)
         return self.order[:LOOK]
 
@@ -32,7 +32,7 @@ class Plain:
             self.overdue, self.owed = None, seconds / SHARE
         else:
             self.owed -= seconds
-        if gone.key == self.newest:
+        if gone == self.newest:
             self.newest = None
 
     def make(self, view):
@@ -123,3 +123,11 @@ def test_it_is_that_of_the_definition(rounds, busy):
                     queue = [d for d in queue if d.key != shown[place].key]
                 order.take(place)
                 plain.take(place)
+
+
+def test_the_newest_that_asks_again_with_something_else_is_seen_at_once():
+    order, instances = SlackOrder(), [instance("i0", free_at=100.0)]
+    first, newest = demand("0", ttft=1.0, arrived=100.0), demand("1", ttft=2.0, arrived=100.0)
+    urgent = demand("1", ttft=0.5, arrived=100.0)
+    assert order.of(ClusterView(now=100.0, instances=instances, queue=(first, newest))) == [first, newest]
+    assert order.of(ClusterView(now=100.0, instances=instances, queue=(first, urgent))) == [urgent, first]

@@ -62,7 +62,7 @@ class SlackOrder:
         self._count = 0  # of all
         self._made_at = -inf
         self._free_at = Column(attrgetter("free_at"))
-        self._newest: Key | None = None
+        self._newest: Demand | None = None
         self._waiting: dict[Key, _Hopeful] = {}
         self._taken: list[Demand] = []  # since that was compared with the queue
         self._hits = 0  # of these, how many are in a cache
@@ -75,13 +75,13 @@ class SlackOrder:
 
     def are_stale(self, view: ClusterView) -> bool:
         """Whether the queue is another than it was, or has waited."""
-        same = len(view.queue) == self._count and view.queue[-1].key == self._newest
+        same = len(view.queue) == self._count and view.queue[-1] == self._newest
         return not same or view.now - self._made_at >= RETHINK
 
     def of(self, view: ClusterView) -> list[Demand]:
         """The first in order."""
         if self.are_stale(view):
-            self._made_at, self._newest = view.now, view.queue[-1].key
+            self._made_at, self._newest = view.now, view.queue[-1]
             self._compare(view)
             self.with_hits = self._hits > 0
             self._make(view)
@@ -103,7 +103,7 @@ class SlackOrder:
             self._owed = seconds / SHARE
         else:
             self._owed -= seconds
-        if gone.key == self._newest:
+        if gone == self._newest:
             self._newest = None  # whoever is the newest now, it is looked at once more
 
     # --- who waits
