@@ -59,13 +59,14 @@ def _finite_ms(seconds: float) -> float | None:
 
 def run_page(result: Result) -> str:
     """A page about the result of `simulate`, with its `curves` if they are known."""
-    rate = result.get("rate")
+    rate, slices = result.get("rate"), result.get("slices")
     offered = f" at {short(rate)} requests/s" if rate is not None else ""
     title = f"{result.get('scenario') or 'Simulation'}: {result['policy']}{offered}"
     subtitle = (
         f"{result['requests']:,} requests in {short(result['duration'])} simulated seconds, "
         f"scale {short(result['scale'])}, seed {result['seed']}"
         + ("" if result.get("complete", True) else "; given up before its end, as too many had missed their targets")
+        + (f"; in {slices['count']:,} slices that began {short(slices['warm_up'])} s early" if slices else "")
     )
     figures = [
         figure("Latency", _latencies(result), "of requests that did not fail"),

@@ -117,6 +117,7 @@ def test_the_number_of_processes_does_not_show(scenario, tmp_path, capsys):
     assert result["requests"] == 200
     assert result["slices"] == {"count": 3, "warm_up": 2.0}
     assert "200 requests" in page.read_text()
+    assert "in 3 slices that began 2 s early" in page.read_text()
     assert "100.0% of 200 requests" in capsys.readouterr().out
 
 
