@@ -10,7 +10,7 @@ so these are put aside for good, and only the others are thought about anew.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from heapq import heappop, heappush
 from itertools import repeat
 from math import inf
@@ -67,8 +67,8 @@ class SlackOrder:
         self._taken: list[Demand] = []  # since that was compared with the queue
         self._hits = 0  # of these, how many are in a cache
         self._numbered = 0  # so far, in order of arrival
-        self._hopeful: list[_Hopeful] = []  # sorted, as is the next; who has left is still in both for a while
-        self._hopeless: list[_Late] = []
+        self._hopeful: list[_Hopeful] = []  # sorted, as is the next
+        self._hopeless: list[_Late] = []  # who has left is still here for a while
         self._seconds: dict[Key, float] = {}  # that each takes to be read
         self._overdue: Key | None = None  # whose turn it is although it is late
         self._owed = 0.0  # seconds of work that is in time, before the next such turn
@@ -137,7 +137,11 @@ class SlackOrder:
         insort(self._hopeful, entry)
 
     def _leave(self, key: Key) -> None:
-        self._hits -= bool(self._waiting.pop(key).demand.hits)
+        entry = self._waiting.pop(key)
+        self._hits -= bool(entry.demand.hits)
+        place = bisect_left(self._hopeful, entry)
+        if place < len(self._hopeful) and self._hopeful[place].number == entry.number:
+            del self._hopeful[place]
 
     def _knows(self, demand: Demand) -> bool:
         entry = self._waiting.get(demand.key)
@@ -151,7 +155,6 @@ class SlackOrder:
     # --- their order
 
     def _make(self, view: ClusterView) -> None:
-        self._hopeful = [entry for entry in self._hopeful if self._waits(entry)]
         if len(self._hopeless) > 2 * len(self._waiting):
             self._hopeless = [entry for entry in self._hopeless if self._waits(entry)]
         kept = self._kept(view)
