@@ -28,12 +28,19 @@ LOOK = 32  # sequences in that order that are tried, when those before them have
 
 
 class _Hopeful(NamedTuple):
-    """One that may be in time, in order of deadline."""
+    """One that may be in time, in order of deadline.
+
+    Attributes:
+        latest: when it has to be read, with the margin.
+        seconds: that it takes to be read.
+    """
 
     priority: int
     deadline: float
     arrived: float
     number: int
+    latest: float
+    seconds: float
     demand: Demand
 
 
@@ -130,9 +137,10 @@ class SlackOrder:
 
     def _come(self, view: ClusterView, demand: Demand) -> None:
         self._hits += bool(demand.hits)
-        self._seconds[demand.key] = self._seconds.get(demand.key) or _read_seconds(view, demand)
+        seconds = self._seconds[demand.key] = self._seconds.get(demand.key) or _read_seconds(view, demand)
+        latest = demand.arrived + demand.ttft * MARGIN
         self._numbered += 1
-        entry = _Hopeful(demand.priority, demand.deadline, demand.arrived, self._numbered, demand)
+        entry = _Hopeful(demand.priority, demand.deadline, demand.arrived, self._numbered, latest, seconds, demand)
         self._waiting[demand.key] = entry
         insort(self._hopeful, entry)
 
@@ -157,10 +165,9 @@ class SlackOrder:
     def _make(self, view: ClusterView) -> None:
         if len(self._hopeless) > 2 * len(self._waiting):
             self._hopeless = [entry for entry in self._hopeless if self._waits(entry)]
-        kept = self._kept(view)
-        in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place in kept]
-        self._given_up = [_late(entry) for place, entry in enumerate(self._hopeful) if place not in kept]
-        self._given_up.sort(reverse=True)
+        given_up = self._give_up(view)
+        self._given_up = sorted((_late(self._hopeful[place]) for place in given_up), reverse=True)
+        in_time = [entry.demand for place, entry in enumerate(self._hopeful) if place not in given_up]
         self._overdue = None
         self._first = in_time
         oldest = self._oldest()
@@ -177,34 +184,33 @@ class SlackOrder:
         self._next += 1
         return hopeless[self._next - 1]
 
-    def _kept(self, view: ClusterView) -> set[int]:
-        """Places among the hopeful of those that can all be in time; who cannot even alone is hopeful no longer."""
+    def _give_up(self, view: ClusterView) -> set[int]:
+        """Places among the hopeful of those that cannot be in time if all others are to be; who cannot even alone is
+        hopeful no longer."""
         count, now = len(view.instances), view.now
-        hopeless = set()
-        kept: set[int] = set()
+        hopeless = []
+        given_up: set[int] = set()
         longest: list[tuple[float, int]] = []  # (-seconds, place) of those that are kept
         free_at = self._free_at.of(view.instances)
         end = sum((free_at[free_at > now] - now).tolist())
         place = 0
         for entry in self._hopeful:
-            demand = entry.demand
-            seconds = self._seconds[demand.key]
-            slack = demand.arrived + demand.ttft * MARGIN - now
+            seconds, slack = entry.seconds, entry.latest - now
             if seconds > slack:
-                hopeless.add(entry.number)
-                insort(self._hopeless, _late(entry))
+                hopeless.append(entry)
                 continue
-            kept.add(place)
             heappush(longest, (-seconds, place))
             place += 1
             end += seconds
             while end / count > slack and longest:
                 less, gone = heappop(longest)
                 end += less
-                kept.discard(gone)
+                given_up.add(gone)
         if hopeless:
-            self._hopeful = [entry for entry in self._hopeful if entry.number not in hopeless]
-        return kept
+            for entry in hopeless:
+                insort(self._hopeless, _late(entry))
+            self._hopeful = [entry for entry in self._hopeful if entry.seconds <= entry.latest - now]
+        return given_up
 
     def _oldest(self) -> Demand | None:
         """Of all that are late, and of those without a target, who come after all that are in time: under overload
