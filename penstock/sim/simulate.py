@@ -104,7 +104,7 @@ def check_sliceable(scenario: Scenario) -> None:
     """Raises ConfigError where what happens depends on all that came before."""
     for field, given in (("workload.offline", scenario.workload.offline), ("failures", scenario.failures)):
         if given:
-            raise ConfigError(f"--slices: not with {field}, whose traces outlast a slice", "--slices")
+            raise ConfigError(f"--slices: not with {field}, whose effects outlast a slice", "--slices")
 
 
 @dataclass(frozen=True, slots=True)
