@@ -126,7 +126,7 @@ class Cluster:
 
         Args:
             sample_every: seconds between two samples.
-            notice: told of every request that is over, of those that it is about; True ends the simulation.
+            notice: told of every request that is over; True ends the simulation.
             since, until: seconds between which these come: it is sampled from `since` on, and not over before `until`,
                 unless that is inf.
         """
@@ -185,7 +185,7 @@ class Cluster:
         self.ended += 1
         if record.number in self.judged:
             self._left -= self._offline_alone or not record.offline
-            self._notice(record)
+        self._notice(record)
 
     def _join(self, now: float) -> Due:
         return self.frontend_to_master(now, Join(FRONTEND))

@@ -173,7 +173,7 @@ def _simulate(
 
     def notice(record: Record) -> bool:
         nonlocal missed
-        missed += not record.offline and not kept(record)
+        missed += record.number in cluster.judged and not record.offline and not kept(record)
         progress(cluster.ended, len(requests))
         return missed > allowed
 
