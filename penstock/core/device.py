@@ -17,6 +17,8 @@ class DeviceModel:
         tensor_parallel: devices that every layer is spread over.
         link_bandwidth: from each of them to the others, in bytes per second, one way. Matters only between several.
         link_latency_us: of one all-reduce, however small.
+        host_bandwidth: between the devices' memory and their hosts', in bytes per second, in each direction; of all
+            devices together, each having its own way. What is usable of it.
     """
 
     peak_flops: float
@@ -26,6 +28,7 @@ class DeviceModel:
     tensor_parallel: int = 1
     link_bandwidth: float = 32e9  # PCIe 4.0 x16
     link_latency_us: float = 10.0
+    host_bandwidth: float = 25e9  # PCIe 4.0 x16, of whose 31.5e9 protocol and copies leave so much
 
     def parallel(self, size: int) -> DeviceModel:
         """So many of this one device, with every layer spread over them."""
@@ -37,6 +40,7 @@ class DeviceModel:
             bandwidth=self.bandwidth * size,
             memory=self.memory * size,
             tensor_parallel=size,
+            host_bandwidth=self.host_bandwidth * size,
         )
 
     def slowed(self, factor: float) -> DeviceModel:

@@ -38,10 +38,15 @@ GRAIN = 64  # tokens: a budget is a multiple of it
 
 
 # Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
+# Hosts are behind PCIe 5.0 x16 where a value is named, 63e9 bytes/s of which four fifths are usable; else behind 4.0.
 DEVICES = {
     "a100": DeviceModel(peak_flops=312e12, bandwidth=2.039e12, memory=80 * 10**9, link_bandwidth=300e9),
-    "h100": DeviceModel(peak_flops=989e12, bandwidth=3.35e12, memory=80 * 10**9, link_bandwidth=450e9),
-    "h200": DeviceModel(peak_flops=989e12, bandwidth=4.8e12, memory=141 * 10**9, link_bandwidth=450e9),
+    "h100": DeviceModel(
+        peak_flops=989e12, bandwidth=3.35e12, memory=80 * 10**9, link_bandwidth=450e9, host_bandwidth=50e9
+    ),
+    "h200": DeviceModel(
+        peak_flops=989e12, bandwidth=4.8e12, memory=141 * 10**9, link_bandwidth=450e9, host_bandwidth=50e9
+    ),
     "l4": DeviceModel(peak_flops=121e12, bandwidth=0.3e12, memory=24 * 10**9),  # 242e12 is with sparsity
     "l40s": DeviceModel(peak_flops=362e12, bandwidth=0.864e12, memory=48 * 10**9),
     # there is no public data sheet: 376 TFLOPS is what vendors of Atlas A2 servers name for their larger variant, where
@@ -259,6 +264,14 @@ class StepTime:
         if not full:
             return end
         return full * (each + self._rows_ms(budget + decodes, decodes)) + self._chunks_ms(full, budget, cached) + end
+
+    def load_ms(self, tokens: int) -> float:
+        """Time to bring the KV of so many tokens from the host's memory, or there, with nothing else on the way.
+
+        A layout of one piece per block reaches the way's bandwidth, so there is nothing to learn but that; see
+        `sched.local.offload`.
+        """
+        return tokens * self.shape.kv_bytes_per_token / self.device.host_bandwidth * 1e3
 
     def largest_prefill(self, limit_ms: float, low: int, high: int) -> int:
         """The largest multiple of GRAIN up to `high` whose prompt, read in one step, stays within the limit; at least
