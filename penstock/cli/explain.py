@@ -137,7 +137,9 @@ def _stage_table(stage: str, rows: Sequence[Mapping[str, Any]], instances: int) 
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("")
     table.add_column("instance", no_wrap=True)
-    for name in ("cost", "ms", "margin", "pool", "seqs", "unread", "held", "blocks", "busy ms", "cached"):
+    # of what is cached, and only where some of it is not on a device
+    loaded = ("loaded",) if any(row["loaded_tokens"] for row in shown) else ()
+    for name in ("cost", "ms", "margin", "pool", "seqs", "unread", "held", "blocks", "busy ms", "cached", *loaded):
         table.add_column(name, justify="left" if name == "pool" else "right", no_wrap=True)
     for row in shown:
         table.add_row(
@@ -153,6 +155,7 @@ def _stage_table(stage: str, rows: Sequence[Mapping[str, Any]], instances: int) 
             f"{row['free_blocks']:,}",
             f"{row['free_in_ms']:,.1f}",
             f"{row['cached_tokens']:,}",
+            *(f"{row['loaded_tokens']:,}" for _ in loaded),
             style="bold" if row["chosen"] else None,
         )
     return table

@@ -144,6 +144,7 @@ def _demand(demand: Demand) -> dict[str, Any]:
         "priority": demand.priority,
         "offline": demand.offline,
         "cached_tokens": dict(demand.hits),
+        "loaded_tokens": dict(demand.loads),
         "excluded": sorted(demand.exclude),
     }
 
@@ -227,6 +228,7 @@ def _candidates(decided: Decided, stage: Stage) -> list[dict[str, Any]]:
             "free_blocks": load.free_blocks,
             "free_in_ms": max(0.0, load.free_at - view.now) * 1e3,
             "cached_tokens": decided.demand.hits.get(load.name, 0),
+            "loaded_tokens": decided.demand.to_load(load.name),
         }
         for load in named
     ]

@@ -86,7 +86,7 @@ def modelled(text: str) -> str:
 def make_tables() -> Tables:
     from penstock.cli.deployment import TABLES, between
     from penstock.cli.devices import load_device, load_factors, load_geometry
-    from penstock.cli.options import switch
+    from penstock.cli.options import size, switch
     from penstock.sched.local import PACING
     from penstock.service.bundles import BUNDLES
     from penstock.sim.scenario import Tables
@@ -167,6 +167,7 @@ def make_tables() -> Tables:
             Option("slowdown", between(0.01, 100), 1.0, "factor on all times, of which nobody is told"),
             Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
+            Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),
         ),
         instances=tuple(TABLES.instances),
         scaling=(
@@ -321,9 +322,13 @@ def _caption(scenario: Scenario, result: Mapping[str, Any]) -> str:
         + f"{result['requests']:,} requests kept {targets}; {result['failed']} failed; "
         + f"{shown(result['output_tokens_per_s'])} tokens/s out; "
         + (f"{shown(offline)} tokens/s of offline work; " if offline is not None else "")
-        + f"{result['reused_tokens']:,} of {result['prompt_tokens']:,} prompt tokens reused; "
+        + f"{result['reused_tokens']:,} of {result['prompt_tokens']:,} prompt tokens reused{_loaded(result)}; "
         + f"{result['instance_seconds']:,.0f} instance-seconds"
     )
+
+
+def _loaded(result: Mapping[str, Any]) -> str:
+    return f", {result['loaded_tokens']:,} of these loaded from hosts' memory" if result.get("loaded_tokens") else ""
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -327,7 +327,7 @@ class Master:
         priorities = self._policies.priorities
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
             ttft, tpot = priorities.target(place.priority)
-        hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in self._match(place).items()}
+        hits, loads = self._match(place)
         return Demand(
             key=key,
             prompt_tokens=place.prompt_tokens,
@@ -339,11 +339,16 @@ class Master:
             offline=place.offline,
             chat=place.chat,
             hits=hits,
+            loads=loads,
             exclude=frozenset(place.exclude),
         )
 
-    def _match(self, place: Place) -> dict[str, int]:
-        return self.index.match(place.keys) if place.keys else {}
+    def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
+        """Tokens of a prompt that are in each instance's cache, and how many of them are not on its device."""
+        found = self.index.match(place.keys)
+        hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in found.items()}
+        loads = self.index.loads(place.keys, found)
+        return hits, {name: min(blocks * BLOCK_TOKENS, hits[name]) for name, blocks in loads.items()}
 
     def _decide(self, now: float, actions: list[Action]) -> None:
         """Ask for decisions until there is none to be had, and add what they come to."""

@@ -89,11 +89,17 @@ class LoadRecord(Record, frozen=True):
 
 
 class DemandRecord(Record, frozen=True):
+    """
+    Attributes:
+        loads: of the hits; older recordings have none.
+    """
+
     number: int
     key: Key
     values: list[Any]
     hits: dict[int, int]
     exclude: list[int]
+    loads: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class HeldRecord(Record, frozen=True):
@@ -163,7 +169,7 @@ def _names(kind: Any, without: Set[str]) -> tuple[str, ...]:
 
 
 LOAD = _names(InstanceLoad, {"name", "times", "peers", "unlinked"})
-DEMAND = _names(Demand, {"key", "hits", "exclude"})
+DEMAND = _names(Demand, {"key", "hits", "loads", "exclude"})
 RATES = _names(Rates, frozenset())
 _load_values, _demand_values, _rates_values = attrgetter(*LOAD), attrgetter(*DEMAND), attrgetter(*RATES)
 
@@ -284,6 +290,7 @@ class Encoder:
                 list(_demand_values(demand)),
                 {self._instance(name, out): tokens for name, tokens in hits.items()},
                 [self._instance(name, out) for name in sorted(demand.exclude)],
+                {self._instance(name, out): tokens for name, tokens in demand.loads.items() if name in hits},
             )
         )
         return number
@@ -383,6 +390,7 @@ class Decoder:
         return Demand(
             key=record.key,
             hits={self._instances[number]: tokens for number, tokens in record.hits.items()},
+            loads={self._instances[number]: tokens for number, tokens in record.loads.items()},
             exclude=frozenset(self._instances[number] for number in record.exclude),
             **_known(began.demand, record.values, DEMAND),
         )

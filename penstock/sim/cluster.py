@@ -14,8 +14,10 @@ from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outc
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
+from penstock.kv.tier import Tier
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
 from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
 from penstock.service.events import (
     FromEngine,
@@ -35,6 +37,7 @@ from penstock.sim.frontend import Frontend, Record
 from penstock.sim.pace import Pace
 from penstock.sim.places import Place, Sample, Use, make_places, sample_of
 from penstock.sim.scenario import Failure, Group, Scaling, Scenario
+from penstock.sim.tiers import HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -254,21 +257,7 @@ class Cluster:
             max_sequences=group.max_num_seqs,
         )
         source, blocks = self._blocks(place)
-        limits = Limits(
-            token_budget=group.token_budget,
-            max_sequences=group.max_num_seqs,
-            max_model_len=group.max_model_len,
-            searches=False,
-        )
-        scheduler = Scheduler(
-            limits,
-            BlockPool(blocks, source),
-            root=self._root,
-            prefix_cache=group.prefix_cache,
-            pacing=PACING[group.scheduling_policy or self._pacing](
-                StepTime(group.believed, group.times.shape), group.token_budget
-            ),
-        )
+        scheduler = self._scheduler(group, BlockPool(blocks, source))
         place.instance = engine.Instance(
             ready,
             scheduler,
@@ -278,10 +267,28 @@ class Cluster:
             self._lengths,
             heartbeat=self._scenario.heartbeat,
             lease=self._scenario.transport.lease,
+            way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
             strides=self._strides,
         )
         self.frontend.greet(ready)
         return place.instance.start(now)
+
+    def _scheduler(self, group: Group, pool: BlockPool) -> Scheduler:
+        limits = Limits(
+            token_budget=group.token_budget,
+            max_sequences=group.max_num_seqs,
+            max_model_len=group.max_model_len,
+            searches=False,
+        )
+        believed = StepTime(group.believed, group.times.shape)
+        return Scheduler(
+            limits,
+            pool,
+            root=self._root,
+            prefix_cache=group.prefix_cache,
+            pacing=PACING[group.scheduling_policy or self._pacing](believed, group.token_budget),
+            offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
+        )
 
     def _blocks(self, place: Place) -> tuple[DepotSource | None, Iterable[int]]:
         count = place.group.num_blocks

@@ -46,6 +46,7 @@ from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
 from penstock.sim.stride import Stride, begin_stride
+from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
 
 IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
@@ -65,7 +66,7 @@ class PeerLost:
     reason: str
 
 
-Letter = FromFrontend | Command | PeerArrival | PeerLost  # a bare command is the master's
+Letter = FromFrontend | Command | PeerArrival | PeerLost | Arrival  # a bare command is the master's
 
 
 class Outputs(NamedTuple):
@@ -91,6 +92,7 @@ class Instance:
         lengths: tokens that each request will generate: what only the device knows.
         heartbeat: seconds between snapshots while the load changes.
         lease: seconds of silence after which a hand-off is over.
+        way: to the host's memory; None when the scheduler has no tier there.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
 
     Attributes:
@@ -108,8 +110,10 @@ class Instance:
         *,
         heartbeat: float,
         lease: float,
+        way: HostWay | None = None,
         strides: bool = True,
     ) -> None:
+        assert (way is None) == (scheduler.offload is None)
         self.ready = ready
         self.scheduler = scheduler
         self.intake = Intake(ready.peer, ready.pool, scheduler, Recent())
@@ -120,6 +124,7 @@ class Instance:
         self.busy = 0.0
         self.alive = True
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
+        self._way = way
         self._heartbeat, self._tick_every = heartbeat, lease / TICKS
         self._strides = strides
         self._incarnation = ready.peer.incarnation
@@ -129,7 +134,8 @@ class Instance:
         self._stride: Stride | None = None
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
-        self._snapshots = self._deltas = 0
+        self._snapshots = 0
+        self._deltas = {"device": 0, "host": 0}  # by tier
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
@@ -205,10 +211,14 @@ class Instance:
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
+        self._copy(now)
         if self.scheduler.has_work:
             self._begin(now)
+            self._copy(now)
         self._send_peers(now)
         wake = self._stride.end if self._stride is not None else self._next_pulse()
+        if self._stride is None and self._way is not None and self.scheduler.has_work:
+            wake = min(wake, self._way.next_store)  # somebody may wait for blocks that are being copied
         return self._wait_until(max(now, wake))
 
     def _wait_until(self, at: float) -> list[Due]:
@@ -243,6 +253,7 @@ class Instance:
         """Between two steps of a stride that goes on: nothing has come, only the clock asks for something."""
         self._record(now, stride)
         self._pulse(now)
+        self._copy(now)
         set_aside(self.scheduler, stride.plan)
         stride.go_on(self._pace, self._next_pulse())
         return self._wait_until(stride.end)
@@ -309,6 +320,20 @@ class Instance:
         for frontend, own in self.intake.address(outputs).items():
             self._news.append(self._post.to_frontend(now, frontend, self.name, Outputs(self._incarnation, tuple(own))))
 
+    def _copy(self, now: float) -> None:
+        """Between the device and the host's memory. That a store is over is seen between steps, as only then somebody
+        wants its blocks."""
+        offload = self.scheduler.offload
+        if self._way is None or offload is None:
+            return
+        for number in self._way.stored(now):
+            self.scheduler.stored(number)
+        for arrival in self._way.send(now, offload.take_orders()):
+            self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._loaded, arrival)))
+
+    def _loaded(self, arrival: Arrival, now: float) -> list[Due]:
+        return self.deliver(now, [arrival])
+
     # --- by the clock
 
     def _next_pulse(self) -> float:
@@ -336,17 +361,26 @@ class Instance:
             self._snapshots += 1
             self._news.append(self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots)))
         added, removed = self.scheduler.pool.take_changes()
+        self._tell_cache(now, "device", [p.key for p in added], removed)
+        if self.scheduler.offload is not None:
+            self._tell_cache(now, "host", *self.scheduler.offload.tier.take_changes())
+
+    def _tell_cache(self, now: float, tier: str, added: list[bytes], removed: list[bytes]) -> None:
         if added or removed:
-            self._deltas += 1
-            delta = CacheDelta(self._incarnation, self._deltas, [p.key for p in added], removed)
+            self._deltas[tier] += 1
+            delta = CacheDelta(self._incarnation, self._deltas[tier], added, removed, tier)
             self._news.append(self._post.to_master(now, self.name, delta))
 
     def _send_cache(self, now: float) -> None:
+        """Everything that can be found, numbered like the last delta, so that the next one follows it."""
         self.scheduler.pool.take_changes()
-        keys = self.scheduler.pool.keys()
-        self._news.append(
-            self._post.to_master(now, self.name, CacheDelta(self._incarnation, self._deltas, keys, [], whole=True))
-        )
+        found = {"device": self.scheduler.pool.keys()}
+        if self.scheduler.offload is not None:
+            self.scheduler.offload.tier.take_changes()
+            found["host"] = self.scheduler.offload.tier.keys()
+        for tier, keys in found.items():
+            delta = CacheDelta(self._incarnation, self._deltas[tier], keys, [], tier, whole=True)
+            self._news.append(self._post.to_master(now, self.name, delta))
 
     # --- messages
 
@@ -359,6 +393,8 @@ class Instance:
             match letter:
                 case PeerArrival():
                     self.handoffs.on(now, letter)
+                case Arrival():
+                    self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
                 case PeerLost(peer=peer, reason=reason):
                     self.handoffs.lost(peer, for_good=False)
                     self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))

@@ -21,14 +21,18 @@ class Sample(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Of an instance over some time: lives that began to serve, steps, and seconds in which it was busy."""
+    """Of an instance over some time: lives that began to serve, steps, seconds in which it was busy, and prompt tokens
+    that it loaded from its host's memory."""
 
     lives: int = 0
     steps: int = 0
     busy: float = 0.0
+    loaded: int = 0
 
     def less(self, other: Use) -> Use:
-        return Use(self.lives - other.lives, self.steps - other.steps, self.busy - other.busy)
+        return Use(
+            self.lives - other.lives, self.steps - other.steps, self.busy - other.busy, self.loaded - other.loaded
+        )
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class Place:
     Attributes:
         instance: its present life; None while it is down.
         lifetimes: [began, ended) of each, in seconds; None while one lasts.
-        steps, busy: of all lives that are over; `busy` in seconds.
+        past: of all lives that are over.
         serves_first: whether it serves from the start.
     """
 
@@ -48,8 +52,7 @@ class Place:
     instance: engine.Instance | None = None
     lives: int = 0
     lifetimes: list[tuple[float, float | None]] = field(default_factory=list)
-    steps: int = 0
-    busy: float = 0.0
+    past: Use = field(default_factory=Use)
     serves_first: bool = True
 
     def begin(self, now: float) -> None:
@@ -59,8 +62,7 @@ class Place:
     def end(self, now: float) -> None:
         """Its life is over."""
         assert self.instance is not None
-        self.steps += self.instance.steps
-        self.busy += self.instance.busy
+        self.past = self.used
         self.lifetimes[-1] = (self.lifetimes[-1][0], now)
         self.instance = None
 
@@ -71,8 +73,11 @@ class Place:
     @property
     def used(self) -> Use:
         """Since the start."""
-        now = self.instance
-        return Use(self.lives, self.steps + (now.steps if now else 0), self.busy + (now.busy if now else 0.0))
+        _, steps, busy, loaded = self.past
+        if (now := self.instance) is not None:
+            steps, busy = steps + now.steps, busy + now.busy
+            loaded += now.scheduler.counters.prefix_loads
+        return Use(self.lives, steps, busy, loaded)
 
 
 def make_places(groups: Sequence[Group], scaling: Scaling | None) -> dict[str, Place]:

@@ -36,9 +36,9 @@ PATIENCE = 16  # times that a policy which waits for a moment of its own choice 
 
 def first_token(view: ClusterView, demand: Demand, load: InstanceLoad) -> float:
     """Seconds from the view's time to the first token, as predicted. Room for the KV is not waited for."""
-    ready = load.idle_at if demand.offline else load.free_at
     computed = demand.to_compute(load.name)
-    return max(0.0, ready - view.now) + load.prefill_seconds(computed, demand.prompt_tokens - computed)
+    ready = max(load.begins_at(view.now, demand), load.idle_at if demand.offline else view.now)
+    return ready - view.now + load.prefill_seconds(computed, demand.prompt_tokens - computed)
 
 
 def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:

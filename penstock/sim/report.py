@@ -94,6 +94,8 @@ def _run_numbers(result: Result) -> Iterator[tuple[str, str]]:
         yield "offline tokens/s", short(result["offline_tokens_per_s"])
     if result.get("prompt_tokens"):
         yield "of prompt tokens reused", _percent(result["reused_tokens"] / result["prompt_tokens"])
+        if result.get("loaded_tokens"):
+            yield "loaded from hosts' memory", _percent(result["loaded_tokens"] / result["prompt_tokens"])
     yield "instance-seconds", short(result.get("instance_seconds"))
     if result.get("failed"):
         yield "requests failed", f"{result['failed']:,}"

@@ -80,6 +80,7 @@ def summarise(account: Account) -> dict[str, Any]:
     """Times in ms where the name says so, else in seconds. null where nothing was measured.
 
     `attainment`: share of requests that kept both targets; what failed did not. `duration`: from the start to the end.
+    `loaded_tokens`: of those that were reused, what came from the memory of hosts, also for requests that failed.
     Percentiles are of requests that did not fail. `instance_seconds` is what it all costs.
     """
     these, end = account.outcomes, account.end
@@ -100,6 +101,7 @@ def summarise(account: Account) -> dict[str, Any]:
         "output_tokens_per_s": received / end if end else None,
         "prompt_tokens": int(these.prompt[these.over].sum()),
         "reused_tokens": int(these.cached[these.over].sum()),
+        "loaded_tokens": sum(use.loaded for use in account.instances.values()),
         "handed_over": int(these.handed_over[good].sum()),
         "recovered": int(these.recovered[good].sum()),
         "regret": _regret(these),

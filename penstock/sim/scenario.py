@@ -15,7 +15,7 @@ import yaml
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
-from penstock.sched.local.sizing import sized
+from penstock.sched.local.sizing import host_blocks, sized
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
@@ -66,6 +66,7 @@ class Group:
         times: of its steps, without slowdown and noise; with factors where steps were measured, of which nobody is
             told either: policies and schedulers learn them.
         num_blocks: of KV, for each instance.
+        host_blocks: for each, of a tier of KV in its host's memory; 0 is none.
         token_budget: tokens in one step.
         slowdown: factor on all times, of which nobody is told.
         noise: standard deviation of a step's time, relative to it.
@@ -86,6 +87,7 @@ class Group:
     slowdown: float
     noise: float
     prefix_cache: bool
+    host_blocks: int = 0
     scheduling_policy: str | None = None
     step_time_error: float = 1.0
 
@@ -432,6 +434,7 @@ def _sized(options: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
         "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
+        "host_blocks": host_blocks(shape, options["host_cache_memory"], prefix_cache=options["enable_prefix_caching"]),
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
     }

@@ -106,6 +106,27 @@ def test_a_narrow_terminal_loses_nothing(recording, capsys, monkeypatch):
     assert "640" in out
 
 
+def test_what_is_loaded_is_told_where_there_is_any(tmp_path, recording, capsys):
+    def tell(recorder):
+        asked = demand("x-00000000", hits={"below": 960, "device": 960}, loads={"below": 832})
+        view = ClusterView(now=1.0, instances=[load("below"), load("device")], queue=[asked])
+        chosen = decision(asked, "below", costs={"below": 2.0, "device": 1.0})
+        recorder.decided(1.0, view, asked, "x-00000000", "f", chosen)
+
+    file = write(tmp_path / "r", tell)
+    (sequence,) = as_json(capsys, "x", "--file", file)["sequences"]
+    assert sequence["demand"]["loaded_tokens"] == {"below": 832}
+    below, device = sequence["placements"][0]["stages"]["prefill"]
+    assert (below["cached_tokens"], below["loaded_tokens"], device["loaded_tokens"]) == (960, 832, 0)
+    assert below["ms"] > device["ms"]
+    assert main(["explain", "x", "--file", file]) == 0
+    out = capsys.readouterr().out
+    assert " cached  loaded" in out
+    assert " 960     832" in out
+    assert main(["explain", "two", "--file", recording]) == 0
+    assert " loaded " not in capsys.readouterr().out
+
+
 def test_a_request_that_is_still_going_on_and_one_that_was_placed_again(tmp_path, capsys):
     def tell(recorder):
         asked = demand("x-00000000")

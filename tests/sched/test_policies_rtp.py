@@ -61,6 +61,13 @@ def test_a_hit_is_worth_what_it_saves():
     assert 100 < costs["holder"] < 120 < costs["idle"]
 
 
+def test_of_many_with_the_same_hit_those_that_have_it_on_the_device_are_compared():
+    names = [f"i{number:02}" for number in range(60)]
+    hits = dict.fromkeys(names[-40:], 8128)
+    one = demand("r", 8192, hits=hits, loads=dict.fromkeys(names[-40:-1], 8128))
+    assert decide([instance(name) for name in names], one).prefill == names[-1]
+
+
 def test_the_predicted_first_token_counts_from_the_arrival():
     instances = [busy("one", 0.5)]
     decision = decide(instances, demand("r", 1000, arrived=NOW - 2.0))

@@ -12,8 +12,10 @@ from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
+from penstock.kv.tier import Tier
 from penstock.sched.local import PACING, Limits, Scheduler
 from penstock.sched.local.beams import BeamSearch
+from penstock.sched.local.offload import Load, Offload, Store
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
@@ -52,24 +54,65 @@ class Engine:
         self.finished: dict[str, FinishReason] = {}
         self.hypotheses: dict[str, list[Hypothesis]] = {}
         self.now = 0.0
+        self.moves: list[Store | Load] = []  # between the device and the tier below it, under way
+        self.copies: dict[int, list[list[int]]] = {}  # slot of the tier -> the block's cells
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.flying)
+        return self.scheduler.has_work or bool(self.flying or self.moves)
 
     def step(self) -> StepPlan:
-        self.begin()
+        if not self.begin() and not self.flying:
+            self.move(0)
+            return StepPlan(())
         if self.ahead:
             self.begin()
         return self.end()
+
+    def send(self) -> None:
+        """Begin what the scheduler wants to be moved. What is loaded is unknown until it is there."""
+        orders = self.scheduler.offload.take_orders() if self.scheduler.offload is not None else []
+        for order in orders:
+            for block, _, _ in order.moves if isinstance(order, Load) else ():
+                self.clear(block)
+        self.moves += orders
+
+    def move(self, place: int, good: float = 1.0, seconds: float = 1e-3) -> None:
+        """Let one of the moves end.
+
+        Args:
+            good: share of it that is what it should be.
+            seconds: that it is said to have taken.
+        """
+        order = self.moves.pop(place)
+        if isinstance(order, Store):
+            for (
+                block,
+                slot,
+                _,
+            ) in order.moves:  # at the last moment: who overwrites a block before it is copied is found out
+                self.copies[slot] = [self.cells[block, i] for i in range(BLOCK_TOKENS)]
+            self.scheduler.stored(order.number, whole=good > 0)
+            return
+        count = int(good * len(order.moves))
+        for block, slot, _ in order.moves[:count]:
+            for i, past in enumerate(self.copies[slot]):
+                self.cells[block, i] = past
+        self.scheduler.loaded(order.number, count, seconds)
+        self.send()
+
+    def clear(self, block: int) -> None:
+        for i in range(BLOCK_TOKENS):
+            self.cells.pop((block, i), None)
 
     def begin(self) -> StepPlan | None:
         if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.foresee()):
             return None
         plan = self.scheduler.schedule(self.now)
         self.now += 0.01
+        self.send()
         if not plan.sequences:
-            assert self.flying or not self.scheduler.has_work
+            assert self.flying or self.moves or not self.scheduler.has_work
             return None
         limits = self.scheduler.limits
         assert plan.num_tokens <= limits.token_budget
@@ -92,8 +135,8 @@ class Engine:
 
     def end(self) -> StepPlan:
         plan = self.flying.pop(0)
-        for key in [k for k in self.cells if k[0] in plan.fresh_blocks]:
-            del self.cells[key]
+        for block in plan.fresh_blocks:
+            self.clear(block)
         drawn, candidates = [], {}
         for s in plan.sequences:
             if s.branches is not None:
@@ -114,6 +157,7 @@ class Engine:
         self.drawn = drawn
         outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn), candidates=candidates))
         self.collect(outputs)
+        self.send()
         self.check_flights()
         return plan
 
@@ -170,12 +214,14 @@ def searched(request: Request) -> list[Hypothesis]:
 
 
 def make(
-    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs", ahead=False
+    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs", ahead=False, slots=0
 ) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = PACING[pacing](TIMES, budget)
-    return Engine(Scheduler(limits, BlockPool(range(num_blocks)), prefix_cache=prefix_cache, pacing=paced), ahead)
+    pool = BlockPool(range(num_blocks))
+    offload = Offload(pool, Tier(slots)) if slots else None
+    return Engine(Scheduler(limits, pool, prefix_cache=prefix_cache, pacing=paced, offload=offload), ahead)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -193,7 +239,8 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
-    steps are scheduled ahead, and whatever happens may happen while two are in flight.
+    steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
+    all, to and from which copies travel, arrive in any order, and fail.
     """
 
     @initialize(
@@ -203,9 +250,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         pacing=st.sampled_from(sorted(PACING)),
         ahead=st.booleans(),
+        slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
     )
-    def start(self, num_blocks, budget, sequences, prefix, pacing, ahead):
-        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing, ahead=ahead)
+    def start(self, num_blocks, budget, sequences, prefix, pacing, ahead, slots):
+        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing, ahead=ahead, slots=slots)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -229,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens = min(max_tokens, self.longest - len(prompt))
         self.requests[name] = (prompt, max_tokens)
         self.engine.scheduler.add(request(name, prompt, max_tokens, priority, **promise), now=self.engine.now)
+        self.engine.send()
 
     @rule(
         prefix=st.sampled_from([0, 63, 64, 128]),
@@ -254,6 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[name] = (prompt, max_tokens)
         self.searches[name] = asked
         scheduler.add(asked, now=self.engine.now)
+        self.engine.send()
 
     @rule(data=st.data())
     def cancel(self, data):
@@ -270,6 +320,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             self.engine.step()
             self.engine.scheduler.check()
+
+    @precondition(lambda self: self.engine.moves)
+    @rule(pick=st.integers(0), good=st.sampled_from([1.0, 1.0, 1.0, 0.0, 0.5]))
+    def move(self, pick, good):
+        self.engine.move(pick % len(self.engine.moves), good)
+
+    @precondition(lambda self: any(isinstance(order, Load) for order in self.engine.moves))
+    @rule(data=st.data())
+    def give_up(self, data):
+        loads = [order.number for order in self.engine.moves if isinstance(order, Load)]
+        self.engine.scheduler.give_up(data.draw(st.sampled_from(loads)))
 
     @precondition(lambda self: self.engine.ahead)
     @rule()

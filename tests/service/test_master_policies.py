@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from penstock.core.wire.engine import LEASE, CacheDelta, Drain, Link, SetPool
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, Link, SetPool
 from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
@@ -216,6 +216,28 @@ def test_hits_are_what_is_cached_and_what_is_on_its_way_there():
     cluster.say(Ended(["r"]))
     cluster.place("t", 90, keys=keys)
     assert dict(cluster.policy.seen[-1].queue[-1].hits) == {"b": 64}
+
+
+def test_what_lies_below_a_device_is_a_hit_that_is_to_be_loaded():
+    cluster = Cluster("a", "b")
+    keys = [b"1" * 16, b"2" * 16]
+    cluster.engine("a", CacheDelta(1, 1, keys[:1], [], whole=True))
+    cluster.engine("a", CacheDelta(1, 1, keys, [], "host", whole=True))
+    cluster.engine("b", CacheDelta(1, 1, keys, [], whole=True))
+
+    def seen(name, tokens):
+        cluster.place(name, tokens, keys=keys)
+        demand = cluster.policy.seen[-1].queue[-1]
+        return dict(demand.hits), dict(demand.loads)
+
+    assert seen("r", 90) == ({"a": 90, "b": 90}, {"a": 64})
+    cluster.engine("a", CacheDelta(1, 2, [], keys[:1]))
+    assert seen("s", 90) == ({"a": 90, "b": 90}, {"a": 90})  # never more than the prompt has
+    cluster.policy.to = "a"
+    cluster.did()  # both go there, and bring it to the device
+    cluster.policy.to = None
+    assert seen("t", 90) == ({"a": 90, "b": 90}, {})
+    assert cluster.engine("a", CacheDelta(1, 3, [], keys, "host")) == [ToEngine("a", AskCache(1))]  # one is missing
 
 
 def test_a_move_is_told_counts_at_once_and_outlives_the_instance():

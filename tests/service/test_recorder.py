@@ -4,6 +4,7 @@ import dataclasses
 import random
 from math import inf
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, Inst
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.recorder import Decided, Ended, Moved, Recorder
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
-from penstock.service.recording import BEST, QUEUE, WHOLE, Decoder, Encoder, from_bytes, to_bytes
+from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, Decoder, Encoder, from_bytes, to_bytes
 from penstock.sim.replay import first_token, redecide, replay, spread, summary
 from tests.helpers.recordings import TIMES, an_afternoon, decision, demand, load, outcome
 
@@ -112,7 +113,8 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
                 "key": ("f", f"{now}-{number}"),
                 "hits": data.draw(st.dictionaries(st.sampled_from(names), numbers)),
             }
-            waiting.append(Demand(**fixed, **data.draw(values(Demand, {"key", "hits", "exclude", "chat"}))))
+            fixed["loads"] = {name: data.draw(st.integers(1, max(1, hit))) for name, hit in fixed["hits"].items()}
+            waiting.append(Demand(**fixed, **data.draw(values(Demand, {"key", "hits", "loads", "exclude", "chat"}))))
         if not waiting:
             continue
         rates = Rates(**data.draw(values(Rates, set())))
@@ -176,6 +178,32 @@ def test_a_recording_of_other_fields_can_be_read():
         list(Decoder().decode([began, *records[3:]]))
     with pytest.raises(ValueError, match="without a beginning"):
         list(Decoder().decode(records))
+
+
+def test_what_was_to_be_loaded_comes_back_and_is_nothing_in_older_recordings():
+    entry = decided(chosen="busy", hits={"busy": 960, "free": 960}, loads={"free": 640})
+    (again,) = recorded(entry)
+    assert again.demand == again.view.queue[0] == entry.demand
+    later = first_token(again.view, again.demand, again.view.instances[1])
+    there = first_token(entry.view, replace(entry.demand, loads={}), entry.view.instances[1])
+    assert later == pytest.approx(there + TIMES.load_ms(640) / 1e3)
+
+    encoder = Encoder()
+    before = []
+    for record in [encoder.begin(0.0, 0.0), *encoder.encode(entry)]:
+        fields_of = msgspec.msgpack.decode(to_bytes(record))
+        before.append(from_bytes(msgspec.msgpack.encode(fields_of[:-1] if fields_of[0] == "Demand" else fields_of)))
+    (older,) = [decided for _, decided in Decoder().decode(before)]
+    assert (older.demand.hits, older.demand.loads) == (entry.demand.hits, {})
+
+
+def test_of_many_hits_only_what_is_written_is_to_be_loaded():
+    names = [f"e{number}" for number in range(2 * HITS)]
+    hits = {name: 64 * number for number, name in enumerate(names)}
+    asked = demand("r", hits=hits, loads=dict.fromkeys(names, 64))
+    view = ClusterView(now=0.0, instances=[load("e0")], queue=[asked])
+    (again,) = recorded(Decided(0.0, "r", "f", asked, decision(asked, "e0"), view, 1, 1))
+    assert again.demand.hits.keys() == again.demand.loads.keys() == set(names[HITS:])
 
 
 # --- the file

@@ -12,7 +12,11 @@ from penstock.workload.requests import WorkRequest
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
 
 SHARED = "transport: {kind: shared}\n"
-SHAPES = {"colocated": COLOCATED, "copied": SPLIT, "shared": SPLIT + SHARED}
+TIERED = """
+instances:
+  - {count: 3, kv-blocks: 70, host-cache-memory: 4G}
+"""
+SHAPES = {"colocated": COLOCATED, "copied": SPLIT, "shared": SPLIT + SHARED, "tiered": TIERED}
 FAILURE = """
 failures:
   - {instance: prefill-1, at: 1.0, restart-after: 1.5}
@@ -47,8 +51,9 @@ def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     for place in cluster.places.values():
         assert place.instance.scheduler.pool.used == 0
         assert not place.instance.handoffs.busy
-    assert result["handed_over"] == (0 if shape == "colocated" else sum(r.received > 1 for r in cluster.records))
+    assert result["handed_over"] == (sum(r.received > 1 for r in cluster.records) if "pre" in SHAPES[shape] else 0)
     assert result["reused_tokens"] > 0
+    assert (result["loaded_tokens"] > 0) == (shape == "tiered")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

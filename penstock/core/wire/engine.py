@@ -93,7 +93,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskCache(msgspec.Struct, tag=True, frozen=True):
-    """Send every key, as a `CacheDelta` with `whole`."""
+    """Send every key, as a `CacheDelta` with `whole` for each tier there is."""
 
     to: int
 
@@ -217,11 +217,13 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class CacheDelta(msgspec.Struct, tag=True, frozen=True):
-    """Prefix keys that became findable here, and that no longer are.
+    """Prefix keys that became findable in a tier of the cache here, and that no longer are.
 
     Attributes:
-        sequence: counts up by one within an incarnation; a gap is a reason to `AskCache`.
-        whole: `added` is everything, and what was known before is void.
+        sequence: counts up by one within an incarnation, in each tier for itself; a gap is a reason to `AskCache`.
+        tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host". What
+            lies in several is told in each.
+        whole: `added` is everything in this tier, and what was known of it before is void; of other tiers nothing is.
     """
 
     incarnation: int

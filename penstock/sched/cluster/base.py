@@ -111,6 +111,18 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
             / 1e3
         )
 
+    def load_seconds(self, tokens: int) -> float:
+        """Predicted time to bring so many tokens of a prompt from below the device. That occupies nobody: meanwhile
+        others are read, and decode."""
+        return self.times.load_ms(tokens) / 1e3
+
+    def begins_at(self, now: float, demand: Demand) -> float:
+        """When it begins to read a prompt, as predicted: the prompts before it are read by then, and what of it lies
+        below the device is there."""
+        if self.name in demand.loads:
+            return max(now + self.load_seconds(demand.to_load(self.name)), self.free_at)
+        return max(now, self.free_at)
+
 
 class Demand(Struct, frozen=True, kw_only=True):
     """A sequence that needs a place.
@@ -123,6 +135,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         offline: it has no targets and waits for gaps.
         chat: the conversation that it belongs to; "" when that is not known.
         hits: instance -> leading prompt tokens that are in its cache; nobody else has any.
+        loads: instance -> how many of these lie below its device, so that they are to be loaded; nobody else's do.
         exclude: instances that it should not be given.
     """
 
@@ -136,6 +149,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     offline: bool = False
     chat: str = ""
     hits: Mapping[str, int] = field(default_factory=dict)
+    loads: Mapping[str, int] = field(default_factory=dict)
     exclude: Set[str] = frozenset()
 
     @property
@@ -151,6 +165,10 @@ class Demand(Struct, frozen=True, kw_only=True):
     def to_compute(self, instance: str) -> int:
         """Prompt tokens that are not in an instance's cache; the last one always is to be computed."""
         return max(1, self.prompt_tokens - self.hits.get(instance, 0))
+
+    def to_load(self, instance: str) -> int:
+        """Prompt tokens that an instance has in its cache, but not on its device."""
+        return self.loads.get(instance, 0)
 
 
 class Rates(Struct, frozen=True, kw_only=True):
@@ -239,7 +257,7 @@ class DispatchPolicy(Protocol):
     something changes, until it answers `Later`; so it never needs to count what it has just decided.
 
     Attributes:
-        wants_keys: whether it looks at `Demand.hits`; nobody computes prefix keys where it does not.
+        wants_keys: whether it looks at `Demand.hits` and `loads`; nobody computes prefix keys where it does not.
     """
 
     name: str

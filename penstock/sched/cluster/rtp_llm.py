@@ -46,6 +46,7 @@ class Offer:
     """What an instance would make of a prompt; milliseconds.
 
     Attributes:
+        wait: until it begins to read.
         saved: by its cache.
         hit: tokens in that.
     """
@@ -180,7 +181,7 @@ class RtpLlm:
         if demand.hits:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
-            chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
         # those that have nobody to hand over to have to keep what they read
         offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
         if not offering:
@@ -193,7 +194,7 @@ class RtpLlm:
 def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     tokens = demand.to_compute(instance.name)
     hit = demand.prompt_tokens - tokens
-    wait = max(0.0, instance.free_at - view.now) * 1e3
+    wait = (instance.begins_at(view.now, demand) - view.now) * 1e3
     read = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - read if hit else 0.0
     return Offer(instance, wait, read, saved, hit)

@@ -113,7 +113,7 @@ class Unified:
             compute = demand.to_compute(i.name)
             reader = self._reader(i)
             alone = reader.alone(compute, demand.prompt_tokens - compute)
-            done = max(view.now, i.free_at) + reader.paced(alone, demand.tpot)
+            done = i.begins_at(view.now, demand) + reader.paced(alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
             # what it computes others wait for as well, and look for in vain what it pushes out of a cache: that counts
@@ -175,7 +175,7 @@ class Unified:
             known, places = {i.name for i in chosen}, self._places.of(able)
             holders = [able[place] for place in sorted(places[name] for name in demand.hits if name in places)]
             holders = [i for i in holders if i.name not in known and tokens <= headroom(i, output)]
-            chosen += nsmallest(COMPARED, holders, key=lambda i: -demand.hits[i.name])
+            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
         return chosen
 
     # --- offline

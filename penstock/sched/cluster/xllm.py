@@ -168,7 +168,7 @@ def _by_ttft(reader: _Reader) -> float:
 def _ttft(view: ClusterView, demand: Demand, instance: InstanceLoad) -> float:
     """Predicted seconds from the client's arrival to the first token."""
     tokens = demand.to_compute(instance.name)
-    wait = max(0.0, instance.free_at - view.now)
+    wait = instance.begins_at(view.now, demand) - view.now
     return view.now - demand.arrived + wait + instance.prefill_seconds(tokens, demand.prompt_tokens - tokens)
 
 

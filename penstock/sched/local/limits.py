@@ -34,3 +34,4 @@ class Counters:
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
+    prefix_loads: int = 0  # those of them that were loaded from a tier below the device

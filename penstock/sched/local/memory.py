@@ -10,6 +10,7 @@ from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.ahead import Flights
 from penstock.sched.local.limits import Limits
+from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import Sequence, blocks_for
 
 
@@ -19,20 +20,43 @@ class Memory:
     Args:
         prefix_cache: whether anything can be found.
         flights: whose blocks stay held, whoever lets go of them.
+        offload: None without a tier below the device.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, prefix_cache: bool, flights: Flights) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, prefix_cache: bool, flights: Flights, offload: Offload | None
+    ) -> None:
         self._pool, self._limits, self._prefix_cache = pool, limits, prefix_cache
-        self._flights = flights
+        self._flights, self._offload = flights, offload
 
     def prefix_hit(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens; never all of the tokens, since the last one's output is wanted, and none while
-        every position's is."""
+        """Cached blocks of its tokens."""
+        return self._pool.match(self._keys(sequence))
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that it may find: never of all its tokens, since the last one's output is wanted, and none
+        while every position's is."""
         if not self._prefix_cache or sequence.prompt_logprobs is not None:
             return []
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        return self._pool.match(sequence.keys[:full])
+        return sequence.keys[:full]
+
+    def load(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Begin to load what of its prefix is only below the device. False when there is no such thing, or it is not
+        worth it."""
+        if self._offload is None:
+            return False
+        return self._offload.begin(sequence, self._keys(sequence), self.room_without([], [], running))
+
+    def admit(self, sequence: Sequence, hit: list[int]) -> None:
+        """It goes on from the blocks that it has found."""
+        self._pool.hold(hit)
+        sequence.blocks = hit
+        sequence.computed = len(hit) * BLOCK_TOKENS
+        sequence.published = len(hit)
+        if self._offload is not None:
+            self._offload.use(sequence)
 
     def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
         """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
@@ -74,8 +98,9 @@ class Memory:
             hit: blocks that are wanted as they are.
         """
         stay = [s for s in running if s not in victims] if victims else running
+        kept = self._offload.moving if self._offload is not None else ()
         freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
-        gained = sum(count == self._pool.holders(block) for block, count in freed.items())
+        gained = sum(count == self._pool.holders(block) and block not in kept for block, count in freed.items())
         return self._pool.available + gained - self.promised(stay)
 
     @staticmethod
@@ -103,6 +128,8 @@ class Memory:
                 flight.kept.append([mine])
             sequence.blocks[i] = self._pool.publish(mine, key, parent)
         sequence.published = full
+        if self._offload is not None:
+            self._offload.keep(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
         """Of all its blocks."""

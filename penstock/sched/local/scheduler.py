@@ -26,6 +26,7 @@ from penstock.sched.local.draft import Draft
 from penstock.sched.local.group import BeamGroup, check_group, make_sequence
 from penstock.sched.local.limits import Counters, Limits
 from penstock.sched.local.memory import Memory
+from penstock.sched.local.offload import Offload
 from penstock.sched.local.pacing.base import Allowance, Pacing
 from penstock.sched.local.pacing.fcfs import Fcfs
 from penstock.sched.local.queue import Queue
@@ -49,6 +50,8 @@ class Scheduler:
     Args:
         root: parent of every first block's prefix key; equal for instances that may exchange blocks.
         pacing: a fresh one; first come, first served by default.
+        offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
+            whenever `add` may.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Scheduler:
         root: bytes = b"",
         prefix_cache: bool = True,
         pacing: Pacing | None = None,
+        offload: Offload | None = None,
     ) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
         self.limits = limits
@@ -66,12 +70,14 @@ class Scheduler:
         self.root = root
         self.counters = Counters()
         self._flights = Flights()
-        self.memory = Memory(pool, limits, prefix_cache, self._flights)
+        self.offload = offload
+        self.memory = Memory(pool, limits, prefix_cache, self._flights, offload)
         self._prefix_cache = prefix_cache
         self._pacing = Fcfs() if pacing is None else pacing
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting = Queue()
+        self._awaiting = offload.waiting if offload is not None else {}  # blocks; no pacing knows them
         self._leaving: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._reserved: list[Reservation] = []
         self._released: list[str] = []  # since the last plan
@@ -84,7 +90,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Those that wait for blocks to be loaded included."""
+        return len(self._waiting) + len(self._awaiting)
 
     @property
     def num_leaving(self) -> int:
@@ -97,7 +104,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        return bool(self._running or self._waiting or self._flights.ending)
+        return bool(self._running or self._waiting or self._flights.ending or self._awaiting)
 
     @property
     def held_back(self) -> bool:
@@ -112,6 +119,8 @@ class Scheduler:
     def predict_by(self, times: StepTime) -> None:
         """Whoever paces by predicted steps predicts them so from now on."""
         self._pacing.predict_by(times)
+        if self.offload is not None:
+            self.offload.predict_by(times)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -122,7 +131,7 @@ class Scheduler:
 
     def tokens_due(self) -> tuple[int, int, int]:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        waiting = sum([s.pending for s in self._waiting])
+        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in self._awaiting.values()])
         held, prefill = 0, 0
         for sequence in (*self._running, *self._flights.ending.values()):
             held += sequence.computed
@@ -159,7 +168,8 @@ class Scheduler:
             check_group(request, self.limits, self.pool.num_blocks)
         sequence = self._make(request, now)
         sequence.departs = departs
-        self._enqueue(sequence)
+        if not self._load(sequence):
+            self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
         sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
@@ -173,6 +183,8 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        if self.offload is not None and self.offload.forsake(request_id) is not None:
+            return True
         self._pacing.leave(sequence)
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
             if not (self._leaving.pop(request_id, None) or self._flights.ending.pop(request_id, None)):
@@ -181,6 +193,36 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         return True
+
+    # --- coming from a tier below the device
+
+    def _load(self, sequence: Sequence) -> bool:
+        """Whether it waits for blocks from now on."""
+        if not self.memory.load(sequence, self._running):
+            return False
+        self._pacing.leave(sequence)
+        return True
+
+    def stored(self, number: int, *, whole: bool = True) -> None:
+        """A store is over; see `Offload.stored`."""
+        assert self.offload is not None
+        self.offload.stored(number, whole=whole)
+
+    def loaded(self, number: int, good: int, seconds: float | None = None) -> None:
+        """A load is over; see `Offload.loaded`."""
+        assert self.offload is not None
+        self._queue(self.offload.loaded(number, good, seconds))
+
+    def give_up(self, number: int) -> None:
+        """A load takes too long; see `Offload.give_up`."""
+        assert self.offload is not None
+        self._queue(self.offload.give_up(number))
+
+    def _queue(self, sequence: Sequence | None) -> None:
+        """It has waited for blocks."""
+        if sequence is not None:
+            self._pacing.join(sequence)
+            self._enqueue(sequence)
 
     # --- coming from and going to other instances
 
@@ -298,7 +340,8 @@ class Scheduler:
         self._fill(draft, allowance, reading)
         if not draft.grants:
             held = self._leaving or self._reserved or self._flights
-            assert held or not self._sequences, "work waits and nothing can run"
+            moves = self.offload is not None and not self.offload.idle
+            assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         released, self._released = self._released, []
         return draft.plan(released)
@@ -461,7 +504,10 @@ class Scheduler:
         return self.memory.set_aside(sequence, count, self._running)
 
     def _admit(self, draft: Draft, allowance: Allowance, sequence: Sequence) -> bool:
-        """Start or resume the first in the queue; False when it has to wait."""
+        """Start or resume the first in the queue, or have it wait elsewhere for blocks; False when it waits here."""
+        if self._load(sequence):
+            self._waiting.remove(sequence)
+            return True
         hit = self.memory.prefix_hit(sequence)
         cached = len(hit) * BLOCK_TOKENS
         rest = len(sequence.tokens) - cached
@@ -482,14 +528,12 @@ class Scheduler:
             count = allowance.chunk(sequence, cached, min(rest, draft.budget))
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        self.pool.hold(hit)
-        sequence.blocks = hit
-        sequence.computed = cached
-        sequence.published = len(hit)
+        self.memory.admit(sequence, hit)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
+            self.counters.prefix_loads += min(sequence.loaded, cached)
         self._grant(draft, sequence, count)
         allowance.granted(sequence, cached, count)
         return True
@@ -535,15 +579,21 @@ class Scheduler:
         """Raise AssertionError unless sequences, queues and blocks agree."""
         self.pool.check()
         assert self._crowd() <= self.limits.max_sequences
-        assert self.num_running + len(self._waiting) + len(self._leaving) == len(self._sequences)
+        assert self.num_running + self.num_waiting + len(self._leaving) == len(self._sequences)
         holding = [*self._running, *self._flights.ending.values(), *self._leaving.values()]
-        assert {*holding, *self._waiting} == set(self._sequences.values())
+        assert {*holding, *self._waiting, *self._awaiting.values()} == set(self._sequences.values())
         self._waiting.check()
         self._flights.check()
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
         held = [*(owner.blocks for owner in owners), *self._flights.kept]
-        self.pool.check_holders(Counter(block for blocks in held for block in blocks))
-        self.pool.check_transfers(Counter(block for s in holding for block in s.blocks[: s.travelling]))
+        holders = Counter(block for blocks in held for block in blocks)
+        transfers = Counter(block for s in holding for block in s.blocks[: s.travelling])
+        if self.offload is not None:
+            self.offload.check()
+            holders += self.offload.holders()
+            transfers += self.offload.moving
+        self.pool.check_holders(holders)
+        self.pool.check_transfers(transfers)
         for s in holding:
             assert s.travelling <= len(s.blocks)
             assert s.blocks

@@ -45,6 +45,8 @@ class Sequence:
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
         departs: it is meant to go on at another instance after its prompt.
         travelling: how many leading blocks are being sent there.
+        kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
+        loads: how often it waited for copies; `loaded`: tokens that they brought.
     """
 
     __slots__ = (
@@ -56,7 +58,10 @@ class Sequence:
         "first",
         "guided",
         "in_flight",
+        "kept",
         "keys",
+        "loaded",
+        "loads",
         "prompt_logprobs",
         "published",
         "rank",
@@ -95,7 +100,7 @@ class Sequence:
         self.published = 0
         self.cached_tokens: int | None = None
         self.departs = False
-        self.travelling = 0
+        self.travelling = self.kept = self.loads = self.loaded = 0
 
     @property
     def id(self) -> str:
@@ -155,7 +160,7 @@ class Sequence:
 
     def restart(self) -> None:
         """It was preempted, and holds nothing any longer."""
-        self.computed = self.published = 0
+        self.computed = self.published = self.kept = 0
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
 

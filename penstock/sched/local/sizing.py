@@ -33,6 +33,25 @@ def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
     return max(0, free) // (shape.kv_bytes_per_token * BLOCK_TOKENS)
 
 
+def host_blocks(shape: ModelShape, memory: int | None, *, prefix_cache: bool) -> int:
+    """KV blocks of a tier in the host's memory.
+
+    Args:
+        memory: bytes; None is no such tier.
+
+    Raises:
+        ConfigError: its field names the option, and its message does not.
+    """
+    if memory is None:
+        return 0
+    if not prefix_cache:
+        raise ConfigError("given, allowed only with enable-prefix-caching", "host-cache-memory")
+    block = shape.kv_bytes_per_token * BLOCK_TOKENS
+    if memory < block:
+        raise ConfigError(f"{memory / 2**20:.1f} MiB, a block takes {block / 2**20:.1f} MiB", "host-cache-memory")
+    return memory // block
+
+
 def sized(
     device: DeviceModel,
     shape: ModelShape,

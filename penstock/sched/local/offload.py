@@ -1,0 +1,290 @@
+"""Copies of the cache's blocks in a tier below the device, and loading them instead of computing what they hold.
+
+Full blocks are copied to the tier when they can be found for the first time, so what is on the device is also below it
+(xLLM, section 3.4); what could not be copied then, because too much was on its way, is copied when it is used next.
+
+A sequence whose prefix goes on in the tier waits outside the queue while that is loaded, if loading is quicker than
+computing and there is room for the sequence. Then it queues like any other, finds the blocks in the cache, and nothing
+else knows of the tier. What cannot be loaded is computed.
+
+Nothing is moved here. `take_orders` says what is to be moved; whoever moves it says what came of it (`stored`,
+`loaded`), and may say that a load takes too long (`give_up`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.pool import BlockPool
+from penstock.kv.tier import Tier
+from penstock.sched.local.sequence import Sequence
+from penstock.sched.steptime import StepTime
+
+MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
+MOST_LOADS = 2  # for one sequence, whose blocks may be evicted again before its turn
+RATE_WEIGHT = 0.2  # of a new measurement of how fast loads are
+
+
+class Copied(NamedTuple):
+    """One block, and where its copy is or is to be."""
+
+    block: int
+    slot: int
+    key: bytes
+
+
+class Store(NamedTuple):
+    """Copy these blocks to the tier, in any order."""
+
+    number: int
+    moves: tuple[Copied, ...]
+
+
+class Load(NamedTuple):
+    """Bring these copies into their blocks, and look whether they are what was stored.
+
+    Attributes:
+        seconds: that it is expected to take, waiting for others included; 0 when nobody knows.
+    """
+
+    number: int
+    moves: tuple[Copied, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Loading:
+    """
+    Attributes:
+        sequence: who waits for it; None when nobody does any longer.
+        blocks: of the prefix, in order, each held once for this.
+        keys: of all of them.
+        root: parent of the first one's key.
+        moves: those that are loaded.
+    """
+
+    sequence: Sequence | None
+    root: bytes
+    blocks: list[int]
+    keys: list[bytes]
+    moves: tuple[Copied, ...]
+
+
+class Offload:
+    """One scheduler's use of a tier.
+
+    Attributes:
+        tier: what it has.
+        moving: block -> stores under way that it is held for, beside its sequences.
+        waiting: request id -> the sequence that waits for its blocks, in order of the loads.
+        loaded_blocks, stored_blocks: that arrived, since the start.
+    """
+
+    def __init__(self, pool: BlockPool, tier: Tier) -> None:
+        self.tier = tier
+        self.moving: Counter[int] = Counter()
+        self.waiting: dict[str, Sequence] = {}
+        self.loaded_blocks = self.stored_blocks = 0
+        self._pool = pool
+        self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
+        self._number = 0
+        self._stores: dict[int, tuple[Store, list[int]]] = {}  # with the blocks that are held for it
+        self._loads: dict[int, _Loading] = {}
+        self._orders: list[Store | Load] = []
+        self._storing = self._loading = 0  # blocks under way
+        self._times: StepTime | None = None
+        self._rate: float | None = None  # tokens per second, as measured
+
+    def predict_by(self, times: StepTime) -> None:
+        """What a sequence would take to compute is predicted so from now on."""
+        self._times = times
+
+    def take_orders(self) -> list[Store | Load]:
+        """What is to be moved, since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._stores or self._loads)
+
+    # --- to the tier
+
+    def keep(self, sequence: Sequence) -> None:
+        """Copy those of its findable blocks that were not looked at yet and are not in the tier."""
+        tier, keys = self.tier, sequence.keys
+        end = sequence.published
+        moves = []
+        for i in range(sequence.kept, end):
+            if not tier.has(keys[i]):
+                slot = tier.claim(keys[i], keys[i - 1] if i else None) if self._storing < self._most_stores else None
+                if slot is None:
+                    end = i  # and none of those after it, which need their parents: another time
+                    break
+                moves.append(Copied(sequence.blocks[i], slot, keys[i]))
+                self._storing += 1
+        sequence.kept = end
+        if moves:
+            # all before them too, so that whoever holds a block still holds its parents (`BlockPool`)
+            held = sequence.blocks[:end]
+            self._pool.begin_transfer(held)
+            self.moving.update(held)
+            self._number += 1
+            store = Store(self._number, tuple(moves))
+            self._stores[store.number] = store, held
+            self._orders.append(store)
+
+    def stored(self, number: int, *, whole: bool = True) -> None:
+        """A store is over; without `whole` nothing of it can be used."""
+        store, held = self._stores.pop(number)
+        for _, _, key in store.moves:
+            self.tier.written(key, whole=whole)
+        self._storing -= len(store.moves)
+        self.stored_blocks += len(store.moves) * whole
+        for block in held:
+            self.moving[block] -= 1
+            if not self.moving[block]:
+                del self.moving[block]
+        self._pool.end_transfer(held)
+
+    # --- from the tier
+
+    def use(self, sequence: Sequence) -> None:
+        """It was admitted with what it found: that is of use on the tier too, and what is missing there is copied."""
+        self.tier.use(sequence.keys[: sequence.published])
+        self.keep(sequence)
+
+    def begin(self, sequence: Sequence, keys: Items[bytes], room: int) -> bool:
+        """Load what of its prefix is not on the device, if that is worth it; then it waits.
+
+        Args:
+            keys: of the blocks that it may find.
+            room: blocks that there are for it.
+        """
+        if sequence.loads >= MOST_LOADS:
+            return False
+        blocks: list[int | None] = [*self._pool.match(keys)]  # None: it is to be loaded
+        cached = len(blocks)
+        for key in keys[cached:]:
+            here = self._pool.match([key])
+            if not here and self.tier.slot(key) is None:
+                break
+            blocks.append(here[0] if here else None)
+        while len(blocks) > cached and blocks[-1] is not None:
+            blocks.pop()
+        if len(blocks) == cached or sequence.demand > room:
+            return False
+        if not self._is_quicker(blocks.count(None) * BLOCK_TOKENS, cached * BLOCK_TOKENS):
+            return False
+        self._order(sequence, blocks, list(keys[: len(blocks)]))
+        return True
+
+    def _order(self, sequence: Sequence, blocks: list[int | None], keys: list[bytes]) -> None:
+        found = [block for block in blocks if block is not None]
+        self._pool.hold(found)
+        fresh = iter(self._pool.allocate(len(blocks) - len(found)))
+        chain = [next(fresh) if block is None else block for block in blocks]
+        moves = []
+        for was, block, key in zip(blocks, chain, keys, strict=True):
+            if was is None:
+                slot = self.tier.slot(key)
+                assert slot is not None
+                moves.append(Copied(block, slot, key))
+        self.tier.use(keys)
+        self.tier.begin_reading([key for _, _, key in moves])
+        seconds = self._load_seconds(len(moves) * BLOCK_TOKENS)
+        self._number += 1
+        self._loads[self._number] = _Loading(sequence, sequence.root, chain, keys, tuple(moves))
+        self._loading += len(moves)
+        self._orders.append(Load(self._number, tuple(moves), seconds))
+        sequence.loads += 1
+        self.waiting[sequence.id] = sequence
+
+    def loaded(self, number: int, good: int, seconds: float | None = None) -> Sequence | None:
+        """A load is over. Returns who waited for it, and is to queue now.
+
+        Args:
+            good: of its blocks, from the first on; the next one was not what had been stored, if there is a next one.
+            seconds: that it took, without the wait for loads before it; None is not measured.
+        """
+        load = self._loads.pop(number)
+        arrived = {block for block, _, _ in load.moves[:good]}
+        blocks, parent = load.blocks, load.root
+        for i, (block, key) in enumerate(zip(blocks, load.keys, strict=True)):
+            if block in arrived:
+                blocks[i] = self._pool.publish(block, key, parent)
+            parent = key
+        self._pool.release(blocks)
+        self.tier.end_reading([key for _, _, key in load.moves])
+        if good < len(load.moves):
+            self.tier.spoil(load.moves[good].key)
+        self._loading -= len(load.moves)
+        self.loaded_blocks += good
+        if seconds and good:
+            rate = good * BLOCK_TOKENS / seconds
+            self._rate = rate if self._rate is None else self._rate + RATE_WEIGHT * (rate - self._rate)
+        if load.sequence is not None:
+            del self.waiting[load.sequence.id]
+            load.sequence.loaded += good * BLOCK_TOKENS
+        return load.sequence
+
+    def give_up(self, number: int) -> Sequence | None:
+        """A load takes too long: whoever waits for it, and is returned, computes what he needs."""
+        load = self._loads.get(number)
+        if load is None or load.sequence is None:
+            return None
+        load.sequence.loads = MOST_LOADS
+        return self.forsake(load.sequence.id)
+
+    def forsake(self, request_id: str) -> Sequence | None:
+        """It waits no longer, and is returned if it did. What is on its way for it arrives all the same."""
+        sequence = self.waiting.pop(request_id, None)
+        for load in self._loads.values() if sequence is not None else ():
+            if load.sequence is sequence:
+                load.sequence = None
+        return sequence
+
+    def _is_quicker(self, tokens: int, cached: int) -> bool:
+        """Whether so many tokens are loaded sooner than computed. Where nobody knows what computing takes, they are."""
+        if self._times is None:
+            return True
+        compute = self._times.prefill_ms(tokens, cached, budget=max(tokens, 1)) / 1e3
+        return self._load_seconds(tokens) < compute
+
+    def _load_seconds(self, tokens: int) -> float:
+        """Expected, behind the loads that are under way."""
+        tokens += self._loading * BLOCK_TOKENS
+        if self._rate is not None:
+            return tokens / self._rate
+        return self._times.load_ms(tokens) / 1e3 if self._times is not None else 0.0
+
+    # --- checks
+
+    def holders(self) -> Counter[int]:
+        """How often each block is held for loads."""
+        return Counter(block for load in self._loads.values() for block in load.blocks)
+
+    def counts(self) -> Mapping[str, int]:
+        """For whoever inspects the engine."""
+        return {
+            "tier_slots": self.tier.num_slots,
+            "tier_used": self.tier.used,
+            "stores_under_way": len(self._stores),
+            "loads_under_way": len(self._loads),
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is under way is what is held for it."""
+        self.tier.check()
+        assert self.moving == Counter(block for _, held in self._stores.values() for block in held)
+        assert self._storing == sum(len(store.moves) for store, _ in self._stores.values())
+        assert self._loading == sum(len(load.moves) for load in self._loads.values())
+        waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]
+        assert waiting == list(self.waiting.values())
+        assert not any(sequence.blocks for sequence in waiting)

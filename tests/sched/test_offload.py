@@ -1,0 +1,150 @@
+"""A tier below the device: what is loaded instead of computed, and what happens when that does not work."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.local.offload import Load, Store
+from penstock.sched.steptime import StepTime
+from tests.sched.test_scheduler import TIMES, Engine, expected, make, request, run
+
+PROMPT = [1] * 250  # three full blocks and a rest
+
+
+def other(number: int, length: int = 250) -> list[int]:
+    return [100 + number] * length
+
+
+def loads(engine: Engine) -> list[Load]:
+    engine.send()
+    return [order for order in engine.moves if isinstance(order, Load)]
+
+
+def test_what_was_evicted_is_loaded_and_not_computed():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2)), ("again", PROMPT)):
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+    assert engine.computed["again"] == 250 - 3 * BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS
+    assert engine.scheduler.counters.prefix_hits == 3 * BLOCK_TOKENS
+    assert engine.scheduler.offload.loaded_blocks == 3
+
+
+def test_every_full_block_is_copied_once():
+    engine = make(num_blocks=7, budget=400, model_len=440, slots=16)
+    for name in ("first", "second"):
+        engine.scheduler.add(request(name, PROMPT, 10))
+        run(engine)
+    assert engine.scheduler.offload.stored_blocks == len(engine.scheduler.offload.tier.keys()) == 4
+
+
+@pytest.fixture
+def waiting() -> Engine:
+    """One in which "again" waits for PROMPT's blocks."""
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2))):
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert len(loads(engine)) == 1
+    return engine
+
+
+def test_a_load_is_a_state_of_the_request_and_stops_no_step(waiting: Engine):
+    assert waiting.scheduler.num_waiting == 1
+    assert waiting.scheduler.has_work
+    waiting.scheduler.add(request("short", [7] * 20, 3))
+    for _ in range(3):
+        assert [s.request_id for s in waiting.step().sequences] == ["short"]
+    assert waiting.out["short"] == expected([7] * 20, 3)
+    run(waiting)
+    assert waiting.computed["again"] == 250 - 3 * BLOCK_TOKENS
+
+
+def test_what_cannot_be_loaded_is_computed(waiting: Engine):
+    waiting.move(0, good=0.34)  # one of three
+    run(waiting)
+    assert waiting.out["again"] == expected(PROMPT, 1)
+    assert waiting.computed["again"] == 250 - BLOCK_TOKENS
+    # and what was found to be bad is copied anew
+    assert len(waiting.scheduler.offload.tier.keys()) == 9
+
+
+def test_who_waits_too_long_computes(waiting: Engine):
+    number = loads(waiting)[0].number
+    waiting.scheduler.give_up(number)
+    assert waiting.step().sequences[0].request_id == "again"
+    assert waiting.out["again"] == expected(PROMPT, 1)
+    waiting.scheduler.give_up(number)  # who has gone is not there twice
+    run(waiting)
+    waiting.scheduler.check()
+
+
+def test_who_is_cancelled_leaves_no_block_behind(waiting: Engine):
+    assert waiting.scheduler.cancel("again")
+    assert not waiting.scheduler.has_work
+    waiting.scheduler.check()
+    assert waiting.scheduler.pool.used == 3
+    waiting.scheduler.add(request("again", other(4), 1))  # the same name is another request
+    run(waiting)
+    assert waiting.out["again"] == expected(other(4), 1)
+    assert waiting.scheduler.pool.used == 0
+
+
+def test_where_computing_is_quicker_nothing_is_loaded():
+    slow = StepTime(replace(TIMES.device, host_bandwidth=1e8), TIMES.shape)
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine.scheduler.predict_by(slow)
+    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2)), ("again", PROMPT)):
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+    assert engine.computed["again"] == 250
+    assert engine.scheduler.offload.loaded_blocks == 0
+
+
+def test_how_fast_loads_are_is_measured():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine.scheduler.predict_by(TIMES)
+    for turn in range(3):  # each of the three finds its blocks evicted by the others
+        for name, prompt in (("p", PROMPT), ("a", other(1)), ("b", other(2))):
+            engine.scheduler.add(request(f"{name}{turn}", prompt, 1))
+            for load in loads(engine):
+                engine.move(engine.moves.index(load), seconds=10.0)  # ten thousand times slower than it should be
+            run(engine)
+    assert engine.scheduler.offload.loaded_blocks == 3, "the next one was loaded, however slow that is"
+    assert engine.computed["p2"] == 250
+    assert engine.out["p2"] == expected(PROMPT, 1)
+
+
+def test_nothing_is_loaded_for_whom_there_is_no_room():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2))):
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+    engine.scheduler.add(request("large", other(3, 360), 70))
+    engine.step()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert not loads(engine)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS, "it was asked again when there was room"
+
+
+def test_a_victim_takes_nothing_that_is_still_being_copied():
+    engine = make(num_blocks=4, budget=300, sequences=2, slots=8)
+    engine.scheduler.add(request("low", [1] * 200, 30, priority=1))
+    engine.step()
+    assert [type(order) for order in engine.moves] == [Store]
+    engine.scheduler.add(request("high", [2] * 100, 3, priority=0))
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.scheduler.check()
+    assert engine.out["low"] == expected([1] * 200, 30)
+    assert engine.out["high"] == expected([2] * 100, 3)
