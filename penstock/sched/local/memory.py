@@ -98,9 +98,9 @@ class Memory:
             hit: blocks that are wanted as they are.
         """
         stay = [s for s in running if s not in victims] if victims else running
-        kept = self._offload.moving if self._offload is not None else ()
-        freed = Counter(block for victim in victims for block in victim.blocks if block not in hit)
-        gained = sum(count == self._pool.holders(block) and block not in kept for block, count in freed.items())
+        giving = [victim for victim in victims if not victim.storing]
+        freed = Counter(block for victim in giving for block in victim.blocks if block not in hit)
+        gained = sum(count == self._pool.holders(block) for block, count in freed.items())
         return self._pool.available + gained - self.promised(stay)
 
     @staticmethod
@@ -135,6 +135,8 @@ class Memory:
         """Of all its blocks."""
         # what is on its way is checked where it arrives, and asked for again
         self._pool.end_transfer(sequence.blocks[: sequence.travelling])
+        if self._offload is not None:
+            self._offload.let_go(sequence)
         if not self._flights.keep(sequence):
             self._pool.release(sequence.blocks)
         sequence.travelling = 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
@@ -57,6 +57,20 @@ class Load(NamedTuple):
     seconds: float
 
 
+@dataclass(slots=True, eq=False)
+class Lien:
+    """On the blocks of a sequence that are being copied.
+
+    Attributes:
+        stores: under way.
+        blocks: held for them since the sequence has let go of them, and all before them too: whoever holds a block
+            holds its parents (`BlockPool`).
+    """
+
+    stores: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Loading:
     """
@@ -80,20 +94,18 @@ class Offload:
 
     Attributes:
         tier: what it has.
-        moving: block -> stores under way that it is held for, beside its sequences.
         waiting: request id -> the sequence that waits for its blocks, in order of the loads.
         loaded_blocks, stored_blocks: that arrived, since the start.
     """
 
     def __init__(self, pool: BlockPool, tier: Tier) -> None:
         self.tier = tier
-        self.moving: Counter[int] = Counter()
         self.waiting: dict[str, Sequence] = {}
         self.loaded_blocks = self.stored_blocks = 0
         self._pool = pool
         self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
         self._number = 0
-        self._stores: dict[int, tuple[Store, list[int]]] = {}  # with the blocks that are held for it
+        self._stores: dict[int, tuple[Store, Lien]] = {}
         self._loads: dict[int, _Loading] = {}
         self._orders: list[Store | Load] = []
         self._storing = self._loading = 0  # blocks under way
@@ -131,27 +143,31 @@ class Offload:
                 self._storing += 1
         sequence.kept = end
         if moves:
-            # all before them too, so that whoever holds a block still holds its parents (`BlockPool`)
-            held = sequence.blocks[:end]
-            self._pool.begin_transfer(held)
-            self.moving.update(held)
+            if sequence.lien is None:
+                sequence.lien = Lien()
+            sequence.lien.stores += 1
             self._number += 1
             store = Store(self._number, tuple(moves))
-            self._stores[store.number] = store, held
+            self._stores[store.number] = store, sequence.lien
             self._orders.append(store)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It is about to let go of its blocks: those that are being copied are held on."""
+        lien, sequence.lien = sequence.lien, None
+        if lien is not None and lien.stores:
+            lien.blocks = sequence.blocks[: sequence.published]
+            self._pool.hold(lien.blocks)
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store is over; without `whole` nothing of it can be used."""
-        store, held = self._stores.pop(number)
+        store, lien = self._stores.pop(number)
         for _, _, key in store.moves:
             self.tier.written(key, whole=whole)
         self._storing -= len(store.moves)
         self.stored_blocks += len(store.moves) * whole
-        for block in held:
-            self.moving[block] -= 1
-            if not self.moving[block]:
-                del self.moving[block]
-        self._pool.end_transfer(held)
+        lien.stores -= 1
+        if not lien.stores:
+            self._pool.release(lien.blocks)
 
     # --- from the tier
 
@@ -267,8 +283,10 @@ class Offload:
     # --- checks
 
     def holders(self) -> Counter[int]:
-        """How often each block is held for loads."""
-        return Counter(block for load in self._loads.values() for block in load.blocks)
+        """How often each block is held, for loads and for stores whose sequences have let go."""
+        liens = {id(lien): lien for _, lien in self._stores.values()}
+        held = [*(load.blocks for load in self._loads.values()), *(lien.blocks for lien in liens.values())]
+        return Counter(block for blocks in held for block in blocks)
 
     def counts(self) -> Mapping[str, int]:
         """For whoever inspects the engine."""
@@ -282,7 +300,8 @@ class Offload:
     def check(self) -> None:
         """Raise AssertionError unless what is under way is what is held for it."""
         self.tier.check()
-        assert self.moving == Counter(block for _, held in self._stores.values() for block in held)
+        stores = Counter(id(lien) for _, lien in self._stores.values())
+        assert all(lien.stores == stores[id(lien)] for _, lien in self._stores.values())
         assert self._storing == sum(len(store.moves) for store, _ in self._stores.values())
         assert self._loading == sum(len(load.moves) for load in self._loads.values())
         waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]

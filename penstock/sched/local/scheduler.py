@@ -591,7 +591,6 @@ class Scheduler:
         if self.offload is not None:
             self.offload.check()
             holders += self.offload.holders()
-            transfers += self.offload.moving
         self.pool.check_holders(holders)
         self.pool.check_transfers(transfers)
         for s in holding:

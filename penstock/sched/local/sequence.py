@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.request import Request, TokenLogprobs
 from penstock.kv.keys import salted
+
+if TYPE_CHECKING:
+    from penstock.sched.local.offload import Lien
 
 
 def blocks_for(tokens: int) -> int:
@@ -46,6 +50,7 @@ class Sequence:
         departs: it is meant to go on at another instance after its prompt.
         travelling: how many leading blocks are being sent there.
         kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
+        lien: on its blocks, for copies that are being made; None as long as there were none.
         loads: how often it waited for copies; `loaded`: tokens that they brought.
     """
 
@@ -60,6 +65,7 @@ class Sequence:
         "in_flight",
         "kept",
         "keys",
+        "lien",
         "loaded",
         "loads",
         "prompt_logprobs",
@@ -101,6 +107,12 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.departs = False
         self.travelling = self.kept = self.loads = self.loaded = 0
+        self.lien: Lien | None = None
+
+    @property
+    def storing(self) -> bool:
+        """Whether some of its blocks are being copied, so that they stay held when it lets go of them."""
+        return self.lien is not None and self.lien.stores > 0
 
     @property
     def id(self) -> str:
