@@ -77,6 +77,11 @@ def half_speed(content: Scenario) -> None:
     content["instances"].append({**first, "name": "slow", "count": 1, "slowdown": 2.0})
 
 
+def host_tier(content: Scenario) -> None:
+    """Each instance has a tier of KV cache in its host's memory: an eighth of what such a host of eight devices has."""
+    content["engine"]["host-cache-memory"] = "128G"
+
+
 def splits(*prefills: int) -> tuple[str, ...]:
     """Of eight instances, so many read prompts."""
     return tuple(f"least_loaded@split-{count}-{8 - count}" for count in prefills)
@@ -126,6 +131,10 @@ COMPARISONS = (
             ("hfx-4task", ("hfx", "unified"), (90,)),
         )
         for changed, change in CHANGES
+    ),
+    *(
+        Comparison(scenario, ("round_robin", "rtp_llm", "unified"), (rate,), 1, "host-128-gib", host_tier)
+        for scenario, rate in (("cache-mooncake-conversation", 13.6), ("cache-mooncake-synthetic", 15.6))
     ),
     *(
         Comparison("hfx-4task", ("hfx_scaling",), (90,), 1, f"interval-{1e3 * seconds:g}-ms", intervals(seconds))

@@ -296,12 +296,23 @@ def _changed(measured: Measured, results: Results) -> Iterator[list[str]]:
         seeds = measured.seeds(name) & (same.seeds(name) if same else measured.seeds(name))
         after, before = measured.together([name], seeds), same.together([name], seeds) if same else None
         for rate in measured.rates:
-            pair = [m.at(name, rate).get("attainment") if m else None for m in (after, before)]
-            yield [*head, f"kept at {rate:g}/s", *map(_percent, pair), _change(*pair), str(len(seeds))]
+            rows = [m.at(name, rate) if m else {} for m in (after, before)]
+            for what, value, shown in _changing(measured.changed):
+                pair = [value(row) for row in rows]
+                yield [*head, f"{what} at {rate:g}/s", *map(shown, pair), _change(*pair), str(len(seeds))]
         if not measured.rates:
             pair = [m.figure(name) if m else None for m in (after, before)]
             what = "offline tokens/s" if measured.field == "offline_tokens_per_s" else "greatest rate (/s)"
             yield [*head, what, *map(_number, pair), _change(*pair), str(len(seeds))]
+
+
+def _changing(changed: str) -> Iterator[tuple[str, Callable[[Row], float | None], Callable[[float | None], str]]]:
+    """What is looked at when a scenario was changed so: its name, where it is in a row, and how it is written."""
+    if changed.startswith("host-"):  # more cache
+        yield "TTFT p95 (ms)", lambda row: row.get("ttft_p95_ms"), _number
+        yield "reused tokens a request", _reused, _number
+    else:
+        yield "kept", lambda row: row.get("attainment"), _percent
 
 
 def _change(after: float | None, before: float | None) -> str:

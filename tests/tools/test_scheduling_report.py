@@ -156,6 +156,15 @@ def test_only_seeds_that_all_have_are_compared(docs):
     assert row(found["sensitivity"], "`hfx-4task` | half-speed")[-4:] == ["40.0%", "80.0%", "−50%", "2"]
 
 
+def test_of_a_larger_cache_it_is_told_what_it_found(docs):
+    for name, kept in (("cache-mooncake-synthetic.rates", 0.5), ("cache-mooncake-synthetic.host-128-gib.rates", 0.75)):
+        save(docs, name, {"rtp_llm": at_rates(r20=kept)}, rates=[20.0])
+    table = write(docs)["sensitivity"].split("| ---: |\n")[1]
+    assert "| TTFT p95 (ms) at 20/s | 400 | 600 | −33% | 3 |" in table
+    assert "| reused tokens a request at 20/s | 37.5 | 25 | +50% | 3 |" in table
+    assert len(table.split("\n\n")[0].splitlines()) == 2
+
+
 def test_multiples_are_of_the_baseline_on_the_same_devices(docs):
     policies = {
         "round_robin": searched(10.0),
