@@ -26,12 +26,12 @@ class Memory:
     def __init__(
         self, pool: BlockPool, limits: Limits, prefix_cache: bool, flights: Flights, offload: Offload | None
     ) -> None:
-        self._pool, self._limits, self._prefix_cache = pool, limits, prefix_cache
-        self._flights, self._offload = flights, offload
+        self.pool, self.offload = pool, offload
+        self._limits, self._prefix_cache, self._flights = limits, prefix_cache, flights
 
     def prefix_hit(self, sequence: Sequence) -> list[int]:
         """Cached blocks of its tokens."""
-        return self._pool.match(self._keys(sequence))
+        return self.pool.match(self._keys(sequence))
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """Of the blocks that it may find: never of all its tokens, since the last one's output is wanted, and none
@@ -45,18 +45,18 @@ class Memory:
     def load(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Begin to load what of its prefix is only below the device. False when there is no such thing, or it is not
         worth it."""
-        if self._offload is None:
+        if self.offload is None:
             return False
-        return self._offload.begin(sequence, self._keys(sequence), self.room_without([], [], running))
+        return self.offload.begin(sequence, self._keys(sequence), self.room_without([], [], running))
 
     def admit(self, sequence: Sequence, hit: list[int]) -> None:
         """It goes on from the blocks that it has found."""
-        self._pool.hold(hit)
+        self.pool.hold(hit)
         sequence.blocks = hit
         sequence.computed = len(hit) * BLOCK_TOKENS
         sequence.published = len(hit)
-        if self._offload is not None:
-            self._offload.use(sequence)
+        if self.offload is not None:
+            self.offload.use(sequence)
 
     def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
         """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
@@ -70,7 +70,7 @@ class Memory:
             return []  # it decodes, and even its next token has its place
         missing = sequence.blocks_until(end) - len(sequence.blocks)
         missing = max(0, missing) + self._ahead(sequence, count, running)
-        blocks = self._pool.allocate(missing) if missing else []
+        blocks = self.pool.allocate(missing) if missing else []
         sequence.blocks += blocks
         return blocks
 
@@ -87,7 +87,7 @@ class Memory:
         have = max(len(sequence.blocks), blocks_for(end))
         if goal <= have:
             return 0
-        spare = self._pool.unused - (have - len(sequence.blocks)) - self.promised(running)
+        spare = self.pool.unused - (have - len(sequence.blocks)) - self.promised(running)
         return goal - have if goal - have <= spare else 0
 
     def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
@@ -100,8 +100,8 @@ class Memory:
         stay = [s for s in running if s not in victims] if victims else running
         giving = [victim for victim in victims if not victim.storing]
         freed = Counter(block for victim in giving for block in victim.blocks if block not in hit)
-        gained = sum(count == self._pool.holders(block) for block, count in freed.items())
-        return self._pool.available + gained - self.promised(stay)
+        gained = sum(count == self.pool.holders(block) for block, count in freed.items())
+        return self.pool.available + gained - self.promised(stay)
 
     @staticmethod
     def promised(sequences: Iterable[Sequence]) -> int:
@@ -123,21 +123,21 @@ class Memory:
         for i in range(sequence.published, full):
             parent = sequence.keys[i - 1] if i else sequence.root
             mine, key = sequence.blocks[i], sequence.keys[i]
-            if flight is not None and self._pool.match([key]) not in ([], [mine]):
-                self._pool.hold([mine])  # it will be swapped, and the step in flight reads this one
+            if flight is not None and self.pool.match([key]) not in ([], [mine]):
+                self.pool.hold([mine])  # it will be swapped, and the step in flight reads this one
                 flight.kept.append([mine])
-            sequence.blocks[i] = self._pool.publish(mine, key, parent)
+            sequence.blocks[i] = self.pool.publish(mine, key, parent)
         sequence.published = full
-        if self._offload is not None:
-            self._offload.keep(sequence)
+        if self.offload is not None:
+            self.offload.keep(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
         """Of all its blocks."""
         # what is on its way is checked where it arrives, and asked for again
-        self._pool.end_transfer(sequence.blocks[: sequence.travelling])
-        if self._offload is not None:
-            self._offload.let_go(sequence)
+        self.pool.end_transfer(sequence.blocks[: sequence.travelling])
+        if self.offload is not None:
+            self.offload.let_go(sequence)
         if not self._flights.keep(sequence):
-            self._pool.release(sequence.blocks)
+            self.pool.release(sequence.blocks)
         sequence.travelling = 0
         sequence.blocks = []

@@ -12,7 +12,6 @@ blocks are set aside for it (`reserve`), filled by whoever carries them, and the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
@@ -29,11 +28,11 @@ from penstock.sched.local.memory import Memory
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.pacing.base import Allowance, Pacing
 from penstock.sched.local.pacing.fcfs import Fcfs
-from penstock.sched.local.queue import Queue
+from penstock.sched.local.residents import Residents, rank
 from penstock.sched.local.sequence import Reservation, Sequence, blocks_for, standing_of
 from penstock.sched.steptime import StepTime
 
-_rank, _turn = attrgetter("rank"), attrgetter("turn")
+_turn = attrgetter("turn")
 _ONLINE = (1,)  # every turn of an online sequence is less
 
 
@@ -69,29 +68,25 @@ class Scheduler:
         self.pool = pool
         self.root = root
         self.counters = Counters()
-        self._flights = Flights()
         self.offload = offload
+        self._pacing = Fcfs() if pacing is None else pacing
+        self._flights = Flights()
         self.memory = Memory(pool, limits, prefix_cache, self._flights, offload)
         self._prefix_cache = prefix_cache
-        self._pacing = Fcfs() if pacing is None else pacing
-        self._sequences: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting = Queue()
-        self._awaiting = offload.waiting if offload is not None else {}  # blocks; no pacing knows them
-        self._leaving: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
-        self._reserved: list[Reservation] = []
-        self._released: list[str] = []  # since the last plan
-        self._answered: list[Sequence] = []  # since then: whose clock of tokens is to be started
+        here = self._here = Residents(self.memory, limits, self._pacing, self._flights, self.counters)
+        self._sequences, self._running, self._waiting = here.sequences, here.running, here.waiting
+        self._leaving, self._reserved, self._awaiting = here.leaving, here.reserved, here.awaiting
+        self._answered: list[Sequence] = []  # since the last plan: whose clock of tokens is to be started
         self._arrivals = 0
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._flights.ending)
+        return self._here.num_running
 
     @property
     def num_waiting(self) -> int:
         """Those that wait for blocks to be loaded included."""
-        return len(self._waiting) + len(self._awaiting)
+        return self._here.num_waiting
 
     @property
     def num_leaving(self) -> int:
@@ -130,15 +125,8 @@ class Scheduler:
         return self._sequences.get(request_id)
 
     def tokens_due(self) -> tuple[int, int, int]:
-        """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in self._awaiting.values()])
-        held, prefill = 0, 0
-        for sequence in (*self._running, *self._flights.ending.values()):
-            held += sequence.computed
-            pending = sequence.pending
-            if pending > 1:
-                prefill += pending
-        return waiting, prefill, held + sum([s.computed for s in self._leaving.values()])
+        """See `Residents.tokens_due`."""
+        return self._here.tokens_due()
 
     def add(self, request: Request, *, departs: bool = False, now: float = 0.0) -> None:
         """Take a request in.
@@ -169,7 +157,7 @@ class Scheduler:
         sequence = self._make(request, now)
         sequence.departs = departs
         if not self._load(sequence):
-            self._enqueue(sequence)
+            self._here.enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
         sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
@@ -189,7 +177,7 @@ class Scheduler:
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
             if not (self._leaving.pop(request_id, None) or self._flights.ending.pop(request_id, None)):
                 self._running.remove(sequence)
-            self._let_go(sequence)
+            self._here.let_go(sequence)
         else:
             self._waiting.remove(sequence)
         return True
@@ -222,7 +210,7 @@ class Scheduler:
         """It has waited for blocks."""
         if sequence is not None:
             self._pacing.join(sequence)
-            self._enqueue(sequence)
+            self._here.enqueue(sequence)
 
     # --- coming from and going to other instances
 
@@ -281,11 +269,11 @@ class Scheduler:
         # those who wait here already come first
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
-        victims = self._victims(missing + ahead, hit, offline)
+        victims = self._here.victims(missing + ahead, hit, offline)
         if victims is None or (victims and self._flights.hold_back()):
             return None
         for victim in victims:
-            self._preempt(victim)
+            self._here.preempt(victim)
         self.pool.hold(hit)
         reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
         self._reserved.append(reservation)
@@ -314,11 +302,6 @@ class Scheduler:
         self.memory.publish(sequence)
         return sequence
 
-    def _crowd(self) -> int:
-        """Sequences that run here or soon will, or whose departure may fail; of a beam search as many as it is wide."""
-        here = sum([s.rows for s in self._running]) + len(self._flights.ending)
-        return here + len(self._leaving) + len(self._reserved)
-
     # --- steps
 
     def schedule(self, now: float = 0.0, wait: float = 0.0) -> StepPlan:
@@ -343,8 +326,7 @@ class Scheduler:
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
-        released, self._released = self._released, []
-        return draft.plan(released)
+        return draft.plan(self._here.take_released())
 
     def launch(self, plan: StepPlan) -> None:
         """A runner has it: until its `update`, nothing that it may touch becomes anybody else's."""
@@ -359,7 +341,7 @@ class Scheduler:
         while self._flights:
             for sequence in self._land(self._flights.first).values():
                 if sequence.blocks:  # of which nobody knows what is in them
-                    self._preempt(sequence)
+                    self._here.preempt(sequence)
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """Nothing touches the plan's blocks any longer. Returns the sequences that it has computed something for."""
@@ -485,9 +467,9 @@ class Scheduler:
             draft.short = True
             if self._flights.hold_back():
                 return False
-            victim = max(self._running, key=_rank)
+            victim = max(self._running, key=rank)
             draft.forget(victim)
-            self._preempt(victim)
+            self._here.preempt(victim)
             if victim is sequence:
                 return False
         self._grant(draft, sequence, count)
@@ -518,12 +500,12 @@ class Scheduler:
         # together would starve each other
         standing = sequence.standing
         lower = (s for s in self._running if s.standing > standing)
-        victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
+        victims = self._here.victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None or (victims and self._flights.hold_back()):
             return False
         for victim in victims:
             draft.forget(victim)
-            self._preempt(victim)
+            self._here.preempt(victim)
         if victims:  # their tokens are left over
             count = allowance.chunk(sequence, cached, min(rest, draft.budget))
         self._waiting.remove(sequence)
@@ -538,64 +520,6 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
-    def _victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
-        """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
-
-        Args:
-            missing: blocks that it needs besides `hit`, which it found in the cache.
-            rows: places that it takes.
-        """
-        needed = missing + sum(map(self.pool.idle, hit))
-        victims: list[Sequence] = []
-        if self._fits_without(victims, needed, hit, rows):
-            return victims
-        for victim in sorted(lower, key=_rank, reverse=True):
-            victims.append(victim)
-            if self._fits_without(victims, needed, hit, rows):
-                return victims
-        return None
-
-    def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
-        if self._crowd() - sum([v.rows for v in victims]) + rows > self.limits.max_sequences:
-            return False
-        return needed <= self.memory.room_without(victims, hit, self._running)
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._running.remove(victim)
-        self._let_go(victim)
-        victim.restart()
-        self._enqueue(victim)
-        self.counters.preemptions += 1
-
-    def _let_go(self, sequence: Sequence) -> None:
-        self.memory.let_go(sequence)
-        self._released.append(sequence.id)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._pacing.wait(sequence, lambda s: len(self.memory.prefix_hit(s)) * BLOCK_TOKENS)
-        self._waiting.add(sequence)
-
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
-        self.pool.check()
-        assert self._crowd() <= self.limits.max_sequences
-        assert self.num_running + self.num_waiting + len(self._leaving) == len(self._sequences)
-        holding = [*self._running, *self._flights.ending.values(), *self._leaving.values()]
-        assert {*holding, *self._waiting, *self._awaiting.values()} == set(self._sequences.values())
-        self._waiting.check()
-        self._flights.check()
-        owners: list[Sequence | Reservation] = [*holding, *self._reserved]
-        held = [*(owner.blocks for owner in owners), *self._flights.kept]
-        holders = Counter(block for blocks in held for block in blocks)
-        transfers = Counter(block for s in holding for block in s.blocks[: s.travelling])
-        if self.offload is not None:
-            self.offload.check()
-            holders += self.offload.holders()
-        self.pool.check_holders(holders)
-        self.pool.check_transfers(transfers)
-        for s in holding:
-            assert s.travelling <= len(s.blocks)
-            assert s.blocks
-            assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
-            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1)
-            assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
+        self._here.check()
