@@ -25,6 +25,7 @@ MODELLED_TOO = (  # of the engine's options
     "max-num-batched-tokens",
     "step-time-limit-ms",
     "kv-cache-memory",
+    "host-cache-memory",
     "enable-prefix-caching",
     "scheduling-policy",
 )

@@ -68,6 +68,7 @@ def main(settings: dict[str, Any]) -> int:
             built = build(settings, clock, open_pool(settings, incarnation))
             if built.pool is not None:
                 stack.callback(built.pool.close)
+            stack.callback(built.engine.close)
             transport = open_way(settings, incarnation, built, stack)
         except ConfigError as error:
             if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are

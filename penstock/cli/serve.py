@@ -33,6 +33,12 @@ ENGINE_OPTIONS = (
         "what a step may take when how many tokens it holds is found out; by default 100, on a CPU 500",
     ),
     Option("kv-cache-memory", size, None, "of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"),
+    Option(
+        "host-cache-memory",
+        size,
+        None,
+        "of a tier of copies of KV blocks in the host's memory, below a GPU's, such as 64G; by default none",
+    ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "find computed prefixes again"),
     Option(

@@ -16,12 +16,14 @@ from penstock.core.layout import KVLayout
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.host_tier import check_host_tier, host_slots, open_host_tier
 from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
 from penstock.engine.memory import check_asked, free_bytes, mapping_budget, size_cache
 from penstock.engine.runner import Runner
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
+from penstock.kv.tier import Tier
 from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES, Mode, obstacle
 from penstock.nn.loader import identity, load_model
@@ -31,6 +33,7 @@ from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_pacing
 from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
+from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool, unshared_pool
 
@@ -51,6 +54,7 @@ class EngineOptions:
         max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
         step_time_limit_ms: None is LIMIT_MS, on a CPU CPU_LIMIT_MS (sched/local/budget.py).
         kv_cache_memory: bytes of KV cache.
+        host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
         kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: on a CPU, table with
@@ -71,6 +75,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     step_time_limit_ms: float | None = None
     kv_cache_memory: int | None = None
+    host_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     kv_address_mode: str = "auto"
@@ -99,7 +104,7 @@ class Built:
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
-        self.engine.settle()
+        self.engine.close()
         self.runner.cache.close()
         if self.pool is not None:
             self.pool.close()
@@ -119,6 +124,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     device = _device(options.device)
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
+    check_host_tier(options.host_cache_memory, device, prefix_cache=options.prefix_cache)
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
@@ -134,6 +140,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
     # what a previous life left in the keeper is not free, and is ours again: this one is made as large
     promised = open_pool.promised if isinstance(open_pool, KeeperPool) else 0
+    slots = host_slots(options.host_cache_memory, layout.block_bytes)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)
     num_blocks, model_len = size_cache(
@@ -153,7 +160,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
     pacing = make_pacing(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps here
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing)
+    mover = open_host_tier(cache, slots) if slots else None
+    offload = Offload(blocks, Tier(slots)) if slots else None
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing, offload=offload)
     runner = Runner(model, cache)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
@@ -171,7 +180,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     if weights is not None:
         weights.save_later()
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, runner, clock, ledger_of(pool), found, cache.reserve, ahead=options.async_scheduling)
+    engine = Engine(
+        scheduler, runner, clock, ledger_of(pool), found, cache.reserve, mover, ahead=options.async_scheduling
+    )
     if engine.lane is not None:
         runner.computing = engine.lane.bell.computing
     return Built(engine, runner, layout, _shape(model), pool)

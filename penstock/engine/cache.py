@@ -74,6 +74,7 @@ class KVCache:
         slots: what kernels see, [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim].
         blocks: the physical blocks, its first part or all of it.
         reserve: has the memory of coming blocks found; None where all of it is there.
+        computed: marks on a CUDA device that the last step which `settle` has seen is computed; None where nobody asks.
     """
 
     address_mode = "table"
@@ -81,6 +82,7 @@ class KVCache:
     def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, reserve: Reserve | None = None) -> None:
         """`memory` is [elements], of the layout's dtype."""
         self.reserve = reserve
+        self.computed: torch.cuda.Event | None = None
         self.layout = layout
         self.slots = as_blocks(memory, layout)
         self.blocks = self.slots[:num_blocks]
@@ -98,6 +100,10 @@ class KVCache:
         arena = Arena(memory, 0)
         return cls(_tensor(arena, layout), layout, memory.num_blocks, Reserve(arena))
 
+    def block(self, block: int) -> Tensor:
+        """All of one block, [elements], in place and in whatever order."""
+        return self._flat[block]
+
     def prepare(self, plan: StepPlan) -> list[Sequence[int]]:
         """Clear what the plan says. Returns each sequence's slots, as a `range` where they are consecutive."""
         self._clear(plan.fresh_blocks)
@@ -109,6 +115,8 @@ class KVCache:
         To be called before the step's outcome is known to anybody: then its blocks may become somebody else's, and a
         clearing that comes late would take away what that one has written.
         """
+        if self.computed is not None:
+            self.computed.record(torch.cuda.current_stream(self.slots.device))
 
     def close(self) -> None:
         """Let go of the memory. The cache is not used again."""

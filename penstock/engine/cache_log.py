@@ -13,6 +13,11 @@ class CacheLog:
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
+    @property
+    def changed(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._added or self._removed)
+
     def note(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Removals first, as a key may go and come again."""
         for key in removed:
@@ -28,7 +33,7 @@ class CacheLog:
 
     def take(self) -> tuple[list[bytes], list[bytes]] | None:
         """Added and removed since the last call, under the next number; None when nothing changed."""
-        if not self._added and not self._removed:
+        if not self.changed:
             return None
         self.sequence += 1
         changes = list(self._added), list(self._removed)

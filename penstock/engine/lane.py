@@ -16,7 +16,7 @@ Outcome = TypeVar("Outcome")
 
 
 class Bell:
-    """Rung by the thread that computes.
+    """Rung by the thread that works.
 
     Two threads share one interpreter. A job that is given while another one is computed begins as soon as that ends,
     and what comes of the other is only told when the new one says that it computes and needs no interpreter for a
@@ -31,11 +31,17 @@ class Bell:
         """The job that runs leaves the interpreter to others for a while."""
         if self.due:
             self.due = False
-            os.eventfd_write(self.fd, 1)
+            self.ring()
+
+    def ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
 
     def hush(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class Lane(Generic[Outcome]):
@@ -126,4 +132,4 @@ def _stop(thread: threading.Thread, given: SimpleQueue[Callable[[], Outcome] | N
     given.put(None)
     if thread is not threading.current_thread():
         thread.join()
-    os.close(bell.fd)
+    bell.close()

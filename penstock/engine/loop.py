@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from penstock.core.clock import Clock
@@ -13,12 +14,16 @@ from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.lane import Lane
+from penstock.engine.mover import Moved
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.budget import StepBudget
+from penstock.sched.local.offload import Load, Store
 from penstock.sched.local.recent import Recent
 
 SHORT = 5e-3  # seconds: for shorter steps, another thread costs more than it hides
+PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
+LOOK_AGAIN = 0.5  # seconds after which whoever waits for moves looks at everything
 
 
 class Computes(Protocol):
@@ -64,6 +69,39 @@ class Ledger(Protocol):
         ...
 
 
+class Moves(Protocol):
+    """Who carries blocks between the device and the tier below it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block counts for."""
+        ...
+
+    def give(self, orders: Iterable[Store | Load]) -> None:
+        """Carry these out, beside whatever is computed."""
+        ...
+
+    def take(self) -> list[Moved]:
+        """What is over since the last call. Does not wait."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when there is something to take."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is something to take, or after so long."""
+        ...
+
+    def settle(self) -> None:
+        """Return when everything that was given is over."""
+        ...
+
+    def close(self) -> None:
+        """Carry nothing any longer, and let go of the memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What a runner made of a step, and when, in seconds of the engine's clock."""
@@ -93,6 +131,7 @@ class Engine:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
         reserve: prepares blocks; None where that is nothing to anybody.
+        mover: carries out what the scheduler's tier wants to be moved; None where there is none.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
             (`sched.local.ahead`); for runners that know placeholders. Without it a step is computed in `end`.
         short: seconds; when the last step took less, the next one is computed in `end` all the same.
@@ -101,6 +140,7 @@ class Engine:
         steps: that have ended.
         busy: seconds that they took.
         idle: seconds between them in which the runner did nothing although there was work.
+        cache_log, tier_log: what came and went on the device and in the tier below it; None where nobody asks.
     """
 
     def __init__(
@@ -111,16 +151,20 @@ class Engine:
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
         reserve: Expects | None = None,
+        mover: Moves | None = None,
         *,
         ahead: bool = False,
         short: float = SHORT,
     ) -> None:
+        assert (mover is None) == (scheduler.offload is None)
         self.scheduler = scheduler
         self.runner = runner
+        self.mover = mover
         self.recent = Recent()
         self.steps = 0
         self.busy = self.idle = 0.0
-        self.cache_log: CacheLog | None = None  # where somebody wants to know
+        self.cache_log: CacheLog | None = None
+        self.tier_log: CacheLog | None = None
         self.lane: Lane[Ran] | None = Lane() if ahead else None
         self._clock = clock
         self._ledger = ledger
@@ -131,6 +175,7 @@ class Engine:
         self._flying: deque[StepPlan] = deque()
         self._given = False  # whether the lane has these
         self._began = 0.0  # the first of them, as far as is known
+        self._given_up_at: dict[int, float] = {}  # loads, and when nobody waits for them any longer
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
 
@@ -148,6 +193,7 @@ class Engine:
         now = self._clock.now()
         self.scheduler.add(request, departs=departs, now=now)
         self.recent.arrived(request.id, now, len(request.generated))
+        self._order_moves()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Let requests go. Ids that are not here are passed over: they may have just finished."""
@@ -157,19 +203,25 @@ class Engine:
 
     def step(self) -> tuple[list[TokenOutput], int]:
         """Run one step to its end. Returns what it brought, and how many tokens it computed; 0 when there is no room to
-        work."""
+        work, or nothing but waiting for moves."""
         while self.begin():
             pass
+        if self.mover is not None and not self._flying and self.awaits_moves:
+            self.mover.wait(max(0.0, min(LOOK_AGAIN, self.gives_up_at - self._clock.now())))
+            while self.begin():
+                pass
         step = self.end(wait=True)
         return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
 
     def begin(self) -> StepPlan | None:
         """Schedule the next step. None when the runner has enough to do, or when there is no work or no room."""
+        self.move()
         lane = self.lane if self._took >= self.short else None
         if self._flying and (lane is None or not self._given or not self.scheduler.foresee()):
             return None
         now = self._clock.now()
         plan = self.scheduler.schedule(now, self._wait(now))
+        self._order_moves()
         if not plan.sequences:
             return None
         if self._ledger is not None:
@@ -209,6 +261,7 @@ class Engine:
         """
         if not self._flying:
             return None
+        self.move()
         try:
             ran = self.lane.take(wait) if self.lane is not None and self._given else self._compute(self._flying[0])
         except BaseException:
@@ -225,6 +278,7 @@ class Engine:
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
         outputs = self.scheduler.update(plan, ran.result)
+        self._order_moves()
         self.steps += 1
         self._took = ran.ended - ran.began
         self.busy += self._took
@@ -243,24 +297,94 @@ class Engine:
             self.recent.stamp(output, ran.ended)
         return outputs
 
+    # --- the tier below the device
+
+    @property
+    def awaits_moves(self) -> bool:
+        """Whether it is for moves, and for nothing else, that no step can run; to be asked when none can."""
+        scheduler, offload = self.scheduler, self.scheduler.offload
+        if offload is None or offload.idle:
+            return False
+        if scheduler.num_waiting == len(offload.waiting) and not scheduler.num_running:
+            return bool(offload.waiting)
+        return scheduler.has_work and not (scheduler.num_leaving or scheduler.num_reserved_blocks)
+
+    @property
+    def gives_up_at(self) -> float:
+        """When the next load has taken too long, in seconds of the engine's clock."""
+        return min(self._given_up_at.values(), default=inf)
+
+    def move(self) -> None:
+        """Take what came of moves, and have those begun that are wanted. `begin` and `end` do so too; whoever sleeps
+        when nothing is computed calls it when `mover` has something."""
+        if self.mover is None:
+            return
+        over = self.mover.take()
+        for order, good, seconds in over:
+            if isinstance(order, Load):
+                self._given_up_at.pop(order.number, None)
+                self.scheduler.loaded(order.number, good, seconds)
+            else:
+                self.scheduler.stored(order.number, whole=good == len(order.moves))
+        if self._given_up_at:
+            now = self._clock.now()
+            for number in [number for number, due in self._given_up_at.items() if due <= now]:
+                del self._given_up_at[number]
+                self.scheduler.give_up(number)
+        self._order_moves()
+        if over:
+            self.write_down()
+
+    def _order_moves(self) -> None:
+        """After whatever may have made the scheduler want some."""
+        if self.mover is None:
+            return
+        assert self.scheduler.offload is not None
+        orders = self.scheduler.offload.take_orders()
+        if not orders:
+            return
+        now = self._clock.now()
+        for order in orders:
+            if isinstance(order, Load):
+                self._given_up_at[order.number] = now + PATIENCE * order.seconds + GRACE
+                if self._ledger is not None:
+                    self._ledger.clear(copied.block for copied in order.moves)
+        self.mover.give(orders)
+
+    # --- who is told
+
     def write_down(self) -> None:
-        """Tell ledger and cache log what can be found in the cache since the last time, and what no longer can."""
+        """Tell ledger and cache logs what can be found since the last time, and what no longer can."""
         added, removed = self.scheduler.pool.take_changes()
         if self._ledger is not None:
             for published in added:
                 self._ledger.write(published)
         if self.cache_log is not None:
             self.cache_log.note([p.key for p in added], removed)
+        if self.tier_log is not None and self.scheduler.offload is not None:
+            self.tier_log.note(*self.scheduler.offload.tier.take_changes())
+
+    # --- ends and checks
 
     def settle(self) -> None:
-        """Return when the runner does nothing any longer. What it has computed can still be had from `end`."""
+        """Return when nobody computes or moves anything any longer. What came of it can still be had."""
         if self.lane is not None:
             self.lane.settle()
+        if self.mover is not None:
+            self.mover.settle()
+
+    def close(self) -> None:
+        """Nothing touches the cache's memory any longer. The engine is not used again."""
+        if self.lane is not None:
+            self.lane.settle()
+        if self.mover is not None:
+            self.mover.close()
 
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""
         self.scheduler.check()
-        self.settle()
+        if self.lane is not None:
+            self.lane.settle()
         self.runner.check()
         held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
         assert len(self.recent) == held

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ from penstock.core.request import TokenLogprobs
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
+from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
+from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_pacing
-from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, sized
+from penstock.sched.local.offload import Offload
+from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import OpenPool, Pool, private_pool
@@ -57,6 +60,7 @@ class ModelledOptions:
         max_model_len, max_num_seqs, max_num_batched_tokens, step_time_limit_ms: see `EngineOptions`; the limit is in
             the device's own time, before the slowdown, and by default LIMIT_MS (sched/local/budget.py).
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
+        host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
         prefix_cache: whether computed prefixes are found again.
         scheduling_policy: a name in `sched.local.PACING`.
     """
@@ -73,6 +77,7 @@ class ModelledOptions:
     step_time_limit_ms: float | None = None
     kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    host_cache_memory: int | None = None
     prefix_cache: bool = True
     scheduling_policy: str = "slack"
 
@@ -94,6 +99,7 @@ class BuiltModelled:
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
+        self.engine.close()
         self.runner.close()
         self.pool.close()
 
@@ -106,6 +112,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     shape = _shape(options.geometry, config)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
+    slots = _slots(options, shape)
     layout = KVLayout(
         model=_identity(config, shape),
         order="digest",
@@ -140,9 +147,11 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype)
-    device_model = device.slowed(options.slowdown)
+    device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
+    mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
+    offload = Offload(blocks, Tier(slots)) if slots else None
     pacing = make_pacing(options.scheduling_policy, StepTime(device_model, shape), sizes.token_budget)
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing, offload=offload)
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
         "slowed down %g times",
@@ -154,7 +163,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         sizes.token_budget,
         options.slowdown,
     )
-    engine = Engine(scheduler, runner, clock, ledger_of(pool))
+    engine = Engine(scheduler, runner, clock, ledger_of(pool), mover=mover)
     return BuiltModelled(engine, runner, layout, shape, device_model, pool)
 
 
@@ -415,6 +424,14 @@ def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, most
     except ConfigError as error:
         raise ConfigError(f"{error.field}: {error}", error.field) from None
     return sizes, model_len
+
+
+def _slots(options: ModelledOptions, shape: ModelShape) -> int:
+    """Of the tier below the device."""
+    try:
+        return host_blocks(shape, options.host_cache_memory, prefix_cache=options.prefix_cache)
+    except ConfigError as error:
+        raise ConfigError(f"{error.field}: {error}", error.field) from None
 
 
 def _identity(config: dict[str, Any], shape: ModelShape) -> str:

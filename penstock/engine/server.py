@@ -20,7 +20,6 @@ from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
     LEASE,
     AskCache,
-    CacheDelta,
     Cancel,
     Command,
     Drain,
@@ -40,7 +39,6 @@ from penstock.core.wire.engine import (
     decode_command,
 )
 from penstock.engine import load
-from penstock.engine.cache_log import CacheLog
 from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
@@ -116,14 +114,15 @@ class EngineServer:
         self._intake.frontends = self._clients.keys()
         if times := engine.recent.learn(ready.device_model, ready.shape):
             engine.scheduler.predict_by(times)
-        engine.cache_log = CacheLog()
+        load.open_logs(engine)
         if transport is not None:
             self._transport = transport
             self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
-        if engine.lane is not None:
-            self._poller.register(engine.lane.fileno(), zmq.POLLIN)
+        for thread in (engine.lane, engine.mover):
+            if thread is not None:
+                self._poller.register(thread.fileno(), zmq.POLLIN)
         try:
             self._serve(orphaned)
         finally:
@@ -137,6 +136,7 @@ class EngineServer:
             if not engine.tokens_in_flight:  # else a turn proves nothing of the step
                 self._beat_with(0)
             self._receive(self._patience(stalled))
+            engine.move()
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
             if failed := self._intake.take_failed():
@@ -160,13 +160,13 @@ class EngineServer:
 
     def _patience(self, stalled: bool) -> float:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
-        if stalled:
+        engine, lane = self._engine, self._engine.lane
+        if stalled and not engine.awaits_moves:
             return STALLED
-        lane = self._engine.lane
-        if self._engine.has_work and (not self._engine.tokens_in_flight or (lane is not None and lane.ready)):
+        if not stalled and engine.has_work and (not engine.tokens_in_flight or (lane is not None and lane.ready)):
             return 0.0
-        due = self._beat + HEARTBEAT
-        if self._changed:
+        due = min(self._beat + HEARTBEAT, engine.gives_up_at)
+        if self._changed or load.has_news(engine):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:
             due = min(due, self._ticked_at + self._tick_every)
@@ -320,7 +320,7 @@ class EngineServer:
         """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
         in the cache."""
         self._snapshot_at, self._changed = now, False
-        changes = self._engine.cache_log.take() if self._engine.cache_log is not None else None
+        news = load.cache_news(self._engine, self._incarnation)
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
@@ -330,19 +330,13 @@ class EngineServer:
             self._snapshots += 1
             for client in masters:
                 self._send(client, msgspec.structs.replace(seen, sequence=self._snapshots))
-        if changes is not None:
-            assert self._engine.cache_log is not None
-            delta = CacheDelta(self._incarnation, self._engine.cache_log.sequence, *changes)
+        for delta in news:
             for client in masters:
                 self._send(client, delta)
 
     def _send_cache(self, client: str) -> None:
-        """Everything that can be found, numbered like the last delta, so that the next one follows it."""
-        assert self._engine.cache_log is not None
-        keys = self._engine.scheduler.pool.keys()
-        self._engine.cache_log.take()
-        # whoever else listens has missed what was just taken, and will see the gap
-        self._send(client, CacheDelta(self._incarnation, self._engine.cache_log.sequence, keys, [], whole=True))
+        for delta in load.whole_cache(self._engine, self._incarnation):
+            self._send(client, delta)
 
     def _send(self, client: str, event: Event) -> None:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])

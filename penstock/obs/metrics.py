@@ -74,7 +74,10 @@ WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a plac
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
-TOTALS = ("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle")  # of an engine's life
+TOTALS = (  # of an engine's life
+    *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
+    *("prefix_loads", "stored_bytes", "loaded_bytes"),
+)
 totals = attrgetter(*TOTALS)
 
 
@@ -146,6 +149,10 @@ class _Engine:
     kv_usage: Gauge
     queries: Counter
     hits: Counter
+    device_hits: Counter
+    host_hits: Counter
+    stored: Counter
+    loaded: Counter
     preemptions: Counter
     busy: Counter
     idle: Counter
@@ -175,7 +182,12 @@ class _Engine:
         said, before = self.said, self._counted
         self.preemptions.inc(said.preemptions - before.preemptions)
         self.queries.inc(said.prefix_queries - before.prefix_queries)
-        self.hits.inc(said.prefix_hits - before.prefix_hits)
+        hits, loads = said.prefix_hits - before.prefix_hits, said.prefix_loads - before.prefix_loads
+        self.hits.inc(hits)
+        self.device_hits.inc(max(0, hits - loads))
+        self.host_hits.inc(loads)
+        self.stored.inc(said.stored_bytes - before.stored_bytes)
+        self.loaded.inc(said.loaded_bytes - before.loaded_bytes)
         self.busy.inc(said.busy - before.busy)
         self.idle.inc(said.idle - before.idle)
         self._counted = said
@@ -245,6 +257,13 @@ class Metrics:
         kv_usage = self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
         queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        tiers = self._by_engine(
+            Counter,
+            "kv_hit_tokens",
+            "Prompt tokens found in the prefix cache, by tier: host is the one below the device",
+            ["tier"],
+        )
+        moved = self._by_engine(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
         busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
@@ -261,6 +280,10 @@ class Metrics:
                 kv_usage=kv_usage.labels(model_name, name),
                 queries=queries.labels(model_name, name),
                 hits=hits.labels(model_name, name),
+                device_hits=tiers.labels(model_name, name, "device"),
+                host_hits=tiers.labels(model_name, name, "host"),
+                stored=moved.labels(model_name, name, "device", "host"),
+                loaded=moved.labels(model_name, name, "host", "device"),
                 preemptions=preemptions.labels(model_name, name),
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),
@@ -440,8 +463,8 @@ class Metrics:
         for engine in self._engines.values():
             engine.show()
 
-    def _by_engine(self, kind: type[Metric], name: str, help: str) -> Metric:
-        return kind(PREFIX + name, help + SAME, ENGINE_LABELS, registry=self.registry)
+    def _by_engine(self, kind: type[Metric], name: str, help: str, labels: Sequence[str] = ()) -> Metric:
+        return kind(PREFIX + name, help + SAME, [*ENGINE_LABELS, *labels], registry=self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
         """`name` without `_total`, which the exposition appends."""

@@ -1,6 +1,7 @@
 """What a device can do: measured, saved, and found again by its name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def introduce(device, **options):
 
 def test_a_modelled_engine_says_what_it_models():
     ready = introduce("modelled:l4", slowdown=2.0, geometry="qwen2-7b", max_model_len=512)
-    assert ready.device_model == DEVICES["l4"].slowed(2.0)
+    slower = replace(DEVICES["l4"].slowed(2.0), host_bandwidth=DEVICES["l4"].host_bandwidth / 2)
+    assert ready.device_model == slower
     assert ready.shape.hidden == 3584
     assert ready.max_sequences == 8
 

@@ -92,6 +92,7 @@ def test_the_flags_of_serve():
         "gpu-memory-utilization",
         "graph-mode",
         "host",
+        "host-cache-memory",
         "kv-address-mode",
         "kv-cache-memory",
         "kv-layout",
@@ -131,6 +132,7 @@ def penstock(*argv):
         [],
         ["serve", "demo", "--max-model-len", "999999999"],
         ["serve", "demo", "--kv-cache-memory", "900T"],
+        ["serve", "demo", "--device", "cpu", "--host-cache-memory", "1G"],
         ["bench", "serve", "--num-prompts", "-3"],
     ],
 )

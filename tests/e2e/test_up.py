@@ -316,3 +316,18 @@ def test_a_stuck_engine_is_killed_and_its_requests_go_on_elsewhere():
         up.wait_restarted(victim, stuck)
         until(lambda: all(i["state"] == "ready" for i in json.loads(up.get("/health"))["instances"]))
         assert up.stop() == 0
+
+
+def test_what_was_evicted_comes_back_from_the_hosts_memory():
+    tiered = PACED | {"kv-blocks": 40, "max-model-len": 2048, "host-cache-memory": "2G"}
+    with deployed(colocated(1, engine=tiered)) as up:
+        prompts = [[100 * i + k % 97 + 3 for k in range(1000)] for i in range(4)]
+        texts = [complete(up, prompt=prompt).json()["choices"][0]["text"] for prompt in prompts]
+        assert up.metric("kv_hit_tokens_total", tier="host") == 0
+        again = complete(up, prompt=prompts[0]).json()
+        assert again["choices"][0]["text"] == texts[0]
+        until(lambda: up.metric("kv_hit_tokens_total", tier="host") > 0)
+        block = 64 * 147456  # bytes of qwen3-8b's KV
+        loaded = up.metric("kv_bytes_moved_total", **{"from": "host", "to": "device"})
+        assert loaded == up.metric("kv_hit_tokens_total", tier="host") / 64 * block
+        assert up.metric("kv_bytes_moved_total", **{"from": "device", "to": "host"}) == 4 * 15 * block

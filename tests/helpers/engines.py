@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,15 +12,26 @@ from penstock.core.clock import SystemClock
 from penstock.core.request import Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
 from penstock.engine.memory import MAPPINGS
+from penstock.engine.mover import Mover, Way, checksum_of
 from penstock.engine.runner import Runner
 from penstock.kv.pool import BlockPool
+from penstock.kv.tier import Tier
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.sched.local import Limits, Pacing, Scheduler
+from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.memory import PoolMemory
+
+try:
+    import xxhash  # noqa: F401
+except ImportError:  # where only model libraries are installed, any checksum will do
+    CHECKSUM: Callable[[memoryview], int] = zlib.crc32
+else:
+    CHECKSUM = checksum_of
 
 
 def make_engine(
@@ -35,8 +48,15 @@ def make_engine(
     mapping_budget: int = MAPPINGS,
     pacing: Pacing | None = None,
     ahead: bool = True,
+    slots: int = 0,
+    way: Callable[[Way], Way] = lambda way: way,
 ) -> Engine:
-    """On CUDA the cache is a tensor of the device, addressed by table."""
+    """On CUDA the cache is a tensor of the device, addressed by table.
+
+    Args:
+        slots: of a tier below the device; 0 is none.
+        way: what carries blocks there, made of what usually does.
+    """
     if isinstance(model, Path):
         model = load_model(model, torch.device(device))
     layout = make_layout(model.config, model.dtype, order, "test")
@@ -51,8 +71,12 @@ def make_engine(
             cache = ContiguousCache(layout, memory, **ranges)
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache, pacing=pacing)
-    return Engine(scheduler, Runner(model, cache), SystemClock(), ahead=ahead, short=0.0)
+    pool, offload, mover = BlockPool(range(blocks)), None, None
+    if slots:
+        offload = Offload(pool, Tier(slots))
+        mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
+    scheduler = Scheduler(limits, pool, prefix_cache=prefix_cache, pacing=pacing, offload=offload)
+    return Engine(scheduler, Runner(model, cache), SystemClock(), mover=mover, ahead=ahead, short=0.0)
 
 
 def make_request(

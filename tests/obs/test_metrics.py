@@ -21,6 +21,7 @@ NAMES = {
     *("request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket"),
     *("goodput_requests_total", "slo_attainment_ratio"),
     *("engine_busy_seconds_total", "engine_idle_seconds_total"),
+    *("kv_hit_tokens_total", "kv_bytes_moved_total"),
 }
 
 
@@ -94,6 +95,16 @@ def test_a_restart_is_seen_although_the_new_engine_has_made_more_steps() -> None
     metrics.observe_stats("e", stats(5, prefix_queries=100), 1)
     metrics.observe_stats("e", stats(9, prefix_queries=30), 1)
     assert value(metrics, "prefix_cache_queries_total") == 130
+
+
+def test_hits_are_shown_by_tier_and_what_was_moved_by_way() -> None:
+    metrics = Metrics("m", ["e"])
+    metrics.observe_stats("e", stats(1, prefix_hits=640, prefix_loads=256, stored_bytes=7000, loaded_bytes=3000), 1)
+    metrics.observe_stats("e", stats(2, prefix_hits=704, prefix_loads=256, stored_bytes=7000, loaded_bytes=3000), 1)
+    assert value(metrics, "kv_hit_tokens_total", tier="device") == 704 - 256
+    assert value(metrics, "kv_hit_tokens_total", tier="host") == 256
+    assert value(metrics, "kv_bytes_moved_total", **{"from": "device", "to": "host"}) == 7000
+    assert value(metrics, "kv_bytes_moved_total", **{"from": "host", "to": "device"}) == 3000
 
 
 @pytest.mark.parametrize("total", TOTALS)

@@ -158,6 +158,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     steps: int
     busy: float = 0.0  # seconds that these took
     idle: float = 0.0  # seconds between them in which nothing was computed although there was work
+    prefix_loads: int = 0  # of `prefix_hits`, those that came from the tier below the device
+    stored_bytes: int = 0  # of KV blocks that were copied there
+    loaded_bytes: int = 0  # of those that came from there
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,74 @@
+"""Copies of a modelled device's blocks: their digests, which take as long on the way as the KV they stand for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.engine.mover import Mover
+from penstock.sched.local.offload import Copied
+from penstock.sched.steptime import StepTime
+from penstock.transfer.memory import PoolMemory
+
+log = logging.getLogger("penstock.engine")
+
+
+class ModelledSlots:
+    """A `Way` between a pool of digests and slots for them.
+
+    Args:
+        memory: the pool; each block begins with BLOCK_TOKENS digests of 8 bytes.
+        seconds: that a block takes, one way.
+        block_bytes: of KV that a block stands for.
+        sleep: lets so many seconds pass.
+    """
+
+    def __init__(
+        self,
+        memory: PoolMemory,
+        num_slots: int,
+        *,
+        seconds: float,
+        block_bytes: int,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.block_bytes = block_bytes
+        words = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(memory.num_blocks, -1)
+        self._blocks = words[:, :BLOCK_TOKENS]
+        self._slots = np.zeros((num_slots, BLOCK_TOKENS), dtype=np.uint64)
+        self._seconds, self._sleep = seconds, sleep
+
+    # both copy at the last moment, so that whoever changes a block or a slot too early is found out
+
+    def store(self, moves: Sequence[Copied]) -> None:
+        self._sleep(self._seconds * len(moves))
+        for block, slot, _ in moves:
+            self._slots[slot] = self._blocks[block]
+
+    def load(self, moves: Iterable[Copied]) -> int:
+        moves = list(moves)
+        self._sleep(self._seconds * len(moves))
+        for block, slot, _ in moves:
+            self._blocks[block] = self._slots[slot]
+        return len(moves)
+
+    def content(self, slot: int) -> memoryview:
+        return self._slots[slot].data
+
+    def close(self) -> None:
+        del self._blocks
+
+
+def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> Mover:
+    """What carries blocks between a pool and so many slots.
+
+    Args:
+        times: what KV takes on its way.
+    """
+    block_bytes = times.shape.kv_bytes_per_token * BLOCK_TOKENS
+    log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, num_slots * block_bytes / 2**20)
+    return Mover(ModelledSlots(memory, num_slots, seconds=times.load_ms(BLOCK_TOKENS) / 1e3, block_bytes=block_bytes))
