@@ -20,8 +20,8 @@ PY
 
 status=0
 echo "== parity, kernels, engine (at most 270 s)"
-timeout 270 "$python" -m pytest tests/parity tests/contract tests/engine/test_engine.py tests/engine/test_sampling.py \
-    -p no:cacheprovider || status=$?
+timeout 270 "$python" -m pytest tests/parity tests/contract/test_ops.py tests/engine/test_engine.py \
+    tests/engine/test_sampling.py -p no:cacheprovider || status=$?
 echo "== copies of KV in the host's memory (at most 60 s)"
 timeout 60 "$python" -m pytest tests/engine/test_host_tier.py -p no:cacheprovider || status=$?
 echo "== benchmark (at most 200 s)"

@@ -10,23 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-import penstock.engine.memory
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.memory import size_cache
-from penstock.kv.keys import extend_keys
-from penstock.kv.pool import Published
 from penstock.nn.loader import identity, load_model
 from penstock.nn.native import missing
 from penstock.service.checkpoint import find_checkpoint
-from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import Pool, keeper_pool
-from penstock.transfer.records import Record
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
-from tests.helpers.links import keeper
 
 
 @pytest.fixture(scope="module")
@@ -236,66 +228,6 @@ def test_ranges_where_attention_gains_by_them(checkpoint, monkeypatch, in_place,
     built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
     assert built.runner.cache.address_mode == mode
     built.close()
-
-
-@pytest.mark.parametrize("mode", ["contiguous", "table"])
-def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
-    options = EngineOptions(
-        model=str(checkpoint), max_num_seqs=4, max_num_batched_tokens=256, max_model_len=512, kv_address_mode=mode
-    )
-    memory, left = [], []
-
-    def open_pool(layout, quota):
-        if not memory:
-            memory.append(PoolMemory.private(2 * quota, layout.block_bytes))
-        taken = {record.block for record in left}
-        return Pool(memory[0], [b for b in range(quota, 2 * quota) if b not in taken], left)
-
-    prompt = [i % 290 + 1 for i in range(200)]
-    first = build_engine(options, SystemClock(), open_pool)
-    tokens = Collector(first.engine).run(make_request("a", prompt))["a"]
-    added = published(first.engine.scheduler, prompt)
-    assert len(added) == 3
-    left += [Record(p.block, p.key, p.parent, checksum=0, generation=1) for p in reversed(added)]
-    second = build_engine(options, SystemClock(), open_pool)
-    collector = Collector(second.engine)
-    assert collector.run(make_request("a", prompt))["a"] == tokens
-    assert collector.cached["a"] == 192
-    assert second.layout == first.layout
-    second.close()
-
-
-@pytest.mark.parametrize("asked", [None, 12 << 20])
-def test_a_next_life_has_the_memory_that_the_last_one_left(checkpoint, asked, tmp_path, monkeypatch):
-    """What it left is not free on the machine, and nothing that is loaded meanwhile may be as slow as to lose it."""
-    free = [30 << 20]
-    monkeypatch.setattr(penstock.engine.memory, "available_memory", lambda: free[0])
-    options = EngineOptions(
-        model=str(checkpoint), max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512, kv_cache_memory=asked
-    )
-    prompt = [i % 290 + 1 for i in range(200)]
-    with keeper(tmp_path / "keeper") as path:
-        first = build_engine(options, SystemClock(), keeper_pool(path, "a", 1))
-        Collector(first.engine).run(make_request("a", prompt))
-        first.close()
-        free[0] = 1 << 20
-        second = build_engine(options, SystemClock(), keeper_pool(path, "a", 2))
-        assert second.engine.scheduler.pool.num_blocks == first.engine.scheduler.pool.num_blocks
-        collector = Collector(second.engine)
-        collector.run(make_request("a", prompt))
-        assert collector.cached["a"] == 192
-        second.close()
-        if asked is not None:
-            with pytest.raises(ConfigError, match="kv-cache-memory"):
-                build_engine(options, SystemClock(), keeper_pool(path, "b", 3))
-
-
-def published(scheduler, tokens):
-    """What can be found of `tokens`, parents before children."""
-    keys = []
-    extend_keys(keys, scheduler.root, tokens, len(tokens) // BLOCK_TOKENS)
-    blocks = scheduler.pool.match(keys)
-    return [Published(*each) for each in zip(blocks, keys, [scheduler.root, *keys], strict=False)]
 
 
 def test_a_checkpoint_is_known_by_what_is_in_it(checkpoint, tmp_path):
