@@ -82,7 +82,7 @@ def test_loads_come_late_where_the_way_is_slow():
         ("host-cache-memory: -1", "host-cache-memory: '-1', allowed is a size"),
         (
             "host-cache-memory: 4G, enable-prefix-caching: false",
-            "host-cache-memory: given, allowed only with enable-prefix-caching",
+            "host-cache-memory: 4.0 GiB, allowed only with enable-prefix-caching",
         ),
     ],
 )

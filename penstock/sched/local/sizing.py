@@ -45,7 +45,7 @@ def host_blocks(shape: ModelShape, memory: int | None, *, prefix_cache: bool) ->
     if memory is None:
         return 0
     if not prefix_cache:
-        raise ConfigError("given, allowed only with enable-prefix-caching", "host-cache-memory")
+        raise ConfigError(f"{memory / 2**30:.1f} GiB, allowed only with enable-prefix-caching", "host-cache-memory")
     block = shape.kv_bytes_per_token * BLOCK_TOKENS
     if memory < block:
         raise ConfigError(f"{memory / 2**20:.1f} MiB, a block takes {block / 2**20:.1f} MiB", "host-cache-memory")
