@@ -158,6 +158,7 @@ instances:
             *([f"    {PARALLEL}: {part.kind.size}"] if part.kind.size > 1 else []),
             f"    max-num-batched-tokens: {group.token_budget}",
             f"    kv-blocks: {group.num_blocks}",
+            *([f"    host-cache-memory: {group.host_blocks * group.block_bytes}"] if group.host_blocks else []),
         ]
     tail = ["", "transport:", "  kind: shared", "  lease: 5"] if candidate.disaggregated else []
     return head + "\n".join([*lines, *tail]) + "\n"

@@ -18,8 +18,14 @@ from penstock.service.checkpoint import find_checkpoint
 
 ENGINE = "engine-0"  # its instance's name
 
+def device(name: str) -> str:
+    if name.startswith("modelled:"):  # which engines of a deployment may have
+        raise ValueError("cpu, cuda or cuda:N; modelled devices are for penstock up")
+    return name
+
+
 ENGINE_OPTIONS = (
-    Option("device", text, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
+    Option("device", device, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
     Option(
         "dtype", one_of("auto", "bfloat16", "float16", "float32"), "auto", "of weights and KV; auto is the checkpoint's"
     ),

@@ -207,14 +207,14 @@ class Instance:
 
     def _go_on(self, now: float) -> list[Due]:
         """Between steps: do what is due, read what has come, and begin the next step."""
+        self._copy(now)
         self._pulse(now)
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
-        self._copy(now)
         if self.scheduler.has_work:
             self._begin(now)
-            self._copy(now)
+        self._copy(now)
         self._send_peers(now)
         wake = self._stride.end if self._stride is not None else self._next_pulse()
         if self._stride is None and self._way is not None and self.scheduler.has_work:
@@ -252,8 +252,8 @@ class Instance:
     def _look_around(self, now: float, stride: Stride) -> list[Due]:
         """Between two steps of a stride that goes on: nothing has come, only the clock asks for something."""
         self._record(now, stride)
-        self._pulse(now)
         self._copy(now)
+        self._pulse(now)
         set_aside(self.scheduler, stride.plan)
         stride.go_on(self._pace, self._next_pulse())
         return self._wait_until(stride.end)
@@ -322,7 +322,7 @@ class Instance:
 
     def _copy(self, now: float) -> None:
         """Between the device and the host's memory. That a store is over is seen between steps, as only then somebody
-        wants its blocks."""
+        wants its blocks; and of blocks that decoding fills in a stride the stores begin when it is recorded."""
         offload = self.scheduler.offload
         if self._way is None or offload is None:
             return

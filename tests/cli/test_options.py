@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from penstock.cli import serve
+from penstock.cli.main import main
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, words
 from penstock.core.errors import ConfigError
 
@@ -159,3 +160,8 @@ def test_version_help_and_doctor():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vector units" in done.stdout
     assert "demo model" in done.stdout
+
+
+def test_a_server_by_itself_has_no_modelled_device(capsys):
+    assert main(["serve", "demo", "--device", "modelled:h200"]) == 2
+    assert "--device: 'modelled:h200', allowed is cpu, cuda or cuda:N; modelled" in capsys.readouterr().err

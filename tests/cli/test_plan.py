@@ -64,13 +64,16 @@ def test_a_scenario_brings_its_workload_and_targets(trace, tmp_path):
     scenario.write_text(
         "workload: {synthetic: {requests: 200, rate: 20, prompt: 400, output: 20}}\n"
         "slo: {ttft-ms: 500, tpot-ms: 50}\n"
-        "engine: {device: modelled:l4, kv-blocks: 100, max-model-len: 4096}\n"
+        "engine: {device: modelled:l4, kv-blocks: 100, max-model-len: 4096, host-cache-memory: 2G}\n"
         "instances: [{count: 2}]\nfailures: [{instance: engine-1, at: 1}]\n"
     )
+    file = tmp_path / "deployment.yaml"
     command = ["plan", f"--scenario={scenario}", "--devices=h200:2", "--duration=5", "--jobs=1", f"--json={out}"]
-    assert main(command) == 0
+    assert main([*command, f"--write={file}"]) == 0
     found = json.loads(out.read_text())
     assert found["winner"] == "1 x h200"
+    (group,) = parse(str(file), file.read_text(), TABLES).groups
+    assert group.options["host_cache_memory"] == 2 << 30, "what was simulated had such a tier"
     assert found["rate"] == pytest.approx(20.0, rel=0.3)
 
 

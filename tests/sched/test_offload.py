@@ -148,3 +148,101 @@ def test_a_victim_takes_nothing_that_is_still_being_copied():
         engine.scheduler.check()
     assert engine.out["low"] == expected([1] * 200, 30)
     assert engine.out["high"] == expected([2] * 100, 3)
+
+
+def test_one_slow_load_is_not_held_against_the_tier_for_ever():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine.scheduler.predict_by(TIMES)
+    offload = engine.scheduler.offload
+    for turn in range(40):
+        for name, prompt in (("p", PROMPT), ("a", other(1)), ("b", other(2))):
+            engine.scheduler.add(request(f"{name}{turn}", prompt, 1))
+            for load in loads(engine):
+                engine.move(engine.moves.index(load), seconds=1e-4 if offload.loaded_blocks else 1.0)
+            run(engine)
+    assert offload.loaded_blocks > 30
+
+
+def test_a_small_load_that_was_slow_says_little_of_large_ones():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine.scheduler.predict_by(TIMES)
+    for number in range(3):
+        engine.scheduler.add(request(f"w{number}", other(number, 70 if number == 0 else 400), 1))
+        run(engine)
+    engine.scheduler.add(request("one block", other(0, 70), 1))
+    (load,) = loads(engine)
+    engine.move(engine.moves.index(load), seconds=5e-3)  # thirty times what it should take
+    run(engine)
+    engine.scheduler.add(request("six", other(1, 400), 1))
+    assert [len(load.moves) for load in loads(engine)] == [6]
+
+
+def test_loads_of_later_arrivals_take_no_room_from_whoever_waits():
+    engine = make(num_blocks=10, budget=700, sequences=8, model_len=640, slots=40)
+    scheduler = engine.scheduler
+    for number in (*range(6), 10, 11, 12):
+        scheduler.add(request(f"w{number}", other(number), 1))
+        run(engine)
+    scheduler.add(request("l0", other(0), 1))
+    scheduler.add(request("head", [5] * 600, 1))
+    for number in range(1, 50):  # a new one comes before the load of the last one is over
+        scheduler.add(request(f"l{number}", other(number % 6), 1))
+        engine.send()
+        for order in [order for order in engine.moves if isinstance(order, Store)]:
+            engine.move(engine.moves.index(order))
+        if len(under_way := loads(engine)) > 1 or number > 5:
+            for load in under_way[:1]:
+                engine.move(engine.moves.index(load))
+        if engine.begin():
+            engine.end()
+    assert "head" in engine.out
+
+
+def test_a_load_leaves_those_that_run_room_to_grow():
+    engine = make(num_blocks=8, budget=450, sequences=4, model_len=448, slots=40)
+    scheduler = engine.scheduler
+    for name, prompt in (("w", other(1, 400)), ("f", other(2, 440)), ("f2", other(3, 440))):
+        scheduler.add(request(name, prompt, 1))
+        run(engine)
+    scheduler.add(request("online", [7] * 60, 20))
+    engine.step()
+    while engine.moves:
+        engine.move(0)
+    scheduler.add(request("offline", other(1, 400), 1, offline=True))
+    assert not loads(engine), "it would take the last blocks"
+    run(engine)
+    assert scheduler.counters.preemptions == 0
+    assert engine.out["offline"] == expected(other(1, 400), 1)
+
+
+def test_nobody_is_preempted_whose_blocks_are_being_copied_when_anothers_are_enough():
+    engine = make(num_blocks=8, budget=600, sequences=8, model_len=500, slots=40)
+    scheduler = engine.scheduler
+    for name in ("giving", "storing"):
+        scheduler.add(request(name, [len(name)] * 170, 60, priority=2))
+        engine.step()
+        while name == "giving" and engine.moves:
+            engine.move(0)
+    assert [scheduler.sequence(name).storing for name in ("giving", "storing")] == [False, True]
+    scheduler.add(request("high", [4] * 250, 5, priority=0))
+    engine.step()
+    assert scheduler.counters.preemptions == 1
+    run(engine)
+
+
+def test_what_others_hold_of_a_prefix_needs_no_room():
+    engine = make(num_blocks=14, budget=1000, sequences=4, model_len=890, slots=60)
+    common = [11] * 384  # six blocks
+    for name, prompt in (("first", common + [12] * 200), ("flush", [13] * 880)):
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+    engine.scheduler.add(request("holder", common + [14] * 10, 60))
+    while (waits := loads(engine)) or engine.moves:
+        engine.move(engine.moves.index(waits[0]) if waits else 0)
+    engine.step()
+    while engine.moves:
+        engine.move(0)
+    engine.scheduler.add(request("again", common + [12] * 200, 1))
+    assert [len(load.moves) for load in loads(engine)] == [3], "it needs four blocks, and seven are free"
+    run(engine)
+    assert engine.out["again"] == expected(common + [12] * 200, 1)

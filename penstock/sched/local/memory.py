@@ -10,7 +10,7 @@ from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.ahead import Flights
 from penstock.sched.local.limits import Limits
-from penstock.sched.local.offload import Offload
+from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, blocks_for
 
 
@@ -42,12 +42,21 @@ class Memory:
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
         return sequence.keys[:full]
 
-    def load(self, sequence: Sequence, running: list[Sequence]) -> bool:
+    def load(self, sequence: Sequence, running: list[Sequence], before: Iterable[Sequence] = ()) -> bool:
         """Begin to load what of its prefix is only below the device. False when there is no such thing, or it is not
-        worth it."""
-        if self.offload is None:
+        worth it, or there is no room beside what others need.
+
+        Args:
+            running: all that run, each of which is left a block to grow.
+            before: those that wait and come first.
+        """
+        if self.offload is None or sequence.loads >= MOST_LOADS:
             return False
-        return self.offload.begin(sequence, self._keys(sequence), self.room_without([], [], running))
+
+        def room() -> int:
+            return self.room_without([], [], running) - len(running) - sum(s.demand for s in before)
+
+        return self.offload.begin(sequence, self._keys(sequence), room)
 
     def admit(self, sequence: Sequence, hit: list[int]) -> None:
         """It goes on from the blocks that it has found."""
@@ -98,8 +107,8 @@ class Memory:
             hit: blocks that are wanted as they are.
         """
         stay = [s for s in running if s not in victims] if victims else running
-        giving = [victim for victim in victims if not victim.storing]
-        freed = Counter(block for victim in giving for block in victim.blocks if block not in hit)
+        giving = (v.blocks[v.published :] if v.storing else v.blocks for v in victims)
+        freed = Counter(block for blocks in giving for block in blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
         return self.pool.available + gained - self.promised(stay)
 

@@ -14,7 +14,7 @@ Nothing is moved here. `take_orders` says what is to be moved; whoever moves it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +27,8 @@ from penstock.sched.steptime import StepTime
 
 MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
 MOST_LOADS = 2  # for one sequence, whose blocks may be evicted again before its turn
-RATE_WEIGHT = 0.2  # of a new measurement of how fast loads are
+KEPT = 0.9  # of what was measured of loads, at each new one, and whenever one is not made for what was measured
+PRIOR = 16 * BLOCK_TOKENS  # tokens whose load counts as measured once, in the time that the model says
 
 
 class Copied(NamedTuple):
@@ -110,7 +111,7 @@ class Offload:
         self._orders: list[Store | Load] = []
         self._storing = self._loading = 0  # blocks under way
         self._times: StepTime | None = None
-        self._rate: float | None = None  # tokens per second, as measured
+        self._measured = 0.0, 0.0  # tokens that were loaded, and the seconds that it took; the last ones count most
 
     def predict_by(self, times: StepTime) -> None:
         """What a sequence would take to compute is predicted so from now on."""
@@ -176,15 +177,13 @@ class Offload:
         self.tier.use(sequence.keys[: sequence.published])
         self.keep(sequence)
 
-    def begin(self, sequence: Sequence, keys: Items[bytes], room: int) -> bool:
+    def begin(self, sequence: Sequence, keys: Items[bytes], room: Callable[[], int]) -> bool:
         """Load what of its prefix is not on the device, if that is worth it; then it waits.
 
         Args:
             keys: of the blocks that it may find.
-            room: blocks that there are for it.
+            room: tells how many blocks there are for it, beside those that others hold.
         """
-        if sequence.loads >= MOST_LOADS:
-            return False
         blocks: list[int | None] = [*self._pool.match(keys)]  # None: it is to be loaded
         cached = len(blocks)
         for key in keys[cached:]:
@@ -194,9 +193,13 @@ class Offload:
             blocks.append(here[0] if here else None)
         while len(blocks) > cached and blocks[-1] is not None:
             blocks.pop()
-        if len(blocks) == cached or sequence.demand > room:
+        if len(blocks) == cached:
+            return False
+        held = sum(block is not None and not self._pool.idle(block) for block in blocks)
+        if sequence.demand - held > room():
             return False
         if not self._is_quicker(blocks.count(None) * BLOCK_TOKENS, cached * BLOCK_TOKENS):
+            self._forget()
             return False
         self._order(sequence, blocks, list(keys[: len(blocks)]))
         return True
@@ -243,8 +246,9 @@ class Offload:
         self._loading -= len(load.moves)
         self.loaded_blocks += good
         if seconds and good:
-            rate = good * BLOCK_TOKENS / seconds
-            self._rate = rate if self._rate is None else self._rate + RATE_WEIGHT * (rate - self._rate)
+            self._forget()
+            tokens, before = self._measured
+            self._measured = tokens + good * BLOCK_TOKENS, before + seconds
         if load.sequence is not None:
             del self.waiting[load.sequence.id]
             load.sequence.loaded += good * BLOCK_TOKENS
@@ -276,9 +280,16 @@ class Offload:
     def _load_seconds(self, tokens: int) -> float:
         """Expected, behind the loads that are under way."""
         tokens += self._loading * BLOCK_TOKENS
-        if self._rate is not None:
-            return tokens / self._rate
-        return self._times.load_ms(tokens) / 1e3 if self._times is not None else 0.0
+        loaded, seconds = self._measured
+        if self._times is not None:
+            # small loads say little of large ones: each has to be ordered, and reported
+            loaded, seconds = loaded + PRIOR, seconds + self._times.load_ms(PRIOR) / 1e3
+        return tokens * seconds / loaded if loaded else 0.0
+
+    def _forget(self) -> None:
+        """A little of what was measured: so a way that was slow once is tried again some time."""
+        tokens, seconds = self._measured
+        self._measured = KEPT * tokens, KEPT * seconds
 
     # --- checks
 

@@ -84,8 +84,14 @@ class Residents:
         for victim in sorted(lower, key=rank, reverse=True):
             victims.append(victim)
             if self._fits_without(victims, needed, hit, rows):
-                return victims
-        return None
+                break
+        else:
+            return None
+        for victim in [v for v in victims if v.storing]:  # it holds on to most of what it has: perhaps in vain
+            others = [v for v in victims if v is not victim]
+            if self._fits_without(others, needed, hit, rows):
+                victims = others
+        return victims
 
     def _fits_without(self, victims: list[Sequence], needed: int, hit: list[int], rows: int) -> bool:
         if self.crowd - sum([v.rows for v in victims]) + rows > self._limits.max_sequences:

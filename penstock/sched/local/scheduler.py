@@ -156,7 +156,8 @@ class Scheduler:
             check_group(request, self.limits, self.pool.num_blocks)
         sequence = self._make(request, now)
         sequence.departs = departs
-        if not self._load(sequence):
+        standing = sequence.standing
+        if not self._load(sequence, (s for s in self._waiting if s.standing <= standing)):
             self._here.enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
@@ -184,9 +185,9 @@ class Scheduler:
 
     # --- coming from a tier below the device
 
-    def _load(self, sequence: Sequence) -> bool:
-        """Whether it waits for blocks from now on."""
-        if not self.memory.load(sequence, self._running):
+    def _load(self, sequence: Sequence, before: Iterable[Sequence] = ()) -> bool:
+        """Whether it waits for blocks from now on. Those `before` it come first."""
+        if not self.memory.load(sequence, self._running, before):
             return False
         self._pacing.leave(sequence)
         return True
