@@ -18,6 +18,7 @@ from penstock.service.checkpoint import find_checkpoint
 
 ENGINE = "engine-0"  # its instance's name
 
+
 def device(name: str) -> str:
     if name.startswith("modelled:"):  # which engines of a deployment may have
         raise ValueError("cpu, cuda or cuda:N; modelled devices are for penstock up")
