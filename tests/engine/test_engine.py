@@ -17,19 +17,7 @@ from penstock.engine.memory import size_cache
 from penstock.nn.loader import identity, load_model
 from penstock.nn.native import missing
 from penstock.service.checkpoint import find_checkpoint
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    pytest.importorskip("transformers")
-    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, torch.device("cpu"))
 
 
 def test_a_stop_token_ends_the_text_and_is_reported(model):

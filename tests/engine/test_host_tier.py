@@ -19,21 +19,9 @@ from penstock.engine.mover import Mover
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
 from penstock.sched.local.offload import Copied, Load, Store
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    pytest.importorskip("transformers")
-    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", params=DEVICES)

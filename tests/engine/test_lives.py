@@ -12,15 +12,8 @@ from penstock.kv.pool import Published
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import Pool, keeper_pool
 from penstock.transfer.records import Record
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.links import keeper
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    pytest.importorskip("transformers")
-    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.mark.parametrize("mode", ["contiguous", "table"])

@@ -8,23 +8,10 @@ import pytest
 import torch
 
 from penstock.engine import runner
-from penstock.nn.loader import load_model
 from penstock.nn.packed import put
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
 CLOSE = 2e-5  # logits are float32, and a chunk of one token is computed by other kernels than a long one
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    pytest.importorskip("transformers")
-    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Copies of the cache's blocks in a tier below the device, and loading them instead of computing what they hold.
 
 Full blocks are copied to the tier when they can be found for the first time, so what is on the device is also below it
-(xLLM, section 3.4); what could not be copied then, because too much was on its way, is copied when it is used next.
+(xLLM, section 3.4); what could not be copied then, because too much was on its way or the copy of what comes before it
+had gone, is copied when it is used next.
 
 A sequence whose prefix goes on in the tier waits outside the queue while that is loaded, if loading is quicker than
 computing and there is room for the sequence. Then it queues like any other, finds the blocks in the cache, and nothing
