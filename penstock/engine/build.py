@@ -16,7 +16,7 @@ from penstock.core.layout import KVLayout
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
-from penstock.engine.host_tier import check_host_tier, host_slots, open_host_tier
+from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
 from penstock.engine.memory import check_asked, free_bytes, mapping_budget, size_cache
@@ -35,6 +35,7 @@ from penstock.sched.local import Limits, Scheduler, make_pacing
 from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
+from penstock.sched.local.sizing import host_blocks
 from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool, unshared_pool
 
 log = logging.getLogger("penstock.engine")
@@ -124,7 +125,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     device = _device(options.device)
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
-    check_host_tier(options.host_cache_memory, device, prefix_cache=options.prefix_cache)
+    check_host_tier(options.host_cache_memory, device)
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
@@ -140,7 +141,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
     # what a previous life left in the keeper is not free, and is ours again: this one is made as large
     promised = open_pool.promised if isinstance(open_pool, KeeperPool) else 0
-    slots = host_slots(options.host_cache_memory, layout.block_bytes)
+    slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)
     num_blocks, model_len = size_cache(

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.cache import KVCache
 from penstock.engine.memory import available_memory
 from penstock.engine.mover import Mover
@@ -127,8 +126,8 @@ def open_host_tier(cache: KVCache, num_slots: int) -> Mover:
     return Mover(HostSlots(cache, num_slots) if cache.slots.is_cpu else PinnedSlots(cache, num_slots))
 
 
-def check_host_tier(asked: int | None, device: torch.device, *, prefix_cache: bool) -> None:
-    """Raise ConfigError when there is no such tier, or no use for it.
+def check_host_tier(asked: int | None, device: torch.device) -> None:
+    """Raise ConfigError when this machine has no such tier.
 
     Args:
         asked: bytes; None asks for none.
@@ -140,20 +139,5 @@ def check_host_tier(asked: int | None, device: torch.device, *, prefix_cache: bo
         raise ConfigError(
             f"{size} below a CPU, whose cache is the host's memory itself: give kv-cache-memory more", OPTION
         )
-    if not prefix_cache:
-        raise ConfigError(f"{size} without prefix caching, allowed only with enable-prefix-caching", OPTION)
     if asked > (free := available_memory()):
         raise ConfigError(f"{size}, {free / 2**30:.1f} GiB are free on this machine", OPTION)
-
-
-def host_slots(asked: int | None, block_bytes: int) -> int:
-    """How many fit, 0 where none were asked for. Raises ConfigError when not even one does."""
-    if asked is None:
-        return 0
-    if asked < block_bytes:
-        raise ConfigError(
-            f"{OPTION}: {asked / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
-            f"{block_bytes / 2**20:.1f} MiB",
-            OPTION,
-        )
-    return asked // block_bytes

@@ -112,7 +112,9 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     shape = _shape(options.geometry, config)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
-    slots = _slots(options, shape)
+    slots = host_blocks(
+        options.host_cache_memory, shape.kv_bytes_per_token * BLOCK_TOKENS, prefix_cache=options.prefix_cache
+    )
     layout = KVLayout(
         model=_identity(config, shape),
         order="digest",
@@ -424,14 +426,6 @@ def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, most
     except ConfigError as error:
         raise ConfigError(f"{error.field}: {error}", error.field) from None
     return sizes, model_len
-
-
-def _slots(options: ModelledOptions, shape: ModelShape) -> int:
-    """Of the tier below the device."""
-    try:
-        return host_blocks(shape, options.host_cache_memory, prefix_cache=options.prefix_cache)
-    except ConfigError as error:
-        raise ConfigError(f"{error.field}: {error}", error.field) from None
 
 
 def _identity(config: dict[str, Any], shape: ModelShape) -> str:

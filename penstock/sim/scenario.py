@@ -434,7 +434,11 @@ def _sized(options: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
         "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
-        "host_blocks": host_blocks(shape, options["host_cache_memory"], prefix_cache=options["enable_prefix_caching"]),
+        "host_blocks": host_blocks(
+            options["host_cache_memory"],
+            shape.kv_bytes_per_token * BLOCK_TOKENS,
+            prefix_cache=options["enable_prefix_caching"],
+        ),
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
     }

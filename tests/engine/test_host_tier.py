@@ -14,11 +14,12 @@ from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
-from penstock.engine.host_tier import PinnedSlots, check_host_tier, host_slots
+from penstock.engine.host_tier import PinnedSlots, check_host_tier
 from penstock.engine.mover import Mover
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
 from penstock.sched.local.offload import Copied, Load, Store
+from penstock.sched.local.sizing import host_blocks
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -320,28 +321,33 @@ def test_built_from_options(checkpoint, unchecked, mode):
     [
         ({"device": "cpu"}, "host-cache-memory: 1.0 GiB below a CPU, .*: give kv-cache-memory more"),
         ({"device": "cuda"}, None),
-        ({"device": "cuda", "prefix_cache": False}, "host-cache-memory: 1.0 GiB without prefix caching, allowed only"),
         ({"device": "cuda", "asked": 3 << 30}, "host-cache-memory: 3.0 GiB, 2.0 GiB are free on this machine"),
     ],
 )
 def test_what_cannot_be_had_is_refused(monkeypatch, changes, says):
     monkeypatch.setattr(penstock.engine.host_tier, "available_memory", lambda: 2 << 30)
-    given = {"asked": 1 << 30, "prefix_cache": True} | changes
-    asked, device, prefix_cache = given["asked"], torch.device(given["device"]), given["prefix_cache"]
-    check_host_tier(None, device, prefix_cache=prefix_cache)
+    given = {"asked": 1 << 30} | changes
+    asked, device = given["asked"], torch.device(given["device"])
+    check_host_tier(None, device)
     if says is None:
-        check_host_tier(asked, device, prefix_cache=prefix_cache)
+        check_host_tier(asked, device)
         return
     with pytest.raises(ConfigError, match=says) as refused:
-        check_host_tier(asked, device, prefix_cache=prefix_cache)
+        check_host_tier(asked, device)
     assert refused.value.field == "host-cache-memory"
 
 
 def test_at_least_one_block():
-    assert host_slots(None, 4096) == 0
-    assert host_slots(3 * 4096 + 5, 4096) == 3
+    assert host_blocks(None, 4096, prefix_cache=True) == 0
+    assert host_blocks(3 * 4096 + 5, 4096, prefix_cache=True) == 3
     with pytest.raises(ConfigError, match=r"host-cache-memory: 0.5 MiB, at least one block of 64 tokens .* 1.0 MiB"):
-        host_slots(1 << 19, 1 << 20)
+        host_blocks(1 << 19, 1 << 20, prefix_cache=True)
+
+
+def test_nobody_would_find_anything_in_it():
+    assert host_blocks(None, 4096, prefix_cache=False) == 0
+    with pytest.raises(ConfigError, match=r"host-cache-memory: 1\.0 GiB without prefix caching, allowed only"):
+        host_blocks(1 << 30, 4096, prefix_cache=False)
 
 
 def test_an_engine_on_a_cpu_has_no_tier(checkpoint):

@@ -155,10 +155,10 @@ def test_a_copy_that_changed_is_never_used(built, place):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"host_cache_memory": 1000}, "host-cache-memory: 0.0 MiB, a block takes 8.0 MiB"),
+        ({"host_cache_memory": 1000}, "host-cache-memory: 0.0 MiB, at least one block of 64 tokens is needed, 8.0 MiB"),
         (
             {"host_cache_memory": 1 << 30, "prefix_cache": False},
-            "host-cache-memory: 1.0 GiB, allowed only with enable-",
+            "host-cache-memory: 1.0 GiB without prefix caching",
         ),
     ],
 )

@@ -78,11 +78,11 @@ def test_loads_come_late_where_the_way_is_slow():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("host-cache-memory: 1M", "host-cache-memory: 1.0 MiB, a block takes 8.0 MiB"),
+        ("host-cache-memory: 1M", "host-cache-memory: 1.0 MiB, at least one block of 64 tokens is needed, 8.0 MiB"),
         ("host-cache-memory: -1", "host-cache-memory: '-1', allowed is a size"),
         (
             "host-cache-memory: 4G, enable-prefix-caching: false",
-            "host-cache-memory: 4.0 GiB, allowed only with enable-prefix-caching",
+            "host-cache-memory: 4.0 GiB without prefix caching, allowed only with enable-prefix-caching",
         ),
     ],
 )

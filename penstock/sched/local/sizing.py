@@ -33,23 +33,28 @@ def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
     return max(0, free) // (shape.kv_bytes_per_token * BLOCK_TOKENS)
 
 
-def host_blocks(shape: ModelShape, memory: int | None, *, prefix_cache: bool) -> int:
-    """KV blocks of a tier in the host's memory.
+def host_blocks(memory: int | None, block_bytes: int, *, prefix_cache: bool) -> int:
+    """KV blocks of a tier in the host's memory; 0 where none is asked for.
 
     Args:
-        memory: bytes; None is no such tier.
+        memory: bytes; None asks for none.
 
     Raises:
-        ConfigError: its field names the option, and its message does not.
+        ConfigError: not even one fits, or nobody would find it.
     """
     if memory is None:
         return 0
+    option = "host-cache-memory"
     if not prefix_cache:
-        raise ConfigError(f"{memory / 2**30:.1f} GiB, allowed only with enable-prefix-caching", "host-cache-memory")
-    block = shape.kv_bytes_per_token * BLOCK_TOKENS
-    if memory < block:
-        raise ConfigError(f"{memory / 2**20:.1f} MiB, a block takes {block / 2**20:.1f} MiB", "host-cache-memory")
-    return memory // block
+        size = f"{memory / 2**30:.1f} GiB"
+        raise ConfigError(f"{option}: {size} without prefix caching, allowed only with enable-prefix-caching", option)
+    if memory < block_bytes:
+        raise ConfigError(
+            f"{option}: {memory / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
+            f"{block_bytes / 2**20:.1f} MiB",
+            option,
+        )
+    return memory // block_bytes
 
 
 def sized(
