@@ -6,8 +6,9 @@
     python tools/scheduling_measure.py --list              # what there is, and with how many seeds
 
 The first seed of everything comes before the second of anything: a result grows by a seed whenever it is its turn. It
-is written when that seed is whole, so measuring can be stopped at any time and goes on where it was. What no claim is
-about, such as splits that are far from the best, has one seed.
+is written when that seed is whole, and simulations until then are kept in a journal, so measuring can be stopped at any
+time and goes on where it was. Journals are of the code that wrote them: take them away when decisions change. What no
+claim is about, such as splits that are far from the best, has one seed.
 `scheduling_report.py` makes the page of what there is.
 """
 
@@ -31,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
+JOURNALS = ROOT / "build" / "scheduling"
 ROLES = ("least_loaded", "least_loaded@colocated", "xllm", "unified")
 CACHE = ("round_robin", "least_loaded", "rtp_llm", "unified")
 PROMPT_MACHINES = (
@@ -186,9 +188,11 @@ def _every(folder: Path) -> Iterator[Measurement]:
             yield Measurement(of, policy, folder / f"{'.'.join((*words, policy))}.json")
 
 
-def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str:
+def run(one: Measurement, seeds: int, traces: str | None, journals: Path, *, again: bool) -> str:
     """Measure it, going on with its result if it has one, unless all of it is wanted again. Returns what went wrong;
     "" when nothing did."""
+    journals.mkdir(parents=True, exist_ok=True)
+    journal = journals / f"{one.title}.jsonl"
     scenario = Path("scenarios") / f"{one.of.scenario}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         if one.of.changed:
@@ -199,6 +203,7 @@ def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str
         written = Path(folder) / "result.json"
         command = [sys.executable, "-m", "penstock.cli.main", "sim", "compare", str(scenario)]
         command += ["--policies", one.policy, "--seeds", str(seeds), "--jobs", "1", "--json", str(written)]
+        command += ["--journal", str(journal)]
         if one.target.exists() and not again:
             command += ["--resume", str(one.target)]
         if one.of.rates:
@@ -213,13 +218,23 @@ def run(one: Measurement, seeds: int, traces: str | None, *, again: bool) -> str
         document = written.read_text(encoding="utf-8")
         beside.write_text(document.replace(f"{folder}/", ""), encoding="utf-8")  # it was there for the time being
         beside.replace(one.target)
+        journal.unlink(missing_ok=True)
     return ""
 
 
-def measure(every: Sequence[Measurement], seeds: int, jobs: int, traces: str | None, *, again: bool = False) -> int:
+def measure(
+    every: Sequence[Measurement],
+    seeds: int,
+    jobs: int,
+    traces: str | None,
+    journals: Path = JOURNALS,
+    *,
+    again: bool = False,
+) -> int:
     """What is missing, a seed after the other, so many measurements at once. Returns how many failed.
 
     Args:
+        journals: a folder, of simulations whose measurements are not whole.
         again: the first seed also of what has a result.
     """
     console, failed = Console(stderr=True), 0
@@ -233,7 +248,7 @@ def measure(every: Sequence[Measurement], seeds: int, jobs: int, traces: str | N
             def work(one: Measurement, count: int = count, afresh: bool = afresh, bar: TaskID = bar) -> str:
                 task = progress.add_task(one.title, total=None)
                 try:
-                    return run(one, count, traces, again=afresh)
+                    return run(one, count, traces, journals, again=afresh)
                 finally:
                     progress.remove_task(task)
                     progress.advance(bar)
@@ -252,6 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (default: one for each core)")
     parser.add_argument("--traces", help="the folder of traces, as for `penstock sim`")
+    parser.add_argument(
+        "--journals",
+        type=Path,
+        default=JOURNALS,
+        help="the folder of what was simulated for measurements that were stopped (default: build/scheduling)",
+    )
     parser.add_argument("--again", action="store_true", help="also what has a result, from the first seed on")
     parser.add_argument("--list", action="store_true", help="measure nothing, and tell what there is")
     args = parser.parse_args(arguments)
@@ -262,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(one.title, str(one.seeds() or "-"))
         Console().print(table)
         return 0
-    return 1 if measure(every, args.seeds, args.jobs, args.traces, again=args.again) else 0
+    return 1 if measure(every, args.seeds, args.jobs, args.traces, args.journals.resolve(), again=args.again) else 0
 
 
 if __name__ == "__main__":

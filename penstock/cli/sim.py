@@ -55,6 +55,9 @@ def add_parser(commands: Any) -> None:
         "--resume", metavar="FILE", help="an earlier --json file of the same: what it has is not simulated again"
     )
     many.add_argument(
+        "--journal", metavar="FILE", help="keep what ended there, and go on with it when this was stopped before"
+    )
+    many.add_argument(
         "--bound", action=argparse.BooleanOptionalAction, default=True, help="tell what nobody could do better than"
     )
     many.add_argument("--save", metavar="FOLDER", help="write each policy's result and its page there")

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from penstock.bench.document import check_writable
 from penstock.cli.options import Option, integer, number, words
 from penstock.cli.processes import lost_processes
 from penstock.cli.sim import Given, as_json, make_progress, read_given, write
+from penstock.cli.sim_journal import Journal, about
 from penstock.cli.sim_resume import Earlier, read_earlier
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of, scales
 from penstock.core.errors import ConfigError
@@ -57,10 +59,10 @@ def compare(args: argparse.Namespace) -> int:
         _check_folder(args.save)
     wanted = _read_wanted(args)
     console = Console(stderr=True)
-    with (
-        Workers(wanted.given, wanted.jobs, saves=wanted.saves) as workers,
-        make_progress(console) as bars,
-    ):
+    with ExitStack() as stack:
+        journal = None if args.journal is None else stack.enter_context(Journal(args.journal, about(wanted.given)))
+        workers = stack.enter_context(Workers(wanted.given, wanted.jobs, saves=wanted.saves, journal=journal))
+        bars = stack.enter_context(make_progress(console))
         document, results = asyncio.run(_compare(workers, bars, wanted))
     out = Console()
     Console(width=out.width if out.is_terminal else WIDTH).print(_table(document))
@@ -130,10 +132,11 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
         jobs=jobs,
         earlier=Earlier(),
     )
+    for flag, given_file in (("--resume", args.resume), ("--journal", args.journal)):
+        if wanted.saves and given_file is not None:
+            raise ConfigError(f"--save: not with {flag}, as its file has no whole results", "--save")
     if args.resume is None:
         return wanted
-    if wanted.saves:
-        raise ConfigError("--save: not with --resume, as its file has no whole results", "--save")
     return replace(wanted, earlier=read_earlier(args.resume, wanted.head(), wanted.variants, FIELDS))
 
 

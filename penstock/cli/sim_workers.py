@@ -26,6 +26,8 @@ from penstock.sim.traffic import Traffic, make_traffic
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
+    from penstock.cli.sim_journal import Journal
+
 WATCH = 256  # requests between two looks at whether anybody still wants the answer
 LARGE = ("timeline", "series", "instances")  # parts of a result that only its page needs
 
@@ -174,10 +176,12 @@ class Workers:
     Args:
         saves: whether results are wanted whole.
         jobs: processes.
+        journal: what was simulated earlier, and all that is asked for.
     """
 
-    def __init__(self, given: Given, jobs: int, *, saves: bool = False) -> None:
-        self._given, self._jobs = given, jobs
+    def __init__(self, given: Given, jobs: int, *, saves: bool = False, journal: Journal | None = None) -> None:
+        self._given, self._jobs, self._journal = given, jobs, journal
+        self._known: dict[Run, dict[str, Any] | None] = {} if journal is None else dict(journal.results)
         self._runs: dict[Run, asyncio.Future[dict[str, Any] | None]] = {}
         self._looks: dict[tuple[str, int], asyncio.Future[Offered]] = {}
         self._open = 0
@@ -194,7 +198,11 @@ class Workers:
 
     async def run(self, run: Run) -> dict[str, Any] | None:
         """Raises ConfigError."""
-        return await self._started(run, await self.offered(run.variant, run.seed))
+        if run not in self._known:
+            self._known[run] = await self._started(run, await self.offered(run.variant, run.seed))
+            if self._journal is not None:
+                self._journal.add(run, self._known[run])
+        return self._known[run]
 
     async def offered(self, variant: str, seed: int) -> Offered:
         """Raises ConfigError."""
@@ -207,9 +215,9 @@ class Workers:
         return await self._submit(_bound, variant, seed)
 
     def guess(self, run: Run) -> None:
-        """This may be asked for soon: done if there is a process with nothing to do."""
+        """This may be asked for soon: done if that leaves a process for what is asked for next."""
         look = self._looks.get((layout_of(run.variant), run.seed))
-        if self._open < self._jobs and look is not None and look.done():
+        if self._open + 1 < self._jobs and look is not None and look.done() and run not in self._known:
             self._started(run, look.result())
 
     def _started(self, run: Run, offered: Offered) -> asyncio.Future[dict[str, Any] | None]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,7 +12,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.sim import write
-from penstock.cli.sim_workers import Workers
+from penstock.cli.sim_workers import Run, Workers
 
 FIELDS = {
     "max_rate_90",
@@ -152,6 +153,62 @@ def test_compare_goes_on_with_an_earlier_result_to_the_same_byte(scenario, tmp_p
     assert then.read_bytes() == first.read_bytes()
 
 
+@pytest.mark.parametrize("flags", [[], ["--rates", "30,200"]], ids=["search", "rates"])
+def test_compare_that_was_stopped_goes_on_with_its_journal_to_the_same_byte(scenario, tmp_path, monkeypatch, flags):
+    once, then, journal = (tmp_path / name for name in ("once.json", "then.json", "journal.jsonl"))
+    flags = ["--policies", "round_robin", "--jobs", "1", "--seeds", "2", *flags]
+    assert compare(scenario, *flags, "--journal", str(journal), "--json", str(once)) == 0
+    head, *lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 3
+    done, last = b"".join(lines[:-2]), lines[-2]
+    journal.write_bytes(head + done + last[:-9])  # killed while it wrote the last but one
+    simulated = []
+    submit = Workers._submit
+
+    def watch(self, function, *arguments):
+        simulated.extend(argument for argument in arguments if isinstance(argument, Run))
+        return submit(self, function, *arguments)
+
+    monkeypatch.setattr(Workers, "_submit", watch)
+    assert compare(scenario, *flags, "--journal", str(journal), "--json", str(then)) == 0
+    assert then.read_bytes() == once.read_bytes()
+    assert [asdict(run) for run in simulated] == [json.loads(line)["run"] for line in lines[-2:]]
+    assert journal.read_bytes() == head + b"".join(lines)
+
+
+def test_the_journal_may_be_of_the_same_scenario_elsewhere(scenario, tmp_path):
+    journal, other = tmp_path / "journal.jsonl", tmp_path / "there" / scenario.name
+    flags = ["--policies", "round_robin", "--rates", "30", "--traces", str(tmp_path), "--journal", str(journal)]
+    assert main(["sim", "compare", str(scenario), *flags]) == 0
+    before = journal.read_bytes()
+    other.parent.mkdir()
+    other.write_bytes(scenario.read_bytes())
+    assert main(["sim", "compare", str(other), *flags]) == 0
+    assert journal.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda text: "no journal\n", "was not written by `penstock sim compare --journal`"),
+        (lambda text: "no line", "was not written by `penstock sim compare --journal`"),
+        (lambda text: text + '{"run": {}}\n', "was not written by `penstock sim compare --journal`"),
+        (lambda text: text.replace("scenario.yaml", "b.yaml"), "has scenario 'b.yaml', and this 'scenario.yaml'"),
+        (lambda text: text.replace('"version": "', '"version": "0.'), "has version '0."),
+        (lambda text: text.replace('"content": "', '"content": "0'), "has content '0"),
+    ],
+)
+def test_a_journal_of_something_else_is_left_as_it_is(scenario, tmp_path, capsys, spoil, message):
+    journal = tmp_path / "journal.jsonl"
+    flags = ["--policies", "round_robin", "--rates", "30", "--jobs", "1", "--journal", str(journal)]
+    assert compare(scenario, *flags) == 0
+    spoiled = spoil(journal.read_text())
+    journal.write_text(spoiled)
+    assert compare(scenario, *flags) == 2
+    assert f"penstock: --journal: {journal} {message}" in capsys.readouterr().err
+    assert journal.read_text() == spoiled
+
+
 def test_what_an_earlier_result_lacks_is_simulated(tmp_path):
     file, earlier, out = (tmp_path / name for name in ("tasks.yaml", "earlier.json", "out.json"))
     file.write_text(
@@ -270,6 +327,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         (["--jobs", "many"], "--jobs: 'many', allowed is a whole number from 1"),
         (["--html", "/nowhere/out.html"], "--html: /nowhere/out.html cannot be written"),
         (["--save", "/nowhere/folder"], "--save: /nowhere/folder cannot be written"),
+        (["--journal", "/nowhere/file"], "--journal: /nowhere/file cannot be written (No such file or directory)"),
         (["--trace", "together.csv", "--policies", "least_loaded"], "workload: all requests come at once"),
     ],
 )

@@ -79,6 +79,7 @@ def simulated(monkeypatch):
     def compare(command, **_):
         given = dict(pair for pair in pairwise(command) if pair[0].startswith("--"))
         calls.append((given["--policies"], int(given["--seeds"]), "--resume" in given))
+        Path(given["--journal"]).touch()
         if given["--policies"] == "hfx":
             return subprocess.CompletedProcess(command, 2, stderr="one\npenstock: no\n")
         seeds = list(range(int(given["--seeds"])))
@@ -91,23 +92,25 @@ def simulated(monkeypatch):
 
 def test_everything_gets_a_seed_before_anything_gets_the_next(simulated, tmp_path, capsys):
     every = list(measurements(tmp_path, ["hfx-priority.search"]))
-    assert measure(every, 1, 1, None) == 1
+    assert measure(every, 1, 1, None, tmp_path / "journals") == 1
     assert simulated == [("round_robin", 1, False), ("hfx", 1, False), ("unified", 1, False)]
     assert "hfx-priority.search.hfx: penstock: no" in capsys.readouterr().err
+    journals = tmp_path / "journals"
+    assert [path.name for path in journals.iterdir()] == ["hfx-priority.search.hfx.jsonl"]  # of what is not whole
     simulated.clear()
     every[0].target.unlink()
-    assert measure(every, 3, 1, None) == 1  # what failed is tried once
+    assert measure(every, 3, 1, None, tmp_path / "journals") == 1  # what failed is tried once
     more = [(policy, count, True) for count in (2, 3) for policy in ("round_robin", "unified")]
     assert simulated == [("round_robin", 1, False), ("hfx", 1, False), *more]
     assert [one.seeds() for one in every] == [3, 0, 3]
     simulated.clear()
-    assert measure(every, 3, 1, None, again=True) == 1
+    assert measure(every, 3, 1, None, tmp_path / "journals", again=True) == 1
     assert len(simulated) == 7
 
 
 def test_no_result_tells_where_a_changed_scenario_was_for_the_time_being(simulated, tmp_path):
     (one,) = measurements(tmp_path, ["roles-azure-code.half-speed.rates.xllm"])
-    assert measure([one], 1, 1, None) == 0
+    assert measure([one], 1, 1, None, tmp_path / "journals") == 0
     assert json.loads(one.target.read_text())["scenario"] == "roles-azure-code.half-speed.yaml"
 
 
