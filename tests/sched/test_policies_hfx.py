@@ -151,6 +151,15 @@ def test_the_decoder_is_the_one_that_keeps_its_tempo_and_has_room():
     assert HFX().decide(view([unlinked], demand("r", ttft=1.0)), RNG).reason == "no-decode: fine: no route"
 
 
+def test_one_that_only_decodes_is_asked_to_read_when_nobody_else_may():
+    pair = linked(instance("p", "prefill", max_model_len=2048), instance("d", "decode", max_model_len=8192))
+    plain, _ = drain(HFX(), pair, demand("a", 500, ttft=9.0), demand("b", 500, ttft=9.0))
+    assert [set(d.costs["prefill"]) for d in plain] == [{"p"}, {"p"}], "no regret about who may not read"
+    for queue in ([demand("long", 4000)], [replace(demand("barred", 500), exclude=frozenset({"p"}))]):
+        decisions, _ = drain(HFX(), pair, *queue, demand("short", 500))
+        assert {d.key[1]: d.prefill for d in decisions} == {queue[0].key[1]: "d", "short": "p"}
+
+
 def test_offline_work_waits_until_nothing_is_to_be_read_and_goes_to_whoever_has_least_to_do():
     offline = [demand("batch", offline=True)]
     reading = instance("a", idle_at=2.0, requests=1)

@@ -97,7 +97,11 @@ class HFX:
         self.prompts = Prompts()
         self._turns = Turns()
         self._columns = LineColumns(
-            lambda d: d.deadline, lambda d: d.ttft, lambda d: d.prompt_tokens, lambda d: d.max_tokens
+            lambda d: d.deadline,
+            lambda d: d.ttft,
+            lambda d: d.prompt_tokens,
+            lambda d: d.max_tokens,
+            lambda d: len(d.exclude),
         )
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -114,6 +118,8 @@ class HFX:
         line = _Line(*self._columns.of(view.queue))
         starts = line.deadline - self.prompts.of(line.prompt_tokens)
         in_time, others = _rank(view.now, starts)
+        if _readers_do(view, line):
+            mature = [(since, place) for since, place in mature if view.instances[place].pool != "decode"]
         moment = _Moment(self, candidates, mature, line, in_time)
         due = self._turns.due(candidates)
         if due is not None:
@@ -164,6 +170,13 @@ class _Line(NamedTuple):
     ttft: _Values
     prompt_tokens: _Values
     max_tokens: _Values
+    excluded: _Values  # instances
+
+
+def _readers_do(view: ClusterView, line: _Line) -> bool:
+    """Whether for everyone who waits there is an instance that is not for decodes alone, so that those read nobody."""
+    longest = max((i.max_model_len for i in view.instances if i.pool != "decode"), default=0)
+    return not line.excluded.any() and bool((line.prompt_tokens + line.max_tokens).max() <= longest)
 
 
 def _rank(now: float, starts: _Values) -> tuple[_Places, _Places]:
