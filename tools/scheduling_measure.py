@@ -193,6 +193,8 @@ def run(one: Measurement, seeds: int, traces: str | None, journals: Path, *, aga
     "" when nothing did."""
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{one.title}.jsonl"
+    if again:  # perhaps because decisions have changed
+        journal.unlink(missing_ok=True)
     scenario = Path("scenarios") / f"{one.of.scenario}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         if one.of.changed:

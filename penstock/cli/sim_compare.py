@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,10 +59,11 @@ def compare(args: argparse.Namespace) -> int:
         _check_folder(args.save)
     wanted = _read_wanted(args)
     console = Console(stderr=True)
-    with ExitStack() as stack:
-        journal = None if args.journal is None else stack.enter_context(Journal(args.journal, about(wanted.given)))
-        workers = stack.enter_context(Workers(wanted.given, wanted.jobs, saves=wanted.saves, journal=journal))
-        bars = stack.enter_context(make_progress(console))
+    with (
+        nullcontext() if args.journal is None else Journal(args.journal, about(wanted.given)) as journal,
+        Workers(wanted.given, wanted.jobs, saves=wanted.saves, journal=journal) as workers,
+        make_progress(console) as bars,
+    ):
         document, results = asyncio.run(_compare(workers, bars, wanted))
     out = Console()
     Console(width=out.width if out.is_terminal else WIDTH).print(_table(document))

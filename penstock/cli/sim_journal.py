@@ -48,14 +48,15 @@ class Journal:
             self._file.seek(0)
             content = self._file.read()
         except OSError as error:
-            raise ConfigError(f"--journal: {path} cannot be written ({error.strerror})", "--journal") from None
+            raise self._unwritable(error) from None
         whole = content[: content.rfind(b"\n") + 1]
         try:
             self._read(whole or content, about)
         except ConfigError:
             self._file.close()
             raise
-        self._file.truncate(len(whole))
+        if len(content) > len(whole):
+            self._file.truncate(len(whole))
         if not whole:
             self._write({"about": dict(about)})
 
@@ -82,7 +83,10 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise ConfigError(f"--journal: {self._path} cannot be written ({error.strerror})", "--journal") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"--journal: {self._path} cannot be written ({error.strerror or error})", "--journal")
 
     def __enter__(self) -> Journal:
         return self

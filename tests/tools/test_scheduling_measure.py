@@ -71,14 +71,22 @@ def test_files_are_told_apart_and_what_is_wanted_can_be_named():
     assert {one.of.scenario for one in some} == {"hfx-4task", "roles-azure-code"}
 
 
+class Calls(list):
+    """With whether each found a journal."""
+
+    def __init__(self):
+        self.on_journal = []
+
+
 @pytest.fixture
 def simulated(monkeypatch):
     """Calls of `penstock sim compare`, as (policy, seeds, whether it goes on with a result)."""
-    calls = []
+    calls = Calls()
 
     def compare(command, **_):
         given = dict(pair for pair in pairwise(command) if pair[0].startswith("--"))
         calls.append((given["--policies"], int(given["--seeds"]), "--resume" in given))
+        calls.on_journal.append(Path(given["--journal"]).exists())
         Path(given["--journal"]).touch()
         if given["--policies"] == "hfx":
             return subprocess.CompletedProcess(command, 2, stderr="one\npenstock: no\n")
@@ -104,8 +112,11 @@ def test_everything_gets_a_seed_before_anything_gets_the_next(simulated, tmp_pat
     assert simulated == [("round_robin", 1, False), ("hfx", 1, False), *more]
     assert [one.seeds() for one in every] == [3, 0, 3]
     simulated.clear()
+    assert simulated.on_journal == [False] * 3 + [False, True] + [False] * 4, "of hfx, which failed"
+    simulated.on_journal.clear()
     assert measure(every, 3, 1, None, tmp_path / "journals", again=True) == 1
     assert len(simulated) == 7
+    assert not any(simulated.on_journal), "decisions may have changed"
 
 
 def test_no_result_tells_where_a_changed_scenario_was_for_the_time_being(simulated, tmp_path):
