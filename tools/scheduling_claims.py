@@ -1,6 +1,6 @@
 """What papers claim, and what was measured beside it, for docs/scheduling.md. What was not measured is None.
 
-Whatever is compared is compared over the seeds that all of it was measured with.
+Whatever is compared is compared over the seeds that both were measured with.
 """
 
 from __future__ import annotations
@@ -56,24 +56,23 @@ class Claim:
 
 
 def found_rate(scenario: str, policy: str, *others: str) -> Here:
-    """What a search makes great, against the best of the others, all of which must have been measured. "NAME@*" is the
-    best of a policy's layouts of the scenario's own devices, of those that were measured."""
+    """What a search makes great, against whichever of the others comes closest, all of which must have been measured.
+    Each is compared over the seeds that both have. "NAME@*" is all of a policy's layouts of the scenario's own devices,
+    of those that were measured."""
 
     def here(results: Results) -> tuple[str, int] | None:
         measured = results.search(scenario)
-        if measured is None:
+        if measured is None or not measured.figure(policy):
             return None
-        layouts = {each: _layouts(results, measured, each) for each in (policy, *others)}
-        same = measured.together([variant for variants in layouts.values() for variant in variants])
-        best = {each: _best(same, variants) for each, variants in layouts.items()}
-        theirs = [best[other] for other in others]
-        ours = best[policy]
-        if ours is None or None in theirs:
+        layouts = [_layouts(results, measured, other) for other in others]
+        if not all(any(measured.figure(variant) for variant in variants) for variants in layouts):
             return None
-        name, figure = max((each for each in theirs if each is not None), key=lambda each: each[1])
-        which = f" of `{name}`" if len(others) > 1 or "@*" in others[0] else ""
-        mine = f" (`{ours[0]}`)" if "@*" in policy else ""
-        return f"{times(ours[1], figure)}: {short(ours[1])}{mine} against {short(figure)}{which}", len(same.seeds(name))
+        found = measured.hardest(policy, [variant for variants in layouts for variant in variants])
+        if found is None:
+            return None
+        which = f" of `{found.other}`" if len(others) > 1 or "@*" in others[0] else ""
+        told = f"{times(found.ours, found.theirs)}: {short(found.ours)} against {short(found.theirs)}{which}"
+        return told, len(found.both.seeds(policy))
 
     return here
 
@@ -82,12 +81,6 @@ def _layouts(results: Results, measured: Measured, wanted: str) -> list[str]:
     """Variants."""
     policy, _, layout = wanted.partition("@")
     return results.alike(measured, policy, policy) if layout == "*" else [wanted]
-
-
-def _best(measured: Measured, variants: Sequence[str]) -> tuple[str, float] | None:
-    """(variant, figure)."""
-    figures = [(variant, figure) for variant in variants if (figure := measured.figure(variant))]
-    return max(figures, key=lambda each: each[1], default=None)
 
 
 def most_kept(scenario: str, policy: str, other: str) -> Here:

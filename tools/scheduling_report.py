@@ -257,12 +257,11 @@ def _ours(measured: Measured, results: Results) -> Iterator[tuple[str, float, li
         others = [v for v in alike if not v.startswith("unified") and _scales(v) == scales and measured.figure(v)]
         if not others or results.alike(measured, policy, variant)[0] != variant:
             continue
-        same = measured.together([variant, *others])
-        best = max(others, key=lambda v: same.figure(v) or 0.0)
-        theirs, ours = same.figure(best), same.figure(variant)
-        if not theirs or not ours:
+        found = measured.hardest(variant, others)
+        if found is None:
             continue
-        row, other = same.policies[variant], same.policies[best]
+        best, ours, theirs = found.other, found.ours, found.theirs
+        row, other = found.both.policies[variant], found.both.policies[best]
         cost = NONE
         if scales and row.get("instance_seconds") and other.get("instance_seconds"):
             cost = times(row["instance_seconds"], other["instance_seconds"])

@@ -74,6 +74,17 @@ class Measured:
         rows = {variant: of_seeds(self.policies[variant], seeds, self.field) for variant in variants if seeds}
         return replace(self, document={**self.document, "seeds": sorted(seeds), "policies": rows})
 
+    def hardest(self, variant: str, others: Collection[str]) -> Against | None:
+        """Whichever of the others comes closest to a variant, each over the seeds that both have; None when none of
+        them has a figure."""
+        pairs = [(other, self.together((variant, other))) for other in others]
+        known = [
+            Against(other, ours, theirs, both)
+            for other, both in pairs
+            if (ours := both.figure(variant)) and (theirs := both.figure(other))
+        ]
+        return min(known, key=lambda against: against.ours / against.theirs, default=None)
+
     def figure(self, variant: str) -> float | None:
         """What a search came to; None as well for a variant that is not there."""
         return (self.policies.get(variant) or {}).get(self.field)
@@ -82,6 +93,20 @@ class Measured:
         """What a variant came to at one of the rates; {} when it is not there."""
         entries = (self.policies.get(variant) or {}).get("rates") or []
         return next((entry for entry in entries if entry["rate"] == rate), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """What two searches came to.
+
+    Attributes:
+        both: the two alone, with the seeds that both have.
+    """
+
+    other: str
+    ours: float
+    theirs: float
+    both: Measured
 
 
 class Results:
