@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Journal:
     Attributes:
         results: that it had already.
 
-    Raises ConfigError when it is of something else, or no journal, or cannot be written.
+    Raises ConfigError when it is of something else, or no journal, or another process's, or cannot be written.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
@@ -45,8 +46,12 @@ class Journal:
         self.results: dict[Run, Result | None] = {}
         try:
             self._file = open(path, "a+b")  # noqa: SIM115 (closed by __exit__)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             self._file.seek(0)
             content = self._file.read()
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(f"--journal: {path} is written by another process", "--journal") from None
         except OSError as error:
             raise self._unwritable(error) from None
         whole = content[: content.rfind(b"\n") + 1]

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.sim import write
+from penstock.cli.sim_journal import Journal
 from penstock.cli.sim_workers import Run, Workers
 
 FIELDS = {
@@ -207,6 +208,16 @@ def test_a_journal_of_something_else_is_left_as_it_is(scenario, tmp_path, capsys
     assert compare(scenario, *flags) == 2
     assert f"penstock: --journal: {journal} {message}" in capsys.readouterr().err
     assert journal.read_text() == spoiled
+
+
+def test_two_comparisons_do_not_share_a_journal(scenario, tmp_path, capsys):
+    journal = tmp_path / "journal.jsonl"
+    flags = ["--policies", "round_robin", "--rates", "30", "--jobs", "1", "--journal", str(journal)]
+    with Journal(str(journal), {}):
+        before = journal.read_bytes()
+        assert compare(scenario, *flags) == 2
+    assert f"penstock: --journal: {journal} is written by another process" in capsys.readouterr().err
+    assert journal.read_bytes() == before
 
 
 def test_what_an_earlier_result_lacks_is_simulated(tmp_path):
