@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates
 from penstock.sched.cluster.foresight import read_seconds
 from penstock.sched.cluster.hfx import HFX
-from tests.helpers.policies import OUTPUT, SUBJECTS, ToyMaster, demand, instance, linked
+from penstock.sched.steptime import StepTime
+from tests.helpers.policies import OUTPUT, SUBJECTS, TIMES, ToyMaster, demand, instance, linked
 
 RATES = Rates(output_tokens=float(OUTPUT))
 RNG = random.Random(0)
@@ -115,6 +116,17 @@ def test_one_that_is_larger_than_any_budget_goes_by_itself():
     placed = {d.key[1]: d.prefill for d in decisions}
     assert placed.keys() == {"s0", "s1", "s2", "large"}
     assert placed["large"] not in {placed[f"s{i}"] for i in range(3)} | {"a"}, "alone, and where no decodes slow it"
+
+
+@pytest.mark.parametrize("pool", ["any", "prefill"])
+def test_an_idle_instance_takes_a_prompt_of_any_length_whatever_the_first_one_is(pool):
+    """Prompts are ranked by what they take on the first instance, which may be slower or faster."""
+    slow = StepTime(TIMES.device.slowed(2), TIMES.shape)
+    loads = linked(instance("a", times=slow), instance("b", pool), instance("c", times=slow))
+    for tokens in range(100, 60_000, 500):
+        asked = demand("r", tokens, ttft=1.0, exclude=frozenset("a"))
+        for order in (loads, loads[::-1]):
+            assert names(drain(HFX(), order, asked)[0]) == ["r"], tokens
 
 
 def test_without_any_target_a_batch_is_what_one_step_reads():

@@ -247,8 +247,7 @@ class _Moment:
             owed: whether it may go without a budget, if need be.
             barred: an instance that is kept for another.
         """
-        # what it adds to a batch at least: a step's time is convex in its tokens
-        more = self._policy.prompts.seconds(demand.prompt_tokens) - self._fixed
+        more = self._more(demand.prompt_tokens)
         if self._mature or more <= self._widest:
             for reader in self._each():
                 if self._refusals.cover(demand, lively):
@@ -308,8 +307,14 @@ class _Moment:
         return load is not None and self._exceeds(load, demand.prompt_tokens)
 
     def _exceeds(self, load: InstanceLoad, tokens: int) -> bool:
-        """Whether such a prompt is larger than any batch."""
-        return read_seconds(load, tokens) > self._most(load)
+        """Whether such a prompt is larger than any batch; on a faster instance than the first, also by `_more`."""
+        most = self._most(load)
+        return self._more(tokens) > most or read_seconds(load, tokens) > most
+
+    def _more(self, tokens: int) -> float:
+        """Seconds that a prompt adds to a batch at least, as a step's time is convex in its tokens; on the first
+        instance, for all of them."""
+        return self._policy.prompts.seconds(tokens) - self._fixed
 
     def _room(self, load: InstanceLoad) -> float:
         """Tokens that a sequence may need; where others take over, it is their room that matters."""
