@@ -142,8 +142,8 @@ COMPARISONS = (
         Comparison("hfx-4task", ("hfx_scaling",), (90,), 1, f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
         for seconds in (0.5, 2, 5)
     ),
-    Comparison("roles-azure-conv", (*ROLES, *splits(5, 6))),
-    Comparison("roles-azure-conv", splits(3, 2, 1, 7), seeds=1),
+    Comparison("roles-azure-conv", (*ROLES, *splits(6, 7))),
+    Comparison("roles-azure-conv", splits(1, 2, 3, 5), seeds=1),
     Comparison("colocation-tidal", COLOCATION),
     Comparison("cache-mooncake-conversation", CACHE),
     Comparison("hfx-4task", ("round_robin", "hfx", "scorpio", "aladdin", "annealing", "unified")),
