@@ -307,13 +307,14 @@ class _Moment:
         return load is not None and self._exceeds(load, demand.prompt_tokens)
 
     def _exceeds(self, load: InstanceLoad, tokens: int) -> bool:
-        """Whether such a prompt is larger than any batch; on a faster instance than the first, also by `_more`."""
+        """Whether such a prompt is larger than any batch there: by what it takes there, or by `_more`, which no batch
+        takes it without, and which is longer where the first instance is slower."""
         most = self._most(load)
         return self._more(tokens) > most or read_seconds(load, tokens) > most
 
     def _more(self, tokens: int) -> float:
-        """Seconds that a prompt adds to a batch at least, as a step's time is convex in its tokens; on the first
-        instance, for all of them."""
+        """Seconds that a prompt adds to a batch at least, as a step's time is convex in its tokens; as on the view's
+        first instance, whichever it goes to."""
         return self._policy.prompts.seconds(tokens) - self._fixed
 
     def _room(self, load: InstanceLoad) -> float:
