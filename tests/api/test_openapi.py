@@ -15,7 +15,7 @@ from penstock.obs.metrics import Metrics
 from tests.helpers.documented import CHECKS
 
 SCRIPTED = importlib.import_module("tests.api.conftest").ScriptedFrontend  # fixtures come too late for a schema
-RELAXED: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+RELAXED: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
 def application() -> Any:

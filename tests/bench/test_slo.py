@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.slo import find_greatest_load
@@ -17,7 +17,6 @@ def search(curve, **settings):
     return asyncio.run(find_greatest_load(measure, **settings))
 
 
-@settings(deadline=None)
 @given(st.floats(0.02, 4000), st.floats(0.02, 4000), st.floats(0.01, 0.5))
 def test_a_step_is_found_within_the_tolerance(edge, start, tolerance):
     found = search(lambda load: 1.0 if load <= edge else 0.0, start=start, tolerance=tolerance)
@@ -28,7 +27,6 @@ def test_a_step_is_found_within_the_tolerance(edge, start, tolerance):
         assert found.missed - found.best <= tolerance * found.best
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 1000))
 def test_whole_loads_are_found_exactly_when_asked(edge, start):
     found = search(
@@ -39,7 +37,6 @@ def test_whole_loads_are_found_exactly_when_asked(edge, start):
     assert found.best == min(edge, 4096) or found.missed - found.best <= 0.001 * found.best
 
 
-@settings(deadline=None)
 @given(st.floats(1, 1000), st.floats(0.5, 20), st.floats(0.5, 0.99))
 def test_a_smooth_fall(edge, steepness, target):
     def curve(load):
@@ -52,7 +49,6 @@ def test_a_smooth_fall(edge, steepness, target):
         assert found.missed >= truth * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 1000), st.floats(0, 0.3), st.integers(0, 2**32))
 def test_noise_ends_with_a_measured_bracket(edge, noise, seed):
     rng = np.random.default_rng(seed)

@@ -178,7 +178,7 @@ def case(name: str, data, device: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), BACKENDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
     op = OPS[name]
@@ -223,7 +223,7 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("order", ["block", "token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data):
     """One sequence over two splits of the kernel: whole, in chunks, row by row, beside others, on one thread."""
@@ -256,7 +256,7 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), EXACT)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_threads_change_no_bit(name, backend, device, data, dtype):
     torch.manual_seed(0)
@@ -293,7 +293,7 @@ def test_one_pass_is_the_same_to_the_bit_as_its_parts(normed, dtype):
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "sample"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data(), vocab=st.sampled_from(VOCABULARIES))
 def test_a_row_is_sampled_alike_in_any_company(name, backend, device, data, vocab):
     torch.manual_seed(0)

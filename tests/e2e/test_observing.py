@@ -69,7 +69,7 @@ def test_the_real_server_answers_as_it_documents():
             operation = result.ok()
 
             @given(case=operation.as_strategy())
-            @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
             def hold(case):
                 case.call_and_validate(checks=CHECKS, timeout=60)
 

@@ -260,7 +260,7 @@ PLANS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans=PLANS, budget=st.integers(1, 14), max_sequences=st.integers(1, 4))
 def test_kernels_see_what_the_plan_says(plans, budget, max_sequences):
     memory = PoolMemory.private(12, 4096)

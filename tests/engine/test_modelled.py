@@ -110,7 +110,7 @@ def prompt_of(rng, length):
 # --- the arithmetic
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_chunks_in_any_company_are_the_scalar_definition(arithmetic, data):
     """Several sequences, cut anywhere, each step's chunks in one call."""
@@ -140,7 +140,7 @@ def test_chunks_in_any_company_are_the_scalar_definition(arithmetic, data):
         assert digests[own].reshape(-1)[: len(values)].tolist() == values
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 700), st.integers(1, 2**64 - 1), st.integers(0, 2**32), st.booleans(), st.data())
 def test_one_wrong_digest_anywhere_changes_the_context(arithmetic, length, flip, seed, chunk, data):
     rng = random.Random(seed)
@@ -155,7 +155,7 @@ def test_one_wrong_digest_anywhere_changes_the_context(arithmetic, length, flip,
     assert arithmetic.run([after], digests) != [right]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(2, 10), st.sampled_from(["cleared", "swapped", "foreign", "older"]), st.integers(0, 2**32), st.data()
 )

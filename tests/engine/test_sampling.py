@@ -47,7 +47,7 @@ def allowed_by_hand(row: torch.Tensor, p: SamplingParams) -> set[int]:
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 1000),
     st.floats(0.2, 3),

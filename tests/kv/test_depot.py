@@ -247,4 +247,4 @@ class DepotMachine(RuleBasedStateMachine):
 
 
 TestDepot = DepotMachine.TestCase
-TestDepot.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestDepot.settings = settings(max_examples=120, stateful_step_count=40)

@@ -166,4 +166,4 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestIndex.settings = settings(max_examples=60, stateful_step_count=20)

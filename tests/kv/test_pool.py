@@ -71,7 +71,7 @@ def test_computing_a_block_twice_leaves_one():
     pool.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(3, 12),
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=5), st.booleans(), st.integers(0, 9)), max_size=60),

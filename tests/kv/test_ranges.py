@@ -77,7 +77,7 @@ class Mapped(RuleBasedStateMachine):
 
 
 TestMapped = Mapped.TestCase
-TestMapped.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMapped.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_sequence_that_grows_maps_only_what_is_new():

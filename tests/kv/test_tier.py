@@ -159,5 +159,5 @@ class Tiers(RuleBasedStateMachine):
                 assert self.cells[slot] == key
 
 
-Tiers.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Tiers.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestTiers = Tiers.TestCase

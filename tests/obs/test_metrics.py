@@ -72,7 +72,7 @@ def test_load_is_shown_as_it_is() -> None:
     assert value(metrics, "num_requests_running") == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lives=st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1), min_size=1, max_size=4))
 def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) -> None:
     metrics = Metrics("m", ["e"])

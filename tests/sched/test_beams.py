@@ -78,7 +78,7 @@ def plainly(request, after):
     return [(*pair, FinishReason.STOP if pair[0][-1] in stops else FinishReason.LENGTH) for pair in best]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     vocab=st.integers(4, 12),
     seed=st.integers(0, 2**32),
@@ -97,7 +97,6 @@ def test_it_finds_what_a_plain_search_finds(vocab, seed, width, max_tokens, stop
     assert found == search(request, after, vocab), "what is known beyond that is not looked at"
 
 
-@settings(deadline=None)
 @given(vocab=st.integers(2, 5), seed=st.integers(0, 2**32), max_tokens=st.integers(1, 4), stops=st.integers(0, 1))
 def test_wide_enough_it_finds_the_best_there_is(vocab, seed, max_tokens, stops):
     """Against every text that there is."""

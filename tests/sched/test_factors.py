@@ -44,7 +44,7 @@ def mean_error(learner, truth):
     return sum(abs(times.step_ms(*s) / truth.step_ms(*s) - 1) for s in steps) / len(steps)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(factors, seeds)
 def test_true_factors_are_found_in_noisy_steps(factors, seed):
     truth, learner = StepTime(DEVICE, SHAPE, factors), FactorLearner(DEVICE, SHAPE)
@@ -57,7 +57,7 @@ def test_true_factors_are_found_in_noisy_steps(factors, seed):
     assert 0.1 < learner.gap.p90 < 0.25
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.sampled_from([0.7, 1.3]), st.sampled_from([0, 2000]), seeds)
 def test_an_error_of_30_percent_is_corrected_within_some_hundred_steps(factor, before, seed):
     """Also after a long time in which all was well."""
@@ -69,7 +69,7 @@ def test_an_error_of_30_percent_is_corrected_within_some_hundred_steps(factor, b
     assert mean_error(learner, truth) < 0.06
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=100), seeds)
 def test_factors_stay_within_bounds(measured, seed):
     rng, learner = Random(seed), FactorLearner(DEVICE, SHAPE)
@@ -81,7 +81,7 @@ def test_factors_stay_within_bounds(measured, seed):
         assert low <= value <= high
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(factors, st.floats(0.7, 1.5), seeds)
 def test_factors_that_nothing_depends_on_do_not_drift(factors, slower, seed):
     rng, learner = Random(seed), FactorLearner(DEVICE, SHAPE)

@@ -313,7 +313,7 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     faults=st.builds(

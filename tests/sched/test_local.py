@@ -223,7 +223,7 @@ def test_factors_follow_what_steps_take():
 # --- steps taken together
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     work=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 150)), min_size=1, max_size=6),
     pacing=st.sampled_from(sorted(PACING)),

@@ -292,7 +292,7 @@ WORK = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(
     work=[(1, 1, None, None, False, 0, 0)] * 8
     + [(1, 1, 30.0, None, False, 1, 0), (392, 1, None, None, False, 0, 0), (1384, 1, None, None, True, 0, 0)],
@@ -323,7 +323,7 @@ def test_offline_tokens_make_nothing_late_that_is_online(work, blocks, sequences
     assert len(device.answered) == len(work)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(work=WORK, blocks=st.sampled_from([70, 200]), sequences=st.sampled_from([2, 6]), seed=st.integers(0, 99))
 def test_without_targets_slack_plans_as_first_come_first_served_does(work, blocks, sequences, seed):
     devices = [Device(pacing, blocks=blocks, sequences=sequences) for pacing in ("fcfs", "slack")]

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ every_policy = pytest.mark.parametrize("name", SUBJECTS)
 
 
 @every_policy
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_everything_is_placed_once_where_it_fits_and_again_the_same_way(name, data):
     instances = data.draw(clusters())

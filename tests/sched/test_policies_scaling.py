@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -151,7 +151,6 @@ def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt,
 
 
 @pytest.mark.parametrize("name", SCALERS)
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, seed):
     rng = random.Random(seed)

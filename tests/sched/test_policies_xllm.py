@@ -91,7 +91,7 @@ def run(make, data) -> ElasticMaster:
 # --- dispatch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_places_everything_once_and_keeps_decoders(data):
     master = run(lambda: make_xllm()[0], data)
@@ -289,7 +289,7 @@ def offline_work(*lengths):
 
 
 @pytest.mark.parametrize("name", COLOCATIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_online_and_offline_are_both_placed(name, data):
     run(lambda: Colocated(make_xllm()[0], COLOCATIONS[name]()), data)

@@ -312,4 +312,4 @@ class Days(RuleBasedStateMachine):
 
 
 TestDays = Days.TestCase
-TestDays.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestDays.settings = settings(max_examples=40, stateful_step_count=25)

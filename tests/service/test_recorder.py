@@ -91,7 +91,7 @@ def values(kind, without):
     return st.fixed_dictionaries(made)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_view_comes_back_whatever_was_written_before_it(data):
     names = [f"e{i}" for i in range(4)]
@@ -225,7 +225,7 @@ def test_what_is_written_is_read_with_the_time_of_day(tmp_path):
     file.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cut=st.integers(1, 4000), junk=st.binary(max_size=20))
 def test_a_torn_end_costs_no_more_than_itself(tmp_path_factory, cut, junk):
     path = tmp_path_factory.mktemp("recorder") / "r"

@@ -159,7 +159,7 @@ def tiny(draw):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tiny(), st.sampled_from([1, 2]))
 def test_nothing_that_can_be_done_is_above_the_bound(requests, instances):
     best = best_of_all(group().times, requests, instances)

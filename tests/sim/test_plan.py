@@ -147,7 +147,7 @@ def solve(search, keeps, lag=1):
         search.tell(candidate, Verdict(keeps(candidate), 1.0, {}))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 60), st.integers(1, 3), st.floats(0.5, 2.0), st.integers(0, 100))
 def test_with_enough_tries_the_cheapest_that_keeps_the_target_is_found(need, lag, error, seed):
     """Each device does so much; what is expected is off by a factor, and a bit more."""

@@ -116,8 +116,12 @@ def test_two_paced_engines_from_end_to_end(tmp_path, monkeypatch):
     assert document["slice"]["trace"] == "synthetic stand-in"
     assert document["scenario"]["latency-ms"] >= 0
     assert code == (0 if all(row["within"] for row in document["figures"].values()) else 1)
-    for name, row in document["figures"].items():  # how close is for a quiet machine; here, that both are of one kind
-        assert 0.3 < row["measured"] / row["simulated"] < 3, name
+    # how close is for a quiet machine: a busy one is slower than simulated by any factor, and none is much faster
+    for name, row in document["figures"].items():
+        faster, slower = ("measured", "simulated") if name == "tokens_per_s" else ("simulated", "measured")
+        assert row[faster] < 3 * row[slower], name
+    # an L4 reads the weights of Qwen3-8B, 15 GB without the embedding, in 51 ms
+    assert 45 < document["figures"]["tpot_p50_ms"]["simulated"] < 80
 
 
 def test_the_page_is_what_was_saved():
