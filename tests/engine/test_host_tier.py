@@ -186,7 +186,7 @@ def test_a_load_stops_no_step(evicted):
     evicted.engine.add(make_request("short", [7] * 20, max_tokens=5))
     while "short" not in evicted.collector.finish:
         evicted.collector.step()
-    assert evicted.way.loading.is_set()
+    assert evicted.way.loading.wait(20)
     assert "again" not in evicted.collector.tokens
     assert evicted.engine.has_work
     evicted.way.open.set()
