@@ -126,7 +126,7 @@ COMPARISONS = (
     Comparison("cache-mooncake-synthetic", PROMPT_MACHINES, (15.6,)),
     Comparison("roles-azure-code", ("least_loaded", "least_loaded@split-7-1", "xllm", "unified"), (54, 81)),
     *(
-        Comparison(scenario, policies, rates, 3, changed, change)
+        Comparison(scenario, policies, rates, changed=changed, change=change)
         for scenario, policies, rates in (
             ("roles-azure-code", ("xllm", "unified"), (81,)),
             ("cache-mooncake-conversation", ("rtp_llm", "unified"), (13.6,)),
@@ -135,11 +135,13 @@ COMPARISONS = (
         for changed, change in CHANGES
     ),
     *(
-        Comparison(scenario, ("round_robin", "rtp_llm", "unified"), (rate,), 3, "host-128-gib", host_tier)
+        Comparison(scenario, ("round_robin", "rtp_llm", "unified"), (rate,), changed="host-128-gib", change=host_tier)
         for scenario, rate in (("cache-mooncake-conversation", 13.6), ("cache-mooncake-synthetic", 15.6))
     ),
     *(
-        Comparison("hfx-4task", ("hfx_scaling",), (90,), 3, f"interval-{1e3 * seconds:g}-ms", intervals(seconds))
+        Comparison(
+            "hfx-4task", ("hfx_scaling",), (90,), changed=f"interval-{1e3 * seconds:g}-ms", change=intervals(seconds)
+        )
         for seconds in (0.5, 2, 5)
     ),
     Comparison("roles-azure-conv", (*ROLES, *splits(6, 7))),
