@@ -13,16 +13,16 @@ depends on is not moved by it at all.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from types import MappingProxyType
 
 import numpy as np
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.sched.steptime import Roofline, StepTime
+from penstock.sched.steptime import PARTS, StepTime
 
 BOUNDS = (0.2, 20.0)
 OVERHEAD_BOUNDS = (0.2, 100.0)  # no data sheet names it, and a CPU's is a hundred times a GPU's
@@ -35,17 +35,13 @@ LEAST_OUTLIER = 0.5  # and so far off, as a share of its predicted time, it has 
 BELIEVED = 8  # accidents in a row are none
 WINDOW = 256  # steps
 SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
-PARTS = ("gemm", "lm_head", "prefill_attention", "decode_attention")
 NAMES = (
     "overhead",
     "collectives",
     *(f"{part}:{bound}" for part in PARTS for bound in ("compute", "memory")),
 )
-_INDEX = MappingProxyType({name: i for i, name in enumerate(NAMES)})
-_PLACES = MappingProxyType(  # of a part's two factors
-    {part: (_INDEX[f"{part}:compute"], _INDEX[f"{part}:memory"]) for part in PARTS}
-)
-_LOW, _HIGH = np.array([OVERHEAD_BOUNDS if name == "overhead" else BOUNDS for name in NAMES]).T
+_OVERHEAD, _COLLECTIVES, _PARTS = 0, 1, 2  # places in NAMES; a part has two
+_BOUNDS = tuple(OVERHEAD_BOUNDS if name == "overhead" else BOUNDS for name in NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +61,18 @@ class Gap:
 class FactorLearner:
     """Learns from the steps of one engine.
 
+    In plain numbers: a step depends on a handful of factors, for which arrays take several times as long, and what
+    comes of sums in another order on every kind of processor would not be the same everywhere.
+
     Args:
         device, shape: the prior; with all factors 1 it predicts what `StepTime` does.
     """
 
     def __init__(self, device: DeviceModel, shape: ModelShape) -> None:
         self._times = StepTime(device, shape)
-        self._values = np.ones(len(NAMES))
-        self._known = np.eye(len(NAMES)) * TRUST
-        self._learned = np.zeros(len(NAMES), bool)
+        self._values = [1.0] * len(NAMES)
+        self._known = [[TRUST * (i == j) for j in range(len(NAMES))] for i in range(len(NAMES))]  # A; symmetric
+        self._learned: list[int] = []  # places of factors that a step depended on; A has nothing beside these
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._mean_gap: float | None = None  # exponentially weighted, of its size; None before there was one
         self._accidents = 0  # in a row
@@ -82,8 +81,7 @@ class FactorLearner:
     @property
     def factors(self) -> dict[str, float]:
         """For `StepTime`; those that no step has depended on are left out."""
-        values = zip(NAMES, self._values.tolist(), self._learned.tolist(), strict=True)
-        return {name: value for name, value, learned in values if learned}
+        return {NAMES[place]: self._values[place] for place in self._learned}
 
     @property
     def gap(self) -> Gap:
@@ -121,30 +119,32 @@ class FactorLearner:
             return
         if not (isfinite(measured_ms) and measured_ms > 0):
             return
-        times = self._shares(prefills, decodes, kv_tokens, logit_rows)
-        predicted = float(times @ self._values)
+        values = self._values
+        times = self._multiplied(prefills, decodes, kv_tokens, logit_rows)
+        predicted = sum([ms * values[place] for place, ms in times])
         if predicted <= 0:
             return
         gap = measured_ms / predicted - 1
         self._gaps.append(gap)
         if self._is_accident(abs(gap)):
             return
-        self._learn(times / predicted, gap)
+        self._learn([(place, ms / predicted) for place, ms in times if ms * values[place] >= EXCITED * predicted], gap)
 
-    def _shares(
+    def _multiplied(
         self, prefills: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, logit_rows: int | None
-    ) -> np.ndarray:
-        """[NAMES] ms that each factor is multiplied with in this step."""
-        times = [0.0] * len(NAMES)
-        values = self._values.tolist()
-        times[_INDEX["overhead"]] = self._times.device.overhead_ms
-        for name, part in self._times.parts(prefills, decodes, kv_tokens, logit_rows).items():
-            if name == "collectives":
-                times[_INDEX[name]] = part.ms
+    ) -> list[tuple[int, float]]:
+        """The factors that this step's time depends on, by place, with the ms that each is multiplied with."""
+        values = self._values
+        bounds, link_ms = self._times.bounds(prefills, decodes, kv_tokens, logit_rows)
+        times = [(_OVERHEAD, self._times.device.overhead_ms), (_COLLECTIVES, link_ms)]
+        place = _PARTS
+        for compute_ms, memory_ms in bounds:
+            if values[place] * compute_ms > values[place + 1] * memory_ms:
+                times.append((place, compute_ms))
             else:
-                index, ms = _bound(name, part, values)
-                times[index] = ms
-        return np.array(times)
+                times.append((place + 1, memory_ms))
+            place += 2
+        return times
 
     def _is_accident(self, gap: float) -> bool:
         mean = self._mean_gap
@@ -155,21 +155,41 @@ class FactorLearner:
         self._mean_gap = gap if mean is None else mean + 0.1 * (gap - mean)
         return False
 
-    def _learn(self, x: np.ndarray, error: float) -> None:
-        moved = x * self._values >= EXCITED
-        kept = np.where(moved, x, 0.0)
-        known = self._known @ kept
-        forgotten = (1 - MEMORY) / float(kept @ known)
-        self._known += kept[:, None] * kept - forgotten * (known[:, None] * known)
-        step = np.linalg.solve(self._known[moved][:, moved], kept[moved]) * error
-        values = np.maximum(self._values[moved] + step, _LOW[moved])
-        self._values[moved] = np.minimum(values, _HIGH[moved])
-        self._learned |= moved
+    def _learn(self, x: Sequence[tuple[int, float]], error: float) -> None:
+        """From a step with these shares, by place, of those factors that it says something about."""
+        learned, rows = self._learned, self._known
+        for place, _ in x:
+            if place not in learned:
+                insort(learned, place)
+        known = [(place, sum([rows[place][other] * share for other, share in x])) for place in learned]  # A x
+        among = dict(known)
+        forgotten = (1 - MEMORY) / sum([among[place] * share for place, share in x])
+        for place, value in known:
+            row, less = rows[place], forgotten * value
+            for other, another in known:
+                row[other] -= less * another
+        for place, share in x:
+            row = rows[place]
+            for other, another in x:
+                row[other] += share * another
+        places = [place for place, _ in x]
+        steps = _solve([[rows[place][other] for other in places] for place in places], [share for _, share in x])
+        for place, step in zip(places, steps, strict=True):
+            low, high = _BOUNDS[place]
+            self._values[place] = min(max(self._values[place] + step * error, low), high)
 
 
-def _bound(name: str, part: Roofline, values: Sequence[float]) -> tuple[int, float]:
-    """Which of a part's bounds holds with these factors, and the time that this one is multiplied with."""
-    compute, memory = _PLACES[name]
-    if values[compute] * part.compute_ms > values[memory] * part.memory_ms:
-        return compute, part.compute_ms
-    return memory, part.memory_ms
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """The x with matrix x = vector, both of which are used up; the matrix is symmetric and positive definite, and only
+    looked at below its diagonal."""
+    size = len(vector)
+    for i, pivots in enumerate(matrix):
+        for j in range(i + 1, size):
+            row = matrix[j]
+            ratio = row[i] / pivots[i]
+            vector[j] -= ratio * vector[i]
+            for k in range(i + 1, j + 1):
+                row[k] -= ratio * matrix[k][i]
+    for i in range(size - 1, -1, -1):
+        vector[i] = (vector[i] - sum([matrix[j][i] * vector[j] for j in range(i + 1, size)])) / matrix[i][i]
+    return vector

@@ -32,10 +32,20 @@ from typing import Any
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
 
-__all__ = ["DEVICES", "GEOMETRIES", "GRAIN", "DeviceModel", "ModelShape", "Roofline", "StepTime", "read_shape"]
+__all__ = [
+    "DEVICES",
+    "GEOMETRIES",
+    "GRAIN",
+    "PARTS",
+    "DeviceModel",
+    "ModelShape",
+    "Roofline",
+    "StepTime",
+    "read_shape",
+]
 
 GRAIN = 64  # tokens: a budget is a multiple of it
-
+PARTS = ("gemm", "lm_head", "prefill_attention", "decode_attention")  # those with a roofline, in this order everywhere
 
 # Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
 # Hosts are behind PCIe 5.0 x16 where a value is named, 63e9 bytes/s of which four fifths are usable; else behind 4.0.
@@ -142,8 +152,9 @@ class _Part:
         memory = self.memory * (self.moved * moved / self.bandwidth * 1e3)
         return compute if compute > memory else memory
 
-    def roofline(self, operands: float, moved: float) -> Roofline:
-        return Roofline(self.flops * operands / self.peak * 1e3, self.moved * moved / self.bandwidth * 1e3)
+    def bounds(self, operands: float, moved: float) -> tuple[float, float]:
+        """ms if only arithmetic counted, and if only memory did; without factors."""
+        return self.flops * operands / self.peak * 1e3, self.moved * moved / self.bandwidth * 1e3
 
 
 @dataclass(frozen=True)
@@ -216,17 +227,28 @@ class StepTime:
             kv_tokens: that they read, together.
             logit_rows: rows that a token is drawn from; by default one for every sequence.
         """
-        tokens = sum(n for n, _ in prefills) + decodes
+        bounds, link_ms = self.bounds(prefills, decodes, kv_tokens, logit_rows)
+        parts = {name: Roofline(*both) for name, both in zip(PARTS, bounds, strict=True)}
+        return {**parts, "collectives": Roofline(0.0, 0.0, link_ms)}
+
+    def bounds(
+        self, prefills: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, logit_rows: int | None
+    ) -> tuple[Sequence[tuple[float, float]], float]:
+        """What `parts` says in numbers alone: ms by arithmetic and ms by memory of each of PARTS, and ms of links."""
+        tokens, pairs, read = decodes, 0.0, 0
+        for new, cached in prefills:
+            tokens += new
+            pairs += new * (cached + new / 2)
+            read += new + cached
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
-        pairs = sum(n * (c + n / 2) for n, c in prefills)
         each_step, each_token = _all_reduces(self.device, self.shape)
-        return {
-            "gemm": self._gemm.roofline(tokens, 1 if tokens else 0),
-            "lm_head": self._head.roofline(rows, 1 if rows else 0),
-            "prefill_attention": self._prefill.roofline(pairs, sum(n + c for n, c in prefills)),
-            "decode_attention": self._decode.roofline(kv_tokens, kv_tokens),
-            "collectives": Roofline(0.0, 0.0, each_step + each_token * tokens if tokens else 0.0),
-        }
+        bounds = (
+            self._gemm.bounds(tokens, 1 if tokens else 0),
+            self._head.bounds(rows, 1 if rows else 0),
+            self._prefill.bounds(pairs, read),
+            self._decode.bounds(kv_tokens, kv_tokens),
+        )
+        return bounds, each_step + each_token * tokens if tokens else 0.0
 
     def step_ms(
         self,
