@@ -44,6 +44,7 @@ from penstock.workload.requests import WorkRequest
 FRONTEND = "frontend-0"
 JOIN_EVERY = 1.0  # seconds between a frontend's signs of life
 MASTER_TICK = 0.1  # seconds between a master's looks at the clock
+MESSAGES = 1  # a lane beside `instance.PULSES`; see `Due`
 WATCH = 0.01  # seconds after which a broken connection is noticed
 
 
@@ -78,7 +79,7 @@ class Cluster:
         strides: bool = True,
         judged: range | None = None,
     ) -> None:
-        self.timeline = Timeline()
+        self.timeline = Timeline(lanes=2)
         self.samples: list[tuple[float, dict[str, Sample]]] = []
         self.judged = range(len(requests)) if judged is None else judged
         self.ended = 0
@@ -361,7 +362,7 @@ class Cluster:
     # --- the network
 
     def _message(self, now: float, act: Callable[[float], Iterable[Due]]) -> Due:
-        return Due(now + self._scenario.latency, Priority.MESSAGE, act)
+        return Due(now + self._scenario.latency, Priority.MESSAGE, act, MESSAGES)
 
     def _to_engine(self, now: float, name: str, letter: engine.Letter) -> Due:
         return self._message(now, partial(self._at_instance, name, letter))
@@ -369,7 +370,8 @@ class Cluster:
     def to_master(self, now: float, name: str, event: Event) -> Due:
         late = self._scenario.heartbeat_delay if isinstance(event, Snapshot | CacheDelta) else 0.0
         at = now + self._scenario.latency + late
-        return Due(at, Priority.MESSAGE, partial(self._at_master, FromEngine(name, event)))
+        act = partial(self._at_master, FromEngine(name, event))
+        return Due(at, Priority.MESSAGE, act, None if late else MESSAGES)
 
     def to_frontend(self, now: float, frontend: str, name: str, message: engine.Outputs | Refused) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))

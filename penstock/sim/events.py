@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from heapq import heappop, heappush
@@ -24,38 +25,68 @@ class Due(NamedTuple):
     Attributes:
         at: seconds.
         act: makes it happen; it is given the time, and returns what follows from it.
+        lane: a number that it shares with others of which each comes after all that were added before it; None when
+            that is not known.
     """
 
     at: float
     priority: Priority
     act: Callable[[float], Iterable[Due]]
+    lane: int | None = None
+
+
+_Entry = tuple[float, int, int, Callable[[float], Iterable[Due]]]
 
 
 class Timeline:
     """Runs events in order.
+
+    Most events come in some order by themselves: messages take equally long, and whoever has nothing to do stirs at
+    equal distances. Of these only the first of each lane has to be compared, so that the heap stays small.
+
+    Args:
+        lanes: how many there are.
 
     Attributes:
         now: seconds since the start.
         happened: events so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int = 0) -> None:
         self.now = 0.0
         self.happened = 0
-        self._heap: list[tuple[float, int, int, Callable[[float], Iterable[Due]]]] = []
+        self._heap: list[_Entry] = []
+        self._lanes: list[deque[_Entry]] = [deque() for _ in range(lanes)]
         self._added = 0
 
     def add(self, dues: Iterable[Due]) -> None:
         """None of them may lie in the past."""
-        for at, priority, act in dues:
+        for at, priority, act, lane in dues:
             assert at >= self.now, f"an event at {at} s is added at {self.now} s"
-            heappush(self._heap, (at, priority, self._added, act))
+            entry = at, priority, self._added, act
             self._added += 1
+            if lane is None:
+                heappush(self._heap, entry)
+                continue
+            before = self._lanes[lane]
+            assert not before or at >= before[-1][0], f"an event at {at} s is before the last of its lane"
+            before.append(entry)
 
     def run(self, over: Callable[[], bool]) -> None:
         """Let everything happen until `over` says so, which is asked after every event, or nothing is left."""
-        heap = self._heap
-        while heap and not over():
-            self.now, _, _, act = heappop(heap)
+        heap, lanes = self._heap, self._lanes
+        while not over():
+            first = heap[0] if heap else None
+            source = None
+            for lane in lanes:
+                if lane and (first is None or lane[0] < first):
+                    first, source = lane[0], lane
+            if first is None:
+                return
+            if source is None:
+                heappop(heap)
+            else:
+                source.popleft()
+            self.now, _, _, act = first
             self.happened += 1
             self.add(act(self.now))

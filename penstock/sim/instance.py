@@ -50,6 +50,7 @@ from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
 
 IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
+PULSES = 0  # the lane of those who only say that nothing has changed; see `Due`
 TICKS = 20  # of the hand-offs, in a lease
 
 
@@ -139,6 +140,7 @@ class Instance:
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
+        self._rests = False  # nothing comes of time going on, but for saying so
 
     @property
     def name(self) -> str:
@@ -186,6 +188,7 @@ class Instance:
             return []
         self._now = now
         self._inbox += letters
+        self._rests = False
         if self._stride is None:
             return self._go_on(now)
         # a block alone changes nothing: what it is for is in the commit after it
@@ -199,6 +202,8 @@ class Instance:
         if not self.alive or turn != self._turn:
             return []
         self._now = now
+        if self._rests:
+            return self._rest(now)
         if self._stride is not None:
             if self._goes_on(self._stride):
                 return self._look_around(now, self._stride)
@@ -219,7 +224,14 @@ class Instance:
         wake = self._stride.end if self._stride is not None else self._next_pulse()
         if self._stride is None and self._way is not None and self.scheduler.has_work:
             wake = min(wake, self._way.next_store)  # somebody may wait for blocks that are being copied
+        # whatever comes or begins makes the load unknown
+        self._rests = self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None
         return self._wait_until(max(now, wake))
+
+    def _rest(self, now: float) -> list[Due]:
+        """As `_go_on` would: its load is what it was."""
+        self._looked_at = self._told_at = now
+        return [self._tell_load(now), self._wake_at(self._next_pulse(), PULSES)]
 
     def _wait_until(self, at: float) -> list[Due]:
         """What it has to say now, and when it wakes again."""
@@ -227,9 +239,9 @@ class Instance:
         news.append(self._wake_at(at))
         return news
 
-    def _wake_at(self, at: float) -> Due:
+    def _wake_at(self, at: float, lane: int | None = None) -> Due:
         self._turn += 1
-        return Due(at, Priority.STEP, partial(self._wake, self._turn))
+        return Due(at, Priority.STEP, partial(self._wake, self._turn), lane)
 
     # --- steps
 
@@ -358,12 +370,15 @@ class Instance:
             self._load = snapshot(self.intake)
         if self._load != self._told or now >= self._told_at + IDLE_HEARTBEAT:
             self._told, self._told_at = self._load, now
-            self._snapshots += 1
-            self._news.append(self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots)))
+            self._news.append(self._tell_load(now))
         added, removed = self.scheduler.pool.take_changes()
         self._tell_cache(now, "device", [p.key for p in added], removed)
         if self.scheduler.offload is not None:
             self._tell_cache(now, "host", *self.scheduler.offload.tier.take_changes())
+
+    def _tell_load(self, now: float) -> Due:
+        self._snapshots += 1
+        return self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots))
 
     def _tell_cache(self, now: float, tier: str, added: list[bytes], removed: list[bytes]) -> None:
         if added or removed:
