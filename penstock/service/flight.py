@@ -134,7 +134,8 @@ class Flight:
         self.launches += 1
         if self.first is None:
             self.launched = now
-        self.request = replace(self.request, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms)
+        if (placed.ttft_ms, placed.tpot_ms) != (self.request.ttft_ms, self.request.tpot_ms):
+            self.request = replace(self.request, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms)
         return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens))
 
     def again(self) -> None:

@@ -16,6 +16,7 @@ from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
+from penstock.sched.cluster.columns import least
 from penstock.sched.local import PACING, Limits, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
@@ -404,7 +405,7 @@ class _Costs:
     ) -> None:
         chosen = {"prefill": decision.prefill, "decode": decision.decode or decision.prefill}
         self._records[int(request_id)].costs = {
-            stage: (costs[chosen[stage]], min(costs.values())) for stage, costs in decision.costs.items() if costs
+            stage: (costs[chosen[stage]], least(costs)) for stage, costs in decision.costs.items() if costs
         }
         if self._records[int(request_id)].first is None:
             self._records[int(request_id)].predicted_ttft = decision.predicted_ttft

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.plan import StepPlan
 from penstock.sched.steptime import StepTime
 
 DRAWN_AT_ONCE = 512
 KEPT = 4096  # draws that can be given back
+ENOUGH = 1.1  # of the steps that would fit without noise and growth, so that there are rarely too few
 
 
 class Pace:
@@ -26,7 +28,7 @@ class Pace:
         self._seconds = slowdown / 1e3  # per ms of the model
         self._noise = noise
         self._rng = rng
-        self._drawn: list[float] = []
+        self._drawn = np.empty(0)
         self._used = 0  # of those
         self._decode_ms: dict[int, float] = {}  # sequences -> a decode step's time without reading KV
         self._kv_ms = (times.step_ms(decodes=1, kv_tokens=1 << 20) - times.step_ms(decodes=1)) / (1 << 20)  # per token
@@ -48,16 +50,19 @@ class Pace:
             most: steps.
         """
         ends: list[float] = []
-        step_ms, kv_ms, seconds = self._step_ms(sequences), self._kv_ms, self._seconds
+        step_ms = self._step_ms(sequences)
         while now < until and len(ends) < most:
-            before = len(ends)
-            for luck in self._lucks(most - before):
-                kv_tokens += sequences
-                now += (step_ms + kv_ms * kv_tokens) * seconds * luck
-                ends.append(now)
-                if now >= until:
-                    break
-            self._used += len(ends) - before
+            shortest = (step_ms + self._kv_ms * kv_tokens) * self._seconds  # without noise
+            enough = int((until - now) / shortest * ENOUGH) + 1 if shortest else most
+            lucks = self._lucks(min(most - len(ends), enough))
+            read = np.arange(1, len(lucks) + 1) * sequences + kv_tokens
+            seconds = (step_ms + self._kv_ms * read) * self._seconds * lucks
+            seconds[0] += now
+            reached = np.add.accumulate(seconds, out=seconds)
+            steps = min(int(np.searchsorted(reached, until)) + 1, len(reached))
+            ends += reached[:steps].tolist()
+            self._used += steps
+            now, kv_tokens = ends[-1], kv_tokens + steps * sequences
         return ends
 
     def give_back(self, steps: int) -> None:
@@ -73,19 +78,18 @@ class Pace:
         return ms
 
     def _noisy(self, ms: float) -> float:
-        (luck,) = self._lucks(1)
+        (luck,) = self._lucks(1).tolist()
         self._used += 1
         return ms * self._seconds * luck
 
-    def _lucks(self, most: int) -> list[float]:
+    def _lucks(self, most: int) -> npt.NDArray[np.float64]:
         """Factors of the next steps, at least one and as many as are drawn."""
         if self._used == len(self._drawn):
-            self._drawn = self._drawn[-KEPT:] + self._draw()
+            self._drawn = np.concatenate((self._drawn[-KEPT:], self._draw()))
             self._used = len(self._drawn) - DRAWN_AT_ONCE
         return self._drawn[self._used : self._used + most]
 
-    def _draw(self) -> list[float]:
+    def _draw(self) -> npt.NDArray[np.float64]:
         if not self._noise:
-            return [1.0] * DRAWN_AT_ONCE
-        drawn: list[float] = self._rng.lognormal(-(self._noise**2) / 2, self._noise, DRAWN_AT_ONCE).tolist()
-        return drawn
+            return np.ones(DRAWN_AT_ONCE)
+        return self._rng.lognormal(-(self._noise**2) / 2, self._noise, DRAWN_AT_ONCE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns, Places
+from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns, Places, least
 from tests.helpers.policies import demand, instance
 
 COUNT = 5
@@ -96,7 +96,7 @@ def test_costs_are_those_of_the_candidates_by_name():
     assert (costs["a"], costs["b"], len(costs)) == (2.0, 1.0, 2)
     assert dict(costs) == {"a": 2.0, "b": 1.0} == dict(costs.items())
     assert list(costs) == ["a", "b"]
-    assert min(costs.values()) == 1.0
+    assert least(costs) == min(costs.values()) == least(dict(costs)) == 1.0
     assert all(type(cost) is float for cost in (*costs.values(), costs["b"]))
     with pytest.raises(KeyError):
         costs["c"]

@@ -7,7 +7,7 @@ overloaded cluster's queue, of which one comes or goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,14 +173,11 @@ class Costs(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._costs)
 
-    def values(self) -> ValuesView[float]:
-        return _Values(self)
+    @property
+    def least(self) -> float:
+        return float(self._costs.min())
 
 
-class _Values(ValuesView[float]):
-    def __init__(self, costs: Costs) -> None:
-        super().__init__(costs)
-        self._costs = costs._costs
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._costs.tolist())
+def least(costs: Mapping[str, float]) -> float:
+    """Of any candidate."""
+    return costs.least if isinstance(costs, Costs) else min(costs.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from penstock.core.wire.engine import Pool
 from penstock.sched.cluster.base import (
     ClusterView,
@@ -59,7 +61,7 @@ class Immediate:
 
     def _place(self, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision:
         readers: Sequence[InstanceLoad] = able
-        if self._only_decode.of(able).any():
+        if np.count_nonzero(self._only_decode.of(able)):
             readers = [i for i in able if i.pool != "decode"] or able
         prefill, prefill_costs = self._comparison.choose("prefill", demand, readers, rng)
         costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}

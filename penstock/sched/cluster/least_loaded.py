@@ -27,5 +27,6 @@ class LeastLoaded:
         tokens = self._tokens.of(candidates)
         lightest = np.flatnonzero(tokens == tokens.min())
         requests = self._requests.of(candidates)[lightest]
-        chosen = rng.choice(lightest[requests == requests.min()].tolist())
+        equal = lightest[requests == requests.min()]
+        chosen = int(equal[rng.choice(range(len(equal)))])
         return candidates[chosen], Costs(candidates, tokens.copy(), chosen)

@@ -156,10 +156,13 @@ class Recent:
     def _note_intervals(self, began: float, ends: Sequence[float]) -> None:
         """From the end of one step to the end of the next, or twice what the step took where there was a pause."""
         last, mean = self._last_step, self.interval_ms
-        gaps = [] if last is None else [min(ends[0] - last, 2 * (ends[0] - began))]
-        gaps += map(sub, ends[1:], ends)
+        if last is not None:
+            mean = _mean(mean, min(ends[0] - last, 2 * (ends[0] - began)) * 1e3)
+        gaps = map(sub, ends[1:], ends)
+        if mean is None and len(ends) > 1:
+            mean = next(gaps) * 1e3
         for gap in gaps:
-            mean = gap * 1e3 if mean is None else mean + WEIGHT * (gap * 1e3 - mean)
+            mean += WEIGHT * (gap * 1e3 - mean)
         self.interval_ms = mean
 
 
