@@ -171,6 +171,7 @@ class Instance:
             self.steps += done
             self.busy += now - self._stride.began
             if self._stride.quiet:
+                done -= self._stride.ends_somebody and now >= self._stride.end  # what came of that is not known
                 ahead = {s.request_id: done for s in self._stride.plan.sequences}
         untold = []
         for request_id, owner in self.intake.owners():
@@ -255,7 +256,8 @@ class Instance:
         alike = self._strides and not plan.work.prefills  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_pulse() if repeats else now
-        self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until)
+        to_end = self._way is None  # else blocks are to be copied before it
+        self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until, to_end=to_end)
 
     def _goes_on(self, stride: Stride) -> bool:
         """Whether the next step is like the last although a look at the clock is due."""
@@ -273,6 +275,8 @@ class Instance:
     def _finish(self, now: float, stride: Stride) -> None:
         self._stride = None
         self._record(now, stride)
+        if stride.ends_somebody:
+            self._record(now, stride.split(self.scheduler))
         if times := self.intake.recent.times:
             self.scheduler.predict_by(times)  # of steps in between nothing was to be predicted
         self.handoffs.progress(now)
@@ -282,7 +286,7 @@ class Instance:
         self._load = None
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
-        self.busy += now - began
+        self.busy += stride.began - began
         if stride.quiet:
             repeat(self.scheduler, stride.plan, len(ends))
         else:

@@ -18,7 +18,7 @@ from penstock.sched.local import PACING, Limits, Scheduler, make_pacing
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import LEARN_EVERY, WEIGHT, Recent
-from penstock.sched.local.repeat import repeat, repeatable
+from penstock.sched.local.repeat import again, repeat, repeatable
 from penstock.sched.local.sizing import fitting_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
@@ -243,18 +243,25 @@ def test_steps_that_repeat_are_those_that_would_have_been_planned(work, pacing, 
     now, saved = 0.0, 0
     while together.has_work:
         plan = together.schedule(now)
-        steps = int(share * repeatable(together, plan, lengths))
+        most, ending = repeatable(together, plan, lengths)
+        steps = int(share * most)
         saved += steps
         seen = [(s.request_id, s.start, list(s.tokens)) for s in plan.sequences]
         for k in range(steps + 1):
             other = alone.schedule(now)
             moved = [(name, start + k, tokens) for name, start, tokens in seen]
             assert [(s.request_id, s.start, list(s.tokens)) for s in other.sequences] == moved
+            assert k in (0, steps) or alone.num_running == len(moved)
             run(alone, other)
             now += 0.008
         run(together, plan)
+        ends = ending and steps == most
         if steps:
-            repeat(together, plan, steps)
+            repeat(together, plan, steps - ends)
+        if ends:
+            before = together.num_running
+            run(together, again(together, plan))
+            assert together.num_running < before
         together.check()
     assert not alone.has_work
     assert set(alone.pool.keys()) == set(together.pool.keys())

@@ -15,28 +15,40 @@ from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import blocks_for
 
 
-def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int]) -> int:
-    """Steps after that of `plan`, which was just made, that would be planned alike and in which no sequence ends.
+def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int]) -> tuple[int, bool]:
+    """Steps after that of `plan`, which was just made, that would be planned alike, up to the first in which a sequence
+    ends; and whether they come to that one.
 
     Args:
         lengths: how many tokens each request will generate.
     """
     if scheduler.num_waiting or scheduler.num_running != len(plan.sequences) or not scheduler.steady:
-        return 0
+        return 0, False
     most, longest = 1 << 30, scheduler.limits.max_model_len
     for step in plan.sequences:
         sequence = scheduler.sequence(step.request_id)
         assert sequence is not None
         # a first token is news, and whoever is to leave stops after it
         if len(step.tokens) != 1 or sequence.departs or not sequence.generated:
-            return 0
+            return 0, False
         request = sequence.request
         end = min(lengths[request.id], request.max_tokens, longest - len(request.prompt))
-        most = min(most, end - sequence.generated - 2)  # this one, and the last one, which ends it
+        most = min(most, end - sequence.generated - 1)  # without this one
         if most <= 0:
-            return 0
+            return 0, False
     room = scheduler.pool.available * BLOCK_TOKENS // len(plan.sequences) - BLOCK_TOKENS
-    return max(0, min(most, room))
+    return max(0, min(most, room)), most <= room
+
+
+def again(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
+    """The next step like that of `plan`, as it would be planned now that those before it are recorded."""
+    set_aside(scheduler, plan)
+    steps = []
+    for step in plan.sequences:
+        sequence = scheduler.sequence(step.request_id)
+        assert sequence is not None
+        steps.append(sequence.step(1))
+    return StepPlan(tuple(steps))
 
 
 def set_aside(scheduler: Scheduler, plan: StepPlan) -> None:
