@@ -27,7 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, sqrt
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
@@ -128,8 +130,7 @@ class Roofline:
         return max(self.compute_ms, self.memory_ms, self.link_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True, gc=False):
     """Arithmetic and bytes of one unit of a part, and how fast they are.
 
     Attributes:
@@ -157,6 +158,19 @@ class _Part:
         return self.flops * operands / self.peak * 1e3, self.moved * moved / self.bandwidth * 1e3
 
 
+class _Model(NamedTuple):
+    """Of a step: ms that every one has, and PARTS."""
+
+    overhead: float
+    gemm: _Part
+    head: _Part
+    prefill: _Part
+    decode: _Part
+
+
+_FACTORS = tuple((part, f"{part}:compute", f"{part}:memory") for part in PARTS)  # their names
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Predicts steps of one model on one device. New ones cost nothing until they are asked: factors change often.
@@ -172,26 +186,25 @@ class StepTime:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def _overhead(self) -> float:
-        return self.factors.get("overhead", 1.0) * self.device.overhead_ms
-
-    @cached_property
-    def _gemm(self) -> _Part:
-        params = self.shape.layer_params
-        return self._part("gemm", 2 * params, params * self.shape.bytes_per_value)
-
-    @cached_property
-    def _head(self) -> _Part:
-        params = self.shape.head_params
-        return self._part("lm_head", 2 * params, params * self.shape.bytes_per_value)
-
-    @cached_property
-    def _prefill(self) -> _Part:
-        return self._part("prefill_attention", self._attention_flops, self.shape.kv_bytes_per_token)
-
-    @cached_property
-    def _decode(self) -> _Part:
-        return self._part("decode_attention", self._attention_flops, self.shape.kv_bytes_per_token)
+    def _model(self) -> _Model:
+        """All at once: in Python 3.11 every property that is kept takes a lock."""
+        shape, factors = self.shape, self.factors
+        value_bytes, layers, head = shape.bytes_per_value, shape.layer_params, shape.head_params
+        pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
+        work = (
+            (2 * layers, layers * value_bytes),
+            (2 * head, head * value_bytes),
+            (pair_flops, shape.kv_bytes_per_token),
+            (pair_flops, shape.kv_bytes_per_token),
+        )
+        peak, bandwidth = self.device.peak_flops, self.device.bandwidth
+        parts = []
+        for (part, by_compute, by_memory), (flops, moved) in zip(_FACTORS, work, strict=True):
+            both = factors.get(part, 1.0)
+            compute, memory = factors.get(by_compute, both), factors.get(by_memory, both)
+            slopes = compute * flops / peak * 1e3, memory * moved / bandwidth * 1e3
+            parts.append(_Part(flops, peak, moved, bandwidth, compute, memory, *slopes))
+        return _Model(factors.get("overhead", 1.0) * self.device.overhead_ms, *parts)
 
     @cached_property
     def _link(self) -> tuple[float, float]:
@@ -199,18 +212,6 @@ class StepTime:
         factor = self.factors.get("collectives", 1.0)
         each_step, each_token = _all_reduces(self.device, self.shape)
         return factor * each_step, factor * each_token
-
-    @property
-    def _attention_flops(self) -> int:
-        """For one token looking at one."""
-        return 4 * self.shape.layers * self.shape.heads * self.shape.head_dim
-
-    def _part(self, name: str, flops: int, moved: int) -> _Part:
-        both = self.factors.get(name, 1.0)
-        compute, memory = self.factors.get(f"{name}:compute", both), self.factors.get(f"{name}:memory", both)
-        peak, bandwidth = self.device.peak_flops, self.device.bandwidth
-        slopes = compute * flops / peak * 1e3, memory * moved / bandwidth * 1e3
-        return _Part(flops, peak, moved, bandwidth, compute, memory, *slopes)
 
     def parts(
         self,
@@ -242,11 +243,12 @@ class StepTime:
             read += new + cached
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
         each_step, each_token = _all_reduces(self.device, self.shape)
+        _, gemm, head, prefill, decode = self._model
         bounds = (
-            self._gemm.bounds(tokens, 1 if tokens else 0),
-            self._head.bounds(rows, 1 if rows else 0),
-            self._prefill.bounds(pairs, read),
-            self._decode.bounds(kv_tokens, kv_tokens),
+            gemm.bounds(tokens, 1 if tokens else 0),
+            head.bounds(rows, 1 if rows else 0),
+            prefill.bounds(pairs, read),
+            decode.bounds(kv_tokens, kv_tokens),
         )
         return bounds, each_step + each_token * tokens if tokens else 0.0
 
@@ -264,8 +266,9 @@ class StepTime:
             pairs += new * (cached + new / 2)
             read += new + cached
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
-        attention = self._prefill.ms(pairs, read) if prefills else 0.0
-        return self._overhead + (self._rows_ms(tokens, rows) + attention + self._decode.ms(kv_tokens, kv_tokens))
+        model = self._model
+        attention = model.prefill.ms(pairs, read) if prefills else 0.0
+        return model.overhead + (self._rows_ms(tokens, rows) + attention + model.decode.ms(kv_tokens, kv_tokens))
 
     def prefill_ms(self, tokens: int, cached: int = 0, *, budget: int, decodes: int = 0, kv_tokens: int = 0) -> float:
         """Time to read a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many.
@@ -281,7 +284,8 @@ class StepTime:
             return 0.0
         full = (tokens - 1) // budget
         last = tokens - full * budget
-        each = self._overhead + self._decode.ms(kv_tokens, kv_tokens)
+        model = self._model
+        each = model.overhead + model.decode.ms(kv_tokens, kv_tokens)
         end = each + self._rows_ms(last + decodes, decodes + 1) + self._chunks_ms(1, last, cached + full * budget)
         if not full:
             return end
@@ -311,9 +315,9 @@ class StepTime:
             decodes, kv_tokens: as in `parts`.
         """
         each_step, each_token = self._link
-        fixed = self._overhead + self._head.ms(decodes + 1, 1) + self._decode.ms(kv_tokens, kv_tokens)
+        overhead, gemm, head, attention, decode = self._model
+        fixed = overhead + head.ms(decodes + 1, 1) + decode.ms(kv_tokens, kv_tokens)
         left = limit_ms - fixed - each_step - each_token * decodes
-        gemm, attention = self._gemm, self._prefill
         # the time is the largest of four polynomials, one for each choice of bounds: each of them has to stay within
         most = float(high)
         for slope, constant in ((gemm.compute_slope, gemm.compute_slope * decodes), (0.0, gemm.memory_slope)):
@@ -348,11 +352,12 @@ class StepTime:
 
     def _rows_ms(self, tokens: int, rows: int) -> float:
         """Everything that depends on how many tokens there are and not on what they look at."""
-        gemm = self._gemm.ms(tokens, 1 if tokens else 0) + self._head.ms(rows, 1 if rows else 0)
+        model = self._model
+        ms = model.gemm.ms(tokens, 1 if tokens else 0) + model.head.ms(rows, 1 if rows else 0)
         if self.device.tensor_parallel == 1 or not tokens:
-            return gemm
+            return ms
         each_step, each_token = self._link
-        return gemm + each_step + each_token * tokens
+        return ms + each_step + each_token * tokens
 
     def _chunks_ms(self, chunks: int, size: int, cached: int) -> float:
         """Attention of consecutive chunks of a prompt, the first over `cached` tokens.
@@ -360,7 +365,7 @@ class StepTime:
         Over c tokens a chunk takes compute * size * (c + size / 2), or memory * (c + size) if that is more. The first
         is below the second at most up to some c, and above it from there on.
         """
-        compute, memory = self._prefill.compute_slope, self._prefill.memory_slope
+        compute, memory = self._model.prefill.compute_slope, self._model.prefill.memory_slope
         steeper = compute * size - memory
         if steeper <= 0:
             by_memory = chunks
