@@ -269,6 +269,7 @@ class Cluster:
             self._lengths,
             heartbeat=self._scenario.heartbeat,
             lease=self._scenario.transport.lease,
+            tells_cache=self.master.joined.wants_keys,
             way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
             strides=self._strides,
         )

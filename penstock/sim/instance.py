@@ -93,6 +93,7 @@ class Instance:
         lengths: tokens that each request will generate: what only the device knows.
         heartbeat: seconds between snapshots while the load changes.
         lease: seconds of silence after which a hand-off is over.
+        tells_cache: whether the master looks at what comes and goes in the cache.
         way: to the host's memory; None when the scheduler has no tier there.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
 
@@ -111,6 +112,7 @@ class Instance:
         *,
         heartbeat: float,
         lease: float,
+        tells_cache: bool = True,
         way: HostWay | None = None,
         strides: bool = True,
     ) -> None:
@@ -127,7 +129,7 @@ class Instance:
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
         self._way = way
         self._heartbeat, self._tick_every = heartbeat, lease / TICKS
-        self._strides = strides
+        self._strides, self._tells_cache = strides, tells_cache
         self._incarnation = ready.peer.incarnation
         self._inbox: list[Letter] = []
         self._news: list[Due] = []
@@ -385,7 +387,7 @@ class Instance:
         return self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots))
 
     def _tell_cache(self, now: float, tier: str, added: list[bytes], removed: list[bytes]) -> None:
-        if added or removed:
+        if (added or removed) and self._tells_cache:
             self._deltas[tier] += 1
             delta = CacheDelta(self._incarnation, self._deltas[tier], added, removed, tier)
             self._news.append(self._post.to_master(now, self.name, delta))

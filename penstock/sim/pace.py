@@ -12,6 +12,8 @@ DRAWN_AT_ONCE = 512
 KEPT = 4096  # draws that can be given back
 ENOUGH = 1.1  # of the steps that would fit without noise and growth, so that there are rarely too few
 
+_NUMBERS = np.arange(1.0, KEPT + DRAWN_AT_ONCE + 1)  # from 1
+
 
 class Pace:
     """
@@ -55,12 +57,16 @@ class Pace:
             shortest = (step_ms + self._kv_ms * kv_tokens) * self._seconds  # without noise
             enough = int((until - now) / shortest * ENOUGH) + 1 if shortest else most
             lucks = self._lucks(min(most - len(ends), enough))
-            read = np.arange(1, len(lucks) + 1) * sequences + kv_tokens
-            seconds = (step_ms + self._kv_ms * read) * self._seconds * lucks
-            seconds[0] += now
-            reached = np.add.accumulate(seconds, out=seconds)
-            steps = min(int(np.searchsorted(reached, until)) + 1, len(reached))
-            ends += reached[:steps].tolist()
+            times = _NUMBERS[: len(lucks)] * sequences  # tokens, then ms, then seconds
+            times += kv_tokens
+            times *= self._kv_ms
+            times += step_ms
+            times *= self._seconds
+            times *= lucks
+            times[0] += now
+            np.add.accumulate(times, out=times)
+            steps = min(int(times.searchsorted(until)) + 1, len(times))
+            ends += times[:steps].tolist()
             self._used += steps
             now, kv_tokens = ends[-1], kv_tokens + steps * sequences
         return ends

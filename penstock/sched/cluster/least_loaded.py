@@ -25,7 +25,7 @@ class LeastLoaded:
         self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
     ) -> tuple[InstanceLoad, Mapping[str, float]]:
         tokens = self._tokens.of(candidates)
-        lightest = np.flatnonzero(tokens == tokens.min())
+        lightest = (tokens == tokens.min()).nonzero()[0]
         requests = self._requests.of(candidates)[lightest]
         equal = lightest[requests == requests.min()]
         chosen = int(equal[rng.choice(range(len(equal)))])

@@ -52,7 +52,7 @@ class Handoffs:
 
     @property
     def busy(self) -> bool:
-        return bool(len(self.prefiller) or len(self.decoder))
+        return bool(self.prefiller or self.decoder)
 
     # --- what the engine tells
 
