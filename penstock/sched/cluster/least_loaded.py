@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-import numpy as np
-
 from penstock.sched.cluster.base import Demand, InstanceLoad, Random, Stage
 from penstock.sched.cluster.columns import Column, Costs
 
