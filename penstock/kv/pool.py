@@ -47,8 +47,12 @@ class BlockPool:
     """
 
     def __init__(self, blocks: Iterable[int], source: BlockSource | None = None) -> None:
-        self._free = list(blocks)[::-1]  # a stack: the block used last is the warmest
-        self._holders = dict.fromkeys(self._free, 0)  # every block that is ours
+        # of a range that nobody shares most are never touched: these are not written down one by one
+        plain = isinstance(blocks, range) and source is None
+        self._fresh = blocks if isinstance(blocks, range) and plain else range(0)  # free, and below all of `_free`
+        self._free = [] if plain else list(blocks)[::-1]  # a stack: the block used last is the warmest
+        self._ours: range | set[int] = self._fresh if plain else set(self._free)
+        self._holders: dict[int, int] = {}  # of those that somebody has held
         self._transfers: dict[int, int] = {}
         self._named: dict[int, Published] = {}  # every block with a key
         self._block: dict[bytes, int] = {}
@@ -58,18 +62,18 @@ class BlockPool:
         self._source = source
         self._added: dict[bytes, Published] = {}
         self._removed: set[bytes] = set()
-        self.num_blocks = len(self._free)
-        assert len(self._holders) == self.num_blocks > 0
+        self.num_blocks = self.unused
+        assert len(self._ours) == self.num_blocks > 0
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out."""
-        return len(self._free) + len(self._idle) + len(self._spent)
+        return len(self._free) + len(self._fresh) + len(self._idle) + len(self._spent)
 
     @property
     def unused(self) -> int:
         """Blocks that `allocate` can hand out without evicting anything."""
-        return len(self._free)
+        return len(self._free) + len(self._fresh)
 
     @property
     def used(self) -> int:
@@ -97,7 +101,7 @@ class BlockPool:
 
     def owns(self, block: int) -> bool:
         """Whether it is one of ours, in whatever state."""
-        return block in self._holders
+        return block in self._ours
 
     def agrees(self, block: int, key: bytes) -> bool:
         """Whether a block of ours may hold what `key` names: it has that key, or none yet."""
@@ -109,7 +113,7 @@ class BlockPool:
 
     def holders(self, block: int) -> int:
         """Sequences that hold it."""
-        return self._holders[block]
+        return self._holders.get(block, 0)
 
     def transfers(self, block: int) -> int:
         """Hand-offs in progress that need it."""
@@ -117,7 +121,8 @@ class BlockPool:
 
     def coming(self, count: int) -> list[int]:
         """The blocks that `allocate` hands out next, at most `count` of those that nothing has to be evicted for."""
-        return self._free[: -count - 1 : -1]
+        coming = self._free[: -count - 1 : -1]
+        return [*coming, *self._fresh[: count - len(coming)]]
 
     # --- holding
 
@@ -126,13 +131,17 @@ class BlockPool:
         for block in blocks:
             assert self._is_held(block) or block in self._idle, f"block {block} is free"
             self._idle.pop(block, None)
-            self._holders[block] += 1
+            self._holders[block] = self._holders.get(block, 0) + 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder and no key, evicting idle ones where needed; at most `available`."""
         assert 0 <= count <= self.available
-        blocks = self._free[len(self._free) - min(count, len(self._free)) :][::-1]
+        blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
+        if len(blocks) < count:
+            fresh = self._fresh[: count - len(blocks)]
+            self._fresh = self._fresh[len(fresh) :]
+            blocks += fresh
         while len(blocks) + len(self._spent) < count:
             block = self._evict()
             (self._spent if block in self._offered else blocks).append(block)
@@ -189,6 +198,8 @@ class BlockPool:
             if published.key not in self._block:
                 self._name(published)
                 self._idle[published.block] = None
+        self._free = [*self._fresh[::-1], *self._free]
+        self._fresh = range(0)
         assert self._idle.keys() <= set(self._free)
         self._free = [block for block in self._free if block not in self._idle]
 
@@ -211,12 +222,11 @@ class BlockPool:
 
     def replace(self, mine: int, theirs: int) -> None:
         """A held block without key was exchanged for another instance's; the holder now holds that one."""
-        assert theirs not in self._holders
+        assert theirs not in self._ours
         assert self._holders[mine] == 1
         assert mine not in self._named
         assert mine not in self._transfers
-        del self._holders[mine]
-        self._offered.discard(mine)
+        self._trade([mine], [theirs])
         self._holders[theirs] = 1
         self._offered.add(theirs)
 
@@ -235,7 +245,7 @@ class BlockPool:
     # --- inside
 
     def _is_held(self, block: int) -> bool:
-        return self._holders[block] > 0 or block in self._transfers
+        return self._holders.get(block, 0) > 0 or block in self._transfers
 
     def _let_go(self, block: int) -> None:
         if self._is_held(block):
@@ -267,18 +277,23 @@ class BlockPool:
         given, self._spent = self._spent[:count], self._spent[count:]
         blocks = self._source.exchange(given, count)
         assert len(blocks) == count
-        for block in given:
-            del self._holders[block]
-            self._offered.discard(block)
-        for block in blocks:
-            assert block not in self._holders
-            self._holders[block] = 0
+        self._trade(given, blocks)
         return blocks
+
+    def _trade(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
+        """Other blocks are ours in the stead of these."""
+        assert isinstance(self._ours, set)
+        self._ours.difference_update(mine)
+        self._offered.difference_update(mine)
+        for block in mine:
+            self._holders.pop(block, None)  # an inherited one that nobody wanted has none
+        assert self._ours.isdisjoint(theirs)
+        self._ours.update(theirs)
 
     def counts(self) -> dict[str, int]:
         """Blocks by state, and how many each of the three counts keeps."""
         return {
-            "free_blocks": len(self._free),
+            "free_blocks": self.unused,
             "idle_blocks": len(self._idle),
             "spent_blocks": len(self._spent),
             "held_blocks": self.used,
@@ -289,7 +304,7 @@ class BlockPool:
 
     def check_holders(self, expected: Mapping[int, int]) -> None:
         """Raise AssertionError unless every block has exactly so many holders."""
-        assert expected.keys() <= self._holders.keys(), "somebody holds a block that is not ours"
+        assert all(map(self.owns, expected)), "somebody holds a block that is not ours"
         held = {block: holders for block, holders in self._holders.items() if holders}
         wrong = held.items() ^ expected.items()
         assert not wrong, f"blocks have holders that are no sequence, or the reverse: {sorted(wrong)}"
@@ -304,9 +319,14 @@ class BlockPool:
         held = {b for b, holders in self._holders.items() if holders} | self._transfers.keys()
         assert len(free) == len(self._free), "a block is free twice"
         assert len(spent) == len(self._spent), "a block is spent twice"
-        assert free | idle | spent | held == self._holders.keys(), "a block is lost"
-        assert len(free) + len(idle) + len(spent) + len(held) == self.num_blocks, "a block is in two places"
-        assert min(self._holders.values()) >= 0
+        seen = free | idle | spent | held
+        assert all(map(self.owns, seen)), "a block is not ours"
+        assert self._holders.keys() <= seen, "a block is lost"
+        assert not any(block in self._fresh for block in seen), "a block that was used is fresh"
+        assert (
+            len(free) + len(idle) + len(spent) + len(held) + len(self._fresh) == self.num_blocks == len(self._ours)
+        ), "a block is in two places"
+        assert min(self._holders.values(), default=0) >= 0
         assert all(t > 0 for t in self._transfers.values())
         assert self._block == {named.key: block for block, named in self._named.items()}
         assert all(named.block == block for block, named in self._named.items())
@@ -314,13 +334,13 @@ class BlockPool:
         assert idle <= self._named.keys()
         assert spent <= self._offered, "a block that nobody else knows is given back"
         assert not free & self._offered, "a block that somebody else may read would be reused"
-        assert self._offered <= self._holders.keys()
+        assert all(map(self.owns, self._offered))
         place = {block: i for i, block in enumerate(self._idle)}
         for block, _, parent_key in self._named.values():
             parent = self._block.get(parent_key)
             if parent is None or block in self._offered:
                 continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
             assert self._is_held(parent) or not self._is_held(block), "a block is held without its parent"
-            assert self._holders[parent] >= self._holders[block], "a block is held by more than its parent"
+            assert self.holders(parent) >= self.holders(block), "a block is held by more than its parent"
             if parent in place:
                 assert place.get(block, len(place)) < place[parent], "a parent would go before its child"

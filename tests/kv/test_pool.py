@@ -1,11 +1,12 @@
 """Block accounting, prefix keys and eviction."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import KEY_BYTES, extend_keys, root_key
-from penstock.kv.pool import BlockPool
+from penstock.kv.pool import BlockPool, Published
 
 
 def test_a_key_names_everything_before_it():
@@ -98,3 +99,59 @@ def test_every_block_is_accounted_for(num_blocks, moves):
     assert pool.allocate(num_blocks)[: len(coming)] == coming
     assert pool.cached == 0
     pool.check()
+
+
+class Exchange:
+    """A source that always has blocks which nobody saw before."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def exchange(self, give, want):
+        self.given += give
+        return [1000 + len(self.given) + i for i in range(want)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
+def test_a_range_is_handed_out_like_blocks_that_are_written_down(moves):
+    pools = BlockPool(range(12)), BlockPool(list(range(12)))
+    held: list[list[int]] = []
+    for count, gives_back in moves:
+        coming = pools[0].coming(count)
+        assert coming == pools[1].coming(count)
+        if gives_back and held:
+            blocks = held.pop()
+            for pool in pools:
+                pool.release(blocks)
+        elif count <= pools[0].available:
+            blocks, same = [pool.allocate(count) for pool in pools]
+            assert blocks == same == coming
+            held.append(blocks)
+        for pool in pools:
+            pool.check()
+        assert pools[0].counts() == pools[1].counts()
+
+
+@pytest.mark.parametrize("blocks", [range(4), [0, 1, 2, 3]])
+@pytest.mark.parametrize("source", [None, Exchange()])
+def test_inherited_blocks_are_found_held_evicted_and_given_away(blocks, source):
+    pool = BlockPool(blocks, source)
+    pool.restore([Published(2, b"ab", b"a"), Published(1, b"a", b"")])
+    pool.check()
+    assert (pool.unused, pool.available) == (2, 4)
+    found = pool.match([b"a", b"ab"])
+    assert found == [1, 2]
+    pool.hold(found[:1])
+    assert (pool.holders(1), pool.holders(2)) == (1, 0)
+    pool.check()
+    pool.offer(1)
+    pool.release(found[:1])
+    taken = pool.allocate(4)
+    pool.check()
+    if source is None:
+        assert sorted(taken) == [0, 1, 2, 3]
+    else:  # somebody else may be reading it
+        assert source.given == [1]
+        assert not pool.owns(1)
+        assert max(taken) >= 1001
+        source.given.clear()
