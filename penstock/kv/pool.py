@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from msgspec import Struct
 
 
 class BlockSource(Protocol):
@@ -30,7 +32,7 @@ class BlockSource(Protocol):
         ...
 
 
-class Published(NamedTuple):
+class Published(Struct, frozen=True, gc=False):
     """A block that became findable."""
 
     block: int
@@ -258,7 +260,7 @@ class BlockPool:
             self._free.append(block)
 
     def _name(self, published: Published) -> None:
-        block, key, _ = published
+        block, key = published.block, published.key
         self._named[block] = self._added[key] = published
         self._block[key] = block
         self._removed.discard(key)
@@ -336,8 +338,8 @@ class BlockPool:
         assert not free & self._offered, "a block that somebody else may read would be reused"
         assert all(map(self.owns, self._offered))
         place = {block: i for i, block in enumerate(self._idle)}
-        for block, _, parent_key in self._named.values():
-            parent = self._block.get(parent_key)
+        for named in self._named.values():
+            block, parent = named.block, self._block.get(named.parent)
             if parent is None or block in self._offered:
                 continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
             assert self._is_held(parent) or not self._is_held(block), "a block is held without its parent"

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from penstock.core.wire.engine import Command, Event, Pool
 from penstock.core.wire.master import FrontendMessage, MasterMessage
 from penstock.service.instances import LinkLost
 
 
-class FromEngine(NamedTuple):
+class FromEngine(Struct, frozen=True):
     name: str
     event: Event | LinkLost
 
 
-class FromFrontend(NamedTuple):
+class FromFrontend(Struct, frozen=True):
     name: str
     message: FrontendMessage
 
 
-class ToEngine(NamedTuple):
+class ToEngine(Struct, frozen=True):
     name: str
     command: Command
 
 
-class ToFrontend(NamedTuple):
+class ToFrontend(Struct, frozen=True):
     name: str
     message: MasterMessage
 

@@ -50,6 +50,7 @@ class Life:
         begun: those of them whose first token was drawn.
         load: what policies see of it; None when that has changed.
         touched: where it leaves its name whenever that changes.
+        peer, name: as it said when it became ready.
     """
 
     ready: Ready
@@ -67,6 +68,8 @@ class Life:
     begun: set[Key] = field(default_factory=set)
     load: InstanceLoad | None = None
     touched: set[str] = field(default_factory=set)
+    peer: Peer = field(init=False)
+    name: str = field(init=False)
     _times: StepTime | None = None
     _held_tokens: int = 0
     _offline: int = 0
@@ -77,13 +80,8 @@ class Life:
     _free_at: float = -inf
     _idle_at: float = -inf
 
-    @property
-    def peer(self) -> Peer:
-        return self.ready.peer
-
-    @property
-    def name(self) -> str:
-        return self.ready.peer.name
+    def __post_init__(self) -> None:
+        self.peer, self.name = self.ready.peer, self.ready.peer.name
 
     @property
     def leaving(self) -> bool:
@@ -216,7 +214,10 @@ class Life:
 
     def _make_load(self) -> InstanceLoad:
         ready, seen = self.ready, self.snapshot
-        unseen = sum(p.tokens for p in self.prompts.values() if seen is None or p.first > seen.sequence)
+        unseen = 0
+        for prompt in self.prompts.values():
+            if seen is None or prompt.first > seen.sequence:
+                unseen += prompt.tokens
         return InstanceLoad(
             name=self.name,
             pool=self.pool,
@@ -225,7 +226,7 @@ class Life:
             max_sequences=ready.max_sequences,
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
-            free_blocks=self._free_blocks(),
+            free_blocks=self._free_blocks(unseen),
             reading=len(self.prompts),
             pending_tokens=unseen + (0 if seen is None else seen.waiting_tokens + seen.prefill_tokens),
             requests=max(len(self.homes), 0 if seen is None else seen.running + seen.waiting),
@@ -246,12 +247,14 @@ class Life:
             unlinked=self.unlinked,
         )
 
-    def _free_blocks(self) -> int:
-        """By the newest report, less what is sure to come."""
+    def _free_blocks(self, coming: int) -> int:
+        """By the newest report, less what is sure to come.
+
+        Args:
+            coming: tokens of prompts that the report does not know of.
+        """
         if self.snapshot is None:
             return self.ready.num_blocks - self._held_tokens // BLOCK_TOKENS
-        sequence = self.snapshot.sequence
-        coming = sum(p.tokens for p in self.prompts.values() if p.first > sequence)
         return max(0, self.snapshot.free_blocks - coming // BLOCK_TOKENS)
 
     def check(self) -> None:

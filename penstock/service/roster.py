@@ -27,6 +27,7 @@ class Roster:
         self._loads: list[InstanceLoad] = []  # of those, in the same order
         self._history: list[int] = []  # places of those that changed; see `Instances`
         self._places: dict[str, int] = {}  # in both
+        self._unseen: set[str] = set()  # touched since the last view
         self._oldest = -inf  # no report of these is older; -inf: they are to be found anew
         self._shortest = 0
 
@@ -39,6 +40,8 @@ class Roster:
         of a long step still takes requests, for there is nobody else who could."""
         if now - self._oldest > SUSPECT_AFTER or any(map(self._is_misplaced, self._touched)):
             self._choose(now)
+        self._unseen |= self._touched
+        self._touched.clear()
         return self._able
 
     def loads(self, now: float) -> Instances:
@@ -46,12 +49,12 @@ class Roster:
         self.able(now)
         if len(self._history) > REMEMBERED * len(self._loads):
             self._history = []
-        for name in self._touched:
+        for name in self._unseen:
             place = self._places.get(name)
             if place is not None and (load := self._able[place].view()) is not self._loads[place]:
                 self._loads[place] = load
                 self._history.append(place)
-        self._touched.clear()
+        self._unseen.clear()
         return Instances(self._loads, self._history)
 
     @property
@@ -77,4 +80,6 @@ class Roster:
         """Raise AssertionError unless what is kept is what would be found anew."""
         for place, life in enumerate(self._able):
             assert self._places[life.name] == place, "an instance is elsewhere"
-            assert life.name in self._touched or self._loads[place] is life.load, "policies see what is over"
+            assert life.name in self._touched | self._unseen or self._loads[place] is life.load, (
+                "policies see what is over"
+            )

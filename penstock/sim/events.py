@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from heapq import heappop, heappush
-from typing import NamedTuple
+
+from msgspec import Struct
 
 
 class Priority(IntEnum):
@@ -19,7 +20,7 @@ class Priority(IntEnum):
     CLOCK = 4  # what is done by the clock sees everything else of its moment
 
 
-class Due(NamedTuple):
+class Due(Struct, frozen=True):
     """Something that will happen.
 
     Attributes:
@@ -61,9 +62,10 @@ class Timeline:
 
     def add(self, dues: Iterable[Due]) -> None:
         """None of them may lie in the past."""
-        for at, priority, act, lane in dues:
+        for due in dues:
+            at, lane = due.at, due.lane
             assert at >= self.now, f"an event at {at} s is added at {self.now} s"
-            entry = at, priority, self._added, act
+            entry = at, due.priority, self._added, due.act
             self._added += 1
             if lane is None:
                 heappush(self._heap, entry)

@@ -117,7 +117,7 @@ class Instance:
         strides: bool = True,
     ) -> None:
         assert (way is None) == (scheduler.offload is None)
-        self.ready = ready
+        self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
         self.intake = Intake(ready.peer, ready.pool, scheduler, Recent())
         self.handoffs = self.intake.hand_off(carrier, lease)
@@ -142,11 +142,8 @@ class Instance:
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
+        self._idle_heartbeat = max(heartbeat, IDLE_HEARTBEAT)
         self._rests = False  # nothing comes of time going on, but for saying so
-
-    @property
-    def name(self) -> str:
-        return self.ready.peer.name
 
     @property
     def pool(self) -> Pool:
@@ -234,7 +231,7 @@ class Instance:
     def _rest(self, now: float) -> list[Due]:
         """As `_go_on` would: its load is what it was."""
         self._looked_at = self._told_at = now
-        return [self._tell_load(now), self._wake_at(self._next_pulse(), PULSES)]
+        return [self._tell_load(now), self._wake_at(now + self._idle_heartbeat, PULSES)]
 
     def _wait_until(self, at: float) -> list[Due]:
         """What it has to say now, and when it wakes again."""

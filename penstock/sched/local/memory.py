@@ -128,14 +128,13 @@ class Memory:
         if full == sequence.published or not self._prefix_cache:
             return
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        flight = self._flights.of(sequence)
+        flight, pool, blocks, keys = self._flights.of(sequence), self.pool, sequence.blocks, sequence.keys
         for i in range(sequence.published, full):
-            parent = sequence.keys[i - 1] if i else sequence.root
-            mine, key = sequence.blocks[i], sequence.keys[i]
-            if flight is not None and self.pool.match([key]) not in ([], [mine]):
-                self.pool.hold([mine])  # it will be swapped, and the step in flight reads this one
+            mine, key = blocks[i], keys[i]
+            if flight is not None and pool.match([key]) not in ([], [mine]):
+                pool.hold([mine])  # it will be swapped, and the step in flight reads this one
                 flight.kept.append([mine])
-            sequence.blocks[i] = self.pool.publish(mine, key, parent)
+            blocks[i] = pool.publish(mine, key, keys[i - 1] if i else sequence.root)
         sequence.published = full
         if self.offload is not None:
             self.offload.keep(sequence)
