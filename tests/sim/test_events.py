@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.sim.events import Due, Priority, Timeline
 
@@ -34,3 +36,23 @@ def test_nothing_is_added_to_the_past():
     timeline.add([Due(5.0, Priority.CLOCK, lambda now: [Due(4.0, Priority.CLOCK, lambda now: [])])])
     with pytest.raises(AssertionError, match=r"an event at 4\.0 s is added at 5\.0 s"):
         timeline.run(lambda: False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(Priority), st.sampled_from([None, 0, 1])), max_size=40))
+def test_events_of_lanes_happen_in_the_order_of_all(events):
+    timeline, seen, last = Timeline(lanes=2), [], [0, 0]
+    for number, (at, priority, lane) in enumerate(events):
+        if lane is not None:
+            at, priority = max(at, last[lane]), Priority(lane)
+            last[lane] = at
+        timeline.add([Due(at, priority, lambda now, key=(at, priority, number): seen.append(key) or [], lane)])
+    timeline.run(lambda: False)
+    assert seen == sorted(seen)
+    assert len(seen) == len(events)
+
+
+def test_a_lane_takes_nothing_that_comes_before_its_last():
+    timeline = Timeline(lanes=1)
+    timeline.add([Due(2.0, Priority.STEP, lambda now: [], 0)])
+    with pytest.raises(AssertionError, match=r"an event at 1\.0 s is before the last of its lane"):
+        timeline.add([Due(1.0, Priority.STEP, lambda now: [], 0)])

@@ -76,6 +76,26 @@ def test_a_stride_is_cut_after_the_step_that_is_running():
     assert stride.end == 2.0
 
 
+def ending_stride(more=0):
+    return Stride(plan((0, 1)), 0.0, [1.0, 2.0, 3.0], quiet=True, more=more, ending=True)
+
+
+def test_the_step_in_which_somebody_ends_is_not_recorded_with_the_quiet_ones():
+    stride = ending_stride()
+    assert stride.ends_somebody
+    assert stride.record() == (0.0, [1.0, 2.0])
+    assert stride.began == 2.0
+    assert not ending_stride(more=1).ends_somebody
+    assert ending_stride(more=1).record() == (0.0, [1.0, 2.0, 3.0])
+
+
+def test_a_stride_that_is_cut_ends_somebody_only_in_the_step_that_is_running():
+    running, before, early = ending_stride(), ending_stride(), ending_stride(more=1)
+    assert (running.cut(2.5), before.cut(1.5), early.cut(2.5)) == (0, 1, 0)
+    assert (running.ends_somebody, before.ends_somebody, early.ends_somebody) == (True, False, False)
+    assert before.record() == (0.0, [1.0, 2.0])
+
+
 # --- wires
 
 
