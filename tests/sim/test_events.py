@@ -42,10 +42,11 @@ def test_nothing_is_added_to_the_past():
 def test_events_of_lanes_happen_in_the_order_of_all(events):
     timeline, seen, last = Timeline(lanes=2), [], [0, 0]
     for number, (at, priority, lane) in enumerate(events):
+        key = (at, priority, number)
         if lane is not None:
-            at, priority = max(at, last[lane]), Priority(lane)
-            last[lane] = at
-        timeline.add([Due(at, priority, lambda now, key=(at, priority, number): seen.append(key) or [], lane)])
+            last[lane] = max(at, last[lane])
+            key = (last[lane], Priority(lane), number)
+        timeline.add([Due(key[0], key[1], lambda now, key=key: seen.append(key) or [], lane)])
     timeline.run(lambda: False)
     assert seen == sorted(seen)
     assert len(seen) == len(events)
