@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
-
-from msgspec import Struct
+from typing import NamedTuple, Protocol
 
 
 class BlockSource(Protocol):
@@ -32,7 +30,7 @@ class BlockSource(Protocol):
         ...
 
 
-class Published(Struct, frozen=True, gc=False):
+class Published(NamedTuple):
     """A block that became findable."""
 
     block: int

@@ -29,8 +29,6 @@ from functools import cached_property
 from math import ceil, sqrt
 from typing import Any, NamedTuple
 
-from msgspec import Struct
-
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
 
@@ -130,7 +128,7 @@ class Roofline:
         return max(self.compute_ms, self.memory_ms, self.link_ms)
 
 
-class _Part(Struct, frozen=True, gc=False):
+class _Part(NamedTuple):
     """Arithmetic and bytes of one unit of a part, and how fast they are.
 
     Attributes:
