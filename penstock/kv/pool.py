@@ -48,10 +48,9 @@ class BlockPool:
 
     def __init__(self, blocks: Iterable[int], source: BlockSource | None = None) -> None:
         # of a range that nobody shares most are never touched: these are not written down one by one
-        plain = isinstance(blocks, range) and source is None
-        self._fresh = blocks if isinstance(blocks, range) and plain else range(0)  # free, and below all of `_free`
-        self._free = [] if plain else list(blocks)[::-1]  # a stack: the block used last is the warmest
-        self._ours: range | set[int] = self._fresh if plain else set(self._free)
+        self._fresh = blocks if isinstance(blocks, range) and source is None else range(0)  # free, below all of `_free`
+        self._free = [] if self._fresh else list(blocks)[::-1]  # a stack: the block used last is the warmest
+        self._ours: range | set[int] = self._fresh or set(self._free)
         self._holders: dict[int, int] = {}  # of those that somebody has held
         self._transfers: dict[int, int] = {}
         self._named: dict[int, Published] = {}  # every block with a key
