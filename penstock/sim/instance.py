@@ -1,9 +1,10 @@
 """One engine: the real scheduler, blocks and hand-offs, on a device whose steps only take time.
 
-What it says and when is what an engine's server says: outputs to frontends, snapshots to the master and, where it looks at
-caches, what comes and goes in them. Between steps it reads what has come; during a step it hears nothing. Of a request's
-outputs only the first from here and the last are sent, the last with all tokens in between: nobody here reads along. Of
-one that was to be handed over and was not, the second is sent too: it shows where the request goes on.
+What it says and when is what an engine's server says: outputs to frontends, snapshots to the master and, where it
+looks at caches, what comes and goes in them. Between steps it reads what has come; during a step it hears nothing. Of
+a request's outputs only the first from here and the last are sent, the last with all tokens in between: nobody here
+reads along. Of one that was to be handed over and was not, the second is sent too: it shows where the request goes
+on.
 """
 
 from __future__ import annotations
