@@ -152,10 +152,13 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each block of a sequence, given from head to tail."""
+        holders = self._holders
         for block in reversed(blocks):
-            assert self._holders[block] > 0, f"block {block} has no holder"
-            self._holders[block] -= 1
-            self._let_go(block)
+            left = holders[block] - 1
+            assert left >= 0, f"block {block} has no holder"
+            holders[block] = left
+            if not left:
+                self._let_go(block)
 
     def begin_transfer(self, blocks: Sequence[int]) -> None:
         """A hand-off needs these held blocks to stay as they are."""
@@ -169,7 +172,8 @@ class BlockPool:
             self._transfers[block] -= 1
             if not self._transfers[block]:
                 del self._transfers[block]
-            self._let_go(block)
+                if not self._holders.get(block):
+                    self._let_go(block)
 
     # --- finding
 
@@ -247,7 +251,8 @@ class BlockPool:
         return self._holders.get(block, 0) > 0 or block in self._transfers
 
     def _let_go(self, block: int) -> None:
-        if self._is_held(block):
+        """No sequence holds it any more; perhaps a hand-off does."""
+        if block in self._transfers:
             return
         if block in self._named:
             self._idle[block] = None

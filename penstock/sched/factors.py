@@ -161,20 +161,27 @@ class FactorLearner:
         for place, _ in x:
             if place not in learned:
                 insort(learned, place)
-        known = [(place, sum([rows[place][other] * share for other, share in x])) for place in learned]  # A x
+        known = []  # A x
+        for place in learned:
+            row, value = rows[place], 0.0
+            for other, share in x:
+                value += row[other] * share
+            known.append((place, value))
         among = dict(known)
         forgotten = (1 - MEMORY) / sum([among[place] * share for place, share in x])
         for place, value in known:
             row, less = rows[place], forgotten * value
             for other, another in known:
                 row[other] -= less * another
+        matrix = []
         for place, share in x:
-            row = rows[place]
+            row, part = rows[place], []
             for other, another in x:
-                row[other] += share * another
-        places = [place for place, _ in x]
-        steps = _solve([[rows[place][other] for other in places] for place in places], [share for _, share in x])
-        for place, step in zip(places, steps, strict=True):
+                row[other] = known_now = row[other] + share * another
+                part.append(known_now)
+            matrix.append(part)
+        steps = _solve(matrix, [share for _, share in x])
+        for (place, _), step in zip(x, steps, strict=True):
             low, high = _BOUNDS[place]
             self._values[place] = min(max(self._values[place] + step * error, low), high)
 
@@ -183,13 +190,18 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
     """The x with matrix x = vector, both of which are used up; the matrix is symmetric and positive definite, and only
     looked at below its diagonal."""
     size = len(vector)
-    for i, pivots in enumerate(matrix):
+    for i in range(size):
+        pivots, value = matrix[i], vector[i]
+        pivot = pivots[i]
         for j in range(i + 1, size):
             row = matrix[j]
-            ratio = row[i] / pivots[i]
-            vector[j] -= ratio * vector[i]
+            ratio = row[i] / pivot
+            vector[j] -= ratio * value
             for k in range(i + 1, j + 1):
                 row[k] -= ratio * matrix[k][i]
     for i in range(size - 1, -1, -1):
-        vector[i] = (vector[i] - sum([matrix[j][i] * vector[j] for j in range(i + 1, size)])) / matrix[i][i]
+        rest = 0.0
+        for j in range(i + 1, size):
+            rest += matrix[j][i] * vector[j]
+        vector[i] = (vector[i] - rest) / matrix[i][i]
     return vector

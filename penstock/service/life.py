@@ -13,6 +13,7 @@ from penstock.core.wire.engine import Peer, Pool, Ready, Snapshot
 from penstock.sched.cluster.base import Demand, InstanceLoad, Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
+SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
 UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # of engines that do not say what they are
 
@@ -49,7 +50,7 @@ class Life:
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was drawn.
         load: what policies see of it; None when that has changed.
-        touched: where it leaves its name whenever that changes.
+        touched: where it leaves its name whenever that changes, and when it is heard after a silence.
         peer, name: as it said when it became ready.
     """
 
@@ -183,8 +184,9 @@ class Life:
 
     def hear(self, now: float, snapshot: Snapshot) -> None:
         """It tells its load: what is left of the prompts is known better now."""
+        if now - self.heard > SUSPECT_AFTER:
+            self.touched.add(self.name)
         before, self.snapshot, self.heard = self.snapshot, snapshot, now
-        self.touched.add(self.name)  # it may have been silent
         early = max(self._free_at, self._idle_at) > now  # it has read what it had before that was predicted
         if before is not None and not self.prompts and not early and _alike(before, snapshot):
             return  # nothing that policies see

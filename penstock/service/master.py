@@ -68,11 +68,11 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.life import Life
+from penstock.service.life import SUSPECT_AFTER, Life
 from penstock.service.mesh import Mesh
 from penstock.service.queue import Queue, Waiting
 from penstock.service.rates import RateWindow
-from penstock.service.roster import SUSPECT_AFTER, Roster
+from penstock.service.roster import Roster
 from penstock.service.scaling import FleetLimits, Scaler
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
@@ -203,13 +203,13 @@ class Master:
     def _on_engine(self, now: float, name: str, event: Event | LinkLost) -> list[Action]:
         life = self._lives.get(name)
         match event:
+            case Snapshot() if life is not None and event.incarnation == life.peer.incarnation:
+                return self._on_snapshot(now, life, event)
             case Ready():
                 if life is None or life.peer.incarnation != event.peer.incarnation:
                     return self._join(now, name, event)
             case LinkLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
-            case Snapshot() if life is not None and event.incarnation == life.peer.incarnation:
-                return self._on_snapshot(now, life, event)
             case CacheDelta() if (
                 self.joined.wants_keys and life is not None and event.incarnation == life.peer.incarnation
             ):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from penstock.core.wire.engine import Link, Peer, Unlink
+from penstock.core.wire.engine import Link, Peer, Pool, Unlink
 from penstock.sched.cluster import hands_over
 from penstock.service.events import Action, Notice, ToEngine
 from penstock.service.life import Life
@@ -44,9 +45,13 @@ class Mesh:
 
     def connect(self, life: Life) -> list[Action]:
         """Whatever links it should have now, in both directions."""
+        others: Iterable[Life] = self._lives.values()
+        if not self._everybody:  # of a thousand alike nobody may have one: then a look at each is too much
+            linked = {pool for pool in get_args(Pool) if hands_over(life.pool, pool) or hands_over(pool, life.pool)}
+            others = [other for other in others if other.pool in linked]
         return [
             action
-            for other in self._lives.values()
+            for other in others
             if other is not life
             for action in (*self._connect(life, other), *self._connect(other, life))
         ]

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from math import inf
 
 from penstock.sched.cluster import InstanceLoad, Instances
-from penstock.service.life import Life
+from penstock.service.life import SUSPECT_AFTER, Life
 
-SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
-DEAD_AFTER = 60.0  # seconds without one after which it gets none although there is nobody else
+DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets none although there is nobody else
 REMEMBERED = 8  # changes of each instance, on average, after which what changed is forgotten
 
 
@@ -18,7 +17,8 @@ class Roster:
     """
     Args:
         lives: that serve now, by name; kept by whoever owns this, who says when one has come or gone.
-        touched: names of lives of which something has changed; they are given it, and it is emptied here.
+        touched: names of lives of which something has changed, also that they were silent; they are given it, and it
+            is emptied here.
     """
 
     def __init__(self, lives: Mapping[str, Life], touched: set[str]) -> None:

@@ -45,7 +45,7 @@ from penstock.workload.requests import WorkRequest
 FRONTEND = "frontend-0"
 JOIN_EVERY = 1.0  # seconds between a frontend's signs of life
 MASTER_TICK = 0.1  # seconds between a master's looks at the clock
-MESSAGES = 1  # a lane beside `instance.PULSES`; see `Due`
+MESSAGES = 1  # a lane beside `instance.IDLE`; see `Due`
 WATCH = 0.01  # seconds after which a broken connection is noticed
 
 
@@ -370,10 +370,16 @@ class Cluster:
         return self._message(now, partial(self._at_instance, name, letter))
 
     def to_master(self, now: float, name: str, event: Event) -> Due:
-        late = self._scenario.heartbeat_delay if isinstance(event, Snapshot | CacheDelta) else 0.0
-        at = now + self._scenario.latency + late
-        act = partial(self._at_master, FromEngine(name, event))
-        return Due(at, Priority.MESSAGE, act, None if late else MESSAGES)
+        act = partial(self.at_master, name=name, event=event)
+        if isinstance(event, Snapshot | CacheDelta) and self._scenario.heartbeat_delay:
+            return Due(self.report_arrives(now), Priority.MESSAGE, act)
+        return self._message(now, act)
+
+    def report_arrives(self, at: float) -> float:
+        return at + self._scenario.latency + self._scenario.heartbeat_delay
+
+    def at_master(self, now: float, name: str, event: Event) -> list[Due]:
+        return self._at_master(FromEngine(name, event), now)
 
     def to_frontend(self, now: float, frontend: str, name: str, message: engine.Outputs | Refused) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))

@@ -26,8 +26,8 @@ class Due(Struct, frozen=True):
     Attributes:
         at: seconds.
         act: makes it happen; it is given the time, and returns what follows from it.
-        lane: a number that it shares with others of which each comes after all that were added before it; None when
-            that is not known.
+        lane: a number that it shares with others that mostly come in the order in which they are added; None when it
+            has no such company.
     """
 
     at: float
@@ -42,7 +42,7 @@ _Entry = tuple[float, int, int, Callable[[float], Iterable[Due]]]
 class Timeline:
     """Runs events in order.
 
-    Most events come in some order by themselves: messages take equally long, and whoever has nothing to do stirs at
+    Most events come in some order by themselves: messages take equally long, and whoever has nothing to do says so at
     equal distances. Of these only the first of each lane has to be compared, so that the heap stays small.
 
     Args:
@@ -67,12 +67,12 @@ class Timeline:
             assert at >= self.now, f"an event at {at} s is added at {self.now} s"
             entry = at, due.priority, self._added, due.act
             self._added += 1
-            if lane is None:
-                heappush(self._heap, entry)
-                continue
-            before = self._lanes[lane]
-            assert not before or at >= before[-1][0], f"an event at {at} s is before the last of its lane"
-            before.append(entry)
+            if lane is not None:
+                before = self._lanes[lane]
+                if not before or before[-1] < entry:
+                    before.append(entry)
+                    continue
+            heappush(self._heap, entry)
 
     def run(self, over: Callable[[], bool]) -> None:
         """Let everything happen until `over` says so, which is asked after every event, or nothing is left."""

@@ -51,7 +51,7 @@ from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
 
 IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
-PULSES = 0  # the lane of those who only say that nothing has changed; see `Due`
+IDLE = 0  # the lane of those who say again that nothing has changed; see `Due`
 TICKS = 20  # of the hand-offs, in a lease
 
 
@@ -82,6 +82,8 @@ class Post(Protocol):
     """Carries what an instance says."""
 
     def to_master(self, now: float, name: str, event: Event) -> Due: ...
+    def report_arrives(self, at: float) -> float: ...
+    def at_master(self, now: float, name: str, event: Event) -> list[Due]: ...
     def to_frontend(self, now: float, frontend: str, name: str, message: Outputs | Refused) -> Due: ...
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
@@ -126,7 +128,6 @@ class Instance:
             scheduler.predict_by(times)
         self.steps = 0
         self.busy = 0.0
-        self.alive = True
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
         self._way = way
         self._heartbeat, self._tick_every = heartbeat, lease / TICKS
@@ -135,6 +136,7 @@ class Instance:
         self._inbox: list[Letter] = []
         self._news: list[Due] = []
         self._now = 0.0
+        self._stopped = inf
         self._stride: Stride | None = None
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
@@ -144,7 +146,7 @@ class Instance:
         self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
         self._idle_heartbeat = max(heartbeat, IDLE_HEARTBEAT)
-        self._rests = False  # nothing comes of time going on, but for saying so
+        self._says_so_at = inf  # when it says again that nothing has changed; inf unless nothing else can come of time
 
     @property
     def pool(self) -> Pool:
@@ -163,7 +165,7 @@ class Instance:
     def stop(self, now: float) -> dict[str, Outputs]:
         """It dies: nothing more comes of it. Returns what frontends have by then, for their clients had every token as
         soon as it was drawn."""
-        self.alive = False
+        self._stopped = now
         self.intake.handoffs = None  # they know each other: nobody else holds them, and they are to go at once
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
@@ -185,11 +187,15 @@ class Instance:
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
         """Something has come; it is read between steps."""
-        if not self.alive:
+        if now >= self._stopped:
             return []
         self._now = now
         self._inbox += letters
-        self._rests = False
+        while self._says_so_at < now:  # it has, and the master is going to hear it
+            self._looked_at = self._told_at = self._says_so_at
+            self._news.append(self._post.to_master(self._told_at, self.name, self._next_snapshot()))
+            self._says_so_at += self._idle_heartbeat
+        self._says_so_at = inf
         if self._stride is None:
             return self._go_on(now)
         # a block alone changes nothing: what it is for is in the commit after it
@@ -200,11 +206,9 @@ class Instance:
         return [self._wake_at(self._stride.end)] if dropped else []
 
     def _wake(self, turn: int, now: float) -> list[Due]:
-        if not self.alive or turn != self._turn:
+        if now >= self._stopped or turn != self._turn:
             return []
         self._now = now
-        if self._rests:
-            return self._rest(now)
         if self._stride is not None:
             if self._goes_on(self._stride):
                 return self._look_around(now, self._stride)
@@ -226,23 +230,38 @@ class Instance:
         if self._stride is None and self._way is not None and self.scheduler.has_work:
             wake = min(wake, self._way.next_store)  # somebody may wait for blocks that are being copied
         # whatever comes or begins makes the load unknown
-        self._rests = self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None
+        if self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None:
+            return self._say(self._rest_until(now + self._idle_heartbeat))
         return self._wait_until(max(now, wake))
 
-    def _rest(self, now: float) -> list[Due]:
-        """As `_go_on` would: its load is what it was."""
-        self._looked_at = self._told_at = now
-        return [self._tell_load(now), self._wake_at(now + self._idle_heartbeat, PULSES)]
-
     def _wait_until(self, at: float) -> list[Due]:
-        """What it has to say now, and when it wakes again."""
+        return self._say(self._wake_at(at))
+
+    def _say(self, then: Due) -> list[Due]:
+        """What it has to say now, and what it does next by itself."""
         news, self._news = self._news, []
-        news.append(self._wake_at(at))
+        news.append(then)
         return news
 
-    def _wake_at(self, at: float, lane: int | None = None) -> Due:
+    def _wake_at(self, at: float) -> Due:
         self._turn += 1
-        return Due(at, Priority.STEP, partial(self._wake, self._turn), lane)
+        return Due(at, Priority.STEP, partial(self._wake, self._turn))
+
+    def _rest_until(self, at: float, lane: int | None = None) -> Due:
+        """It does nothing but say again at that time that nothing has changed. Only that the master hears it is an
+        event: most of a large cluster's would be those of idle instances."""
+        self._turn += 1
+        self._says_so_at = at
+        return Due(self._post.report_arrives(at), Priority.MESSAGE, partial(self._said_so, self._turn), lane)
+
+    def _said_so(self, turn: int, now: float) -> list[Due]:
+        at = self._says_so_at
+        if at >= self._stopped or turn != self._turn:
+            return []
+        self._looked_at = self._told_at = at
+        dues = self._post.at_master(now, self.name, self._next_snapshot())
+        dues.append(self._rest_until(at + self._idle_heartbeat, IDLE))
+        return dues
 
     # --- steps
 
@@ -374,15 +393,15 @@ class Instance:
             self._load = snapshot(self.intake)
         if self._load != self._told or now >= self._told_at + IDLE_HEARTBEAT:
             self._told, self._told_at = self._load, now
-            self._news.append(self._tell_load(now))
+            self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
         added, removed = self.scheduler.pool.take_changes()
         self._tell_cache(now, "device", [p.key for p in added], removed)
         if self.scheduler.offload is not None:
             self._tell_cache(now, "host", *self.scheduler.offload.tier.take_changes())
 
-    def _tell_load(self, now: float) -> Due:
+    def _next_snapshot(self) -> Snapshot:
         self._snapshots += 1
-        return self._post.to_master(now, self.name, replace(self._told, sequence=self._snapshots))
+        return replace(self._told, sequence=self._snapshots)
 
     def _tell_cache(self, now: float, tier: str, added: list[bytes], removed: list[bytes]) -> None:
         if (added or removed) and self._tells_cache:
