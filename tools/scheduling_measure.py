@@ -9,7 +9,7 @@ The first seed of everything comes before the second of anything: a result grows
 is written when that seed is whole, and simulations until then are kept in a journal, so measuring can be stopped at any
 time and goes on where it was. Journals are of the code that wrote them: take them away when decisions change. What no
 claim is about, such as splits that are far from the best, has one seed.
-`scheduling_report.py` makes the page of what there is.
+`scheduling_report.py` makes the page of what there is, `scheduling_verify.py` sees whether it still comes out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,21 @@ def _every(folder: Path) -> Iterator[Measurement]:
             yield Measurement(of, policy, folder / f"{'.'.join((*words, policy))}.json")
 
 
+@contextmanager
+def scenario_file(of: Comparison) -> Iterator[Path]:
+    """A comparison's scenario, for the time being; from the project's folder."""
+    path = Path("scenarios") / f"{of.scenario}.yaml"
+    if not of.changed:
+        yield path
+        return
+    content = yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+    of.change(content)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / f"{path.stem}.{of.changed}.yaml"
+        changed.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        yield changed
+
+
 def run(one: Measurement, seeds: int, traces: str | None, journals: Path, *, again: bool) -> str:
     """Measure it, going on with its result if it has one, unless all of it is wanted again. Returns what went wrong;
     "" when nothing did."""
@@ -197,13 +213,7 @@ def run(one: Measurement, seeds: int, traces: str | None, journals: Path, *, aga
     journal = journals / f"{one.title}.jsonl"
     if again:  # perhaps because decisions have changed
         journal.unlink(missing_ok=True)
-    scenario = Path("scenarios") / f"{one.of.scenario}.yaml"
-    with tempfile.TemporaryDirectory() as folder:
-        if one.of.changed:
-            content = yaml.safe_load((ROOT / scenario).read_text(encoding="utf-8"))
-            one.of.change(content)
-            scenario = Path(folder) / f"{scenario.stem}.{one.of.changed}.yaml"
-            scenario.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    with scenario_file(one.of) as scenario, tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "result.json"
         command = [sys.executable, "-m", "penstock.cli.main", "sim", "compare", str(scenario)]
         command += ["--policies", one.policy, "--seeds", str(seeds), "--jobs", "1", "--json", str(written)]
@@ -220,7 +230,9 @@ def run(one: Measurement, seeds: int, traces: str | None, journals: Path, *, aga
         one.target.parent.mkdir(parents=True, exist_ok=True)
         beside = one.target.with_suffix(".part")
         document = written.read_text(encoding="utf-8")
-        beside.write_text(document.replace(f"{folder}/", ""), encoding="utf-8")  # it was there for the time being
+        if one.of.changed:  # it was there for the time being
+            document = document.replace(f"{scenario.parent}/", "")
+        beside.write_text(document, encoding="utf-8")
         beside.replace(one.target)
         journal.unlink(missing_ok=True)
     return ""

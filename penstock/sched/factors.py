@@ -177,8 +177,8 @@ class FactorLearner:
         for place, share in x:
             row, part = rows[place], []
             for other, another in x:
-                row[other] = known_now = row[other] + share * another
-                part.append(known_now)
+                row[other] += share * another
+                part.append(row[other])
             matrix.append(part)
         steps = _solve(matrix, [share for _, share in x])
         for (place, _), step in zip(x, steps, strict=True):

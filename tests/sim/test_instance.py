@@ -1,16 +1,22 @@
 """An instance by itself: what it measures and says of itself."""
 
+from collections import defaultdict
+from itertools import pairwise
+
 import pytest
 
+from penstock.core.wire.engine import Snapshot
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
-from penstock.sim import instance
+from penstock.service.events import FromEngine
+from penstock.service.master import Master
+from penstock.sim import cluster, instance
 from tests.sim.scenarios import SPLIT, WORKLOAD, read, run
 
 
 def test_an_instance_measures_its_requests_and_its_steps():
-    _, cluster = run(read(WORKLOAD.replace("noise: 0.1", "noise: 0"), SPLIT))
-    seen = {name: snapshot(place.instance.intake) for name, place in cluster.places.items()}
+    _, whole = run(read(WORKLOAD.replace("noise: 0.1", "noise: 0"), SPLIT))
+    seen = {name: snapshot(place.instance.intake) for name, place in whole.places.items()}
     reads, goes_on = seen["prefill-0"], seen["decode-0"]
     assert reads.ttft_ms > 0
     assert goes_on.tpot_ms > 0
@@ -38,3 +44,26 @@ def test_a_request_that_is_handed_over_takes_the_times_it_spent_with_it(monkeypa
     assert joined
     assert all(spent[name] == times for name, times in joined.items())
     assert all(queue >= 0 and prefill > 0 for queue, prefill in joined.values())
+
+
+@pytest.mark.parametrize("late_ms", [0, 5, 2600])  # with the last, several reports are under way at once
+def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(monkeypatch, late_ms):
+    heard = defaultdict(list)
+
+    class Witness(Master):
+        def tick(self, now, happening=None):
+            match happening:
+                case FromEngine(name, Snapshot() as load):
+                    heard[name].append((now - late_ms / 1e3 - 0.2e-3, load.sequence))
+            return super().tick(now, happening)
+
+    monkeypatch.setattr(cluster, "Master", Witness)
+    died = 4.03
+    workload = WORKLOAD.replace("requests: 300, rate: 60", "requests: 30, rate: 3")
+    more = f"heartbeat: {{every-ms: 100, delay-ms: {late_ms}}}\nfailures: [{{instance: engine-1, at: {died}}}]\n"
+    run(read(workload, "instances: [{count: 3}]\n", more))
+    assert heard.keys() == {"engine-0", "engine-1", "engine-2"}
+    for reports in heard.values():
+        assert [number for _, number in reports] == list(range(1, len(reports) + 1))
+        assert max(after - before for (before, _), (after, _) in pairwise(reports)) < instance.IDLE_HEARTBEAT + 0.1
+    assert died - instance.IDLE_HEARTBEAT - 0.1 < heard["engine-1"][-1][0] < died, "and what a dying one has said"
