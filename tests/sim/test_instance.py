@@ -59,7 +59,7 @@ def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(mo
 
     monkeypatch.setattr(cluster, "Master", Witness)
     died = 4.03
-    workload = WORKLOAD.replace("requests: 300, rate: 60", "requests: 30, rate: 3")
+    workload = WORKLOAD.replace("requests: 300, rate: 60", "requests: 12, rate: 1")
     more = f"heartbeat: {{every-ms: 100, delay-ms: {late_ms}}}\nfailures: [{{instance: engine-1, at: {died}}}]\n"
     run(read(workload, "instances: [{count: 3}]\n", more))
     assert heard.keys() == {"engine-0", "engine-1", "engine-2"}
