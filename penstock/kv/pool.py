@@ -185,15 +185,15 @@ class BlockPool:
         """
         assert self._holders[block] > 0
         known = self._block.get(key)
+        if known is None:
+            self._name(Published(block, key, parent))
+            return block
         if known == block:  # another sequence that got the same block handed over was quicker
             return block
         assert block not in self._named
-        if known is not None:
-            self.hold([known])
-            self.release([block])
-            return known
-        self._name(Published(block, key, parent))
-        return block
+        self.hold([known])
+        self.release([block])
+        return known
 
     def restore(self, inherited: Iterable[Published]) -> None:
         """At start-up: free blocks become idle and findable, children given before their parents."""
@@ -262,7 +262,8 @@ class BlockPool:
             self._free.append(block)
 
     def _name(self, published: Published) -> None:
-        block, key = published.block, published.key
+        block, key, _ = published
+        assert block not in self._named
         self._named[block] = self._added[key] = published
         self._block[key] = block
         self._removed.discard(key)

@@ -174,10 +174,10 @@ class Master:
             now: seconds; never goes back.
         """
         match happening:
-            case FromEngine(name, event):
-                actions = self._on_engine(now, name, event)
-            case FromFrontend(name, message):
-                actions = self._on_frontend(now, name, message)
+            case FromEngine():
+                actions = self._on_engine(now, happening.name, happening.event)
+            case FromFrontend():
+                actions = self._on_frontend(now, happening.name, happening.message)
             case None:
                 actions = self._by_the_clock(now)
         try:

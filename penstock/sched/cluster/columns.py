@@ -175,7 +175,7 @@ class Costs(Mapping[str, float]):
 
     @property
     def least(self) -> float:
-        return float(self._costs.min())
+        return float(self._costs[self._costs.argmin()])
 
 
 def least(costs: Mapping[str, float]) -> float:
