@@ -71,7 +71,7 @@ class FactorLearner:
     def __init__(self, device: DeviceModel, shape: ModelShape) -> None:
         self._times = StepTime(device, shape)
         self._values = [1.0] * len(NAMES)
-        self._known = [[TRUST * (i == j) for j in range(len(NAMES))] for i in range(len(NAMES))]  # A; symmetric
+        self._known = [[TRUST if i == j else 0.0 for j in range(len(NAMES))] for i in range(len(NAMES))]  # A; symmetric
         self._learned: list[int] = []  # places of factors that a step depended on; A has nothing beside these
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._mean_gap: float | None = None  # exponentially weighted, of its size; None before there was one

@@ -9,7 +9,7 @@ from penstock.core.plan import StepPlan
 from penstock.sched.steptime import StepTime
 
 DRAWN_AT_ONCE = 512
-KEPT = 4096  # draws that can be given back
+KEPT = 512  # draws that can be given back
 ENOUGH = 1.1  # of the steps that would fit without noise and growth, so that there are rarely too few
 
 _NUMBERS = np.arange(1.0, KEPT + DRAWN_AT_ONCE + 1)  # from 1
