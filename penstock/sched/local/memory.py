@@ -106,11 +106,12 @@ class Memory:
         Args:
             hit: blocks that are wanted as they are.
         """
-        stay = [s for s in running if s not in victims] if victims else running
+        if not victims:
+            return self.pool.available - self.promised(running)
         giving = (v.blocks[v.published :] if v.storing else v.blocks for v in victims)
         freed = Counter(block for blocks in giving for block in blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
-        return self.pool.available + gained - self.promised(stay)
+        return self.pool.available + gained - self.promised(s for s in running if s not in victims)
 
     @staticmethod
     def promised(sequences: Iterable[Sequence]) -> int:
