@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools`, when run as a file
+
 from penstock.cli.sim_compare import FIELDS
 from penstock.sim.seeds import rows_of
 from tools.scheduling_measure import ROOT, Measurement, measurements, scenario_file

@@ -1,11 +1,13 @@
 """Whether a published result still comes out is seen, for rates and for searches."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from tools import scheduling_verify
-from tools.scheduling_measure import Comparison, Measurement, run
+from tools.scheduling_measure import ROOT, Comparison, Measurement, run
 
 
 def shorten(content):
@@ -46,3 +48,10 @@ def test_only_what_was_measured_is_looked_at(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scheduling_verify, "ROOT", tmp_path)
     assert scheduling_verify.main(["hfx-single"]) == 0
     assert "0 of 0 come out as reported" in capsys.readouterr().out
+
+
+def test_it_can_be_run_as_a_file():
+    command = [sys.executable, "tools/scheduling_verify.py", "no-such-result"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 0" in done.stdout
