@@ -3,8 +3,8 @@
     python tools/scheduling_verify.py                     # of every result one simulation: hours of one core
     python tools/scheduling_verify.py hfx-4task.rates     # of these, named as in scheduling_measure.py
 
-Simulations are the same to the byte wherever they run, so a result that comes out otherwise is older than the code that
-decides, or than the engine's reports that decisions are made of. Of every policy it is the first seed, at the greatest
+A simulation is a function of scenario, policy and seed, to the byte, so a result that comes out otherwise is older than
+the code that decides, or than the engine's reports that decisions are made of. Of every policy it is the first seed, at the greatest
 of the given rates or where the search ended. What differs is to be measured anew.
 """
 
@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 
 
 def differences(one: Measurement, traces: str | None) -> list[str]:
-    """What comes out otherwise than its result says, in words.
+    """What comes out otherwise than its result says, or why that cannot be said, in words.
 
     Raises:
         RuntimeError: it cannot be simulated.
@@ -47,8 +47,8 @@ def differences(one: Measurement, traces: str | None) -> list[str]:
         entry = max(rates, key=lambda each: float(each["rate"]))
         return _unlike(rows_of(entry)[seed], _at_rate(one, entry["rate"], seed, traces))
     row = rows_of(policy)[seed]
-    if row["max_scale"] is None:  # not even the least load was kept: there is no figure to come out
-        return []
+    if row["max_scale"] is None:
+        return ["cannot be said: no load was kept, so there are no figures"]
     return _unlike(row, _at_scale(one, row["max_scale"], seed, traces))
 
 

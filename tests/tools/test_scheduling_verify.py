@@ -44,6 +44,15 @@ def test_what_cannot_be_simulated_is_said(measured):
     assert "--seed" in why
 
 
+def test_a_search_that_found_nothing_does_not_pass_for_one_that_comes_out(tmp_path):
+    of = Comparison("hfx-single", ("round_robin",), changed="short", change=shorten)
+    one = Measurement(of, "round_robin", tmp_path / "hfx-single.short.json")
+    policy = {"seeds": [{"seed": 0, "max_scale": None}]}
+    one.target.write_text(json.dumps({"seeds": [0], "policies": {"round_robin": policy}}))
+    (why,) = scheduling_verify.verify([one], 1, None)[one.title]
+    assert "no load was kept" in why
+
+
 def test_only_what_was_measured_is_looked_at(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scheduling_verify, "ROOT", tmp_path)
     assert scheduling_verify.main(["hfx-single"]) == 0
