@@ -4,8 +4,8 @@
     python tools/scheduling_verify.py hfx-4task.rates     # of these, named as in scheduling_measure.py
 
 A simulation is a function of scenario, policy and seed, to the byte, so a result that comes out otherwise is older than
-the code that decides, or than the engine's reports that decisions are made of. Of every policy it is the first seed, at the greatest
-of the given rates or where the search ended. What differs is to be measured anew.
+the code that decides, or than the engine's reports that decisions are made of. Of every policy it is the first seed, at
+the greatest of the given rates or where the search ended. What differs is to be measured anew.
 """
 
 from __future__ import annotations
