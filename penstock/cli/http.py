@@ -162,7 +162,7 @@ class Site:
         await self.frontend.wait_ready()
         collect_rarely()
         took = self.frontend.clock.now() - self.began
-        self.frontend.traffic.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
+        self.frontend.engine_client.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
         host, port = self.listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
@@ -191,11 +191,11 @@ def make_site(
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
     from penstock.service.bundles import BUNDLES, Circumstances
+    from penstock.service.channel import engine_channel, master_channel
     from penstock.service.checkpoint import read_defaults
+    from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
-    from penstock.service.link import engine_link, master_link
     from penstock.service.placement import LocalPlacement, RemotePlacement
-    from penstock.service.traffic import Traffic
     from penstock.text.tokenizer import Tokenizer
 
     clock, context = SystemClock(), zmq.Context()
@@ -205,7 +205,7 @@ def make_site(
         pump = make_master(context, endpoints, policies, options.seed, f"{name}-master", flight_recorder)
         placement = LocalPlacement(pump, name)
     else:
-        placement = RemotePlacement(master_link(context, master, name, clock), clock)
+        placement = RemotePlacement(master_channel(context, master, name, clock), clock)
     metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints], options.metrics_compat)
     tracing = None
     if options.otlp_traces_endpoint is not None:
@@ -213,12 +213,12 @@ def make_site(
 
         tracing = otlp_tracing(options.otlp_traces_endpoint)
     tokenizer = Tokenizer(options.directory, options.chat_template)
-    links = {e.name: engine_link(context, e.address, name, "frontend", clock) for e in endpoints}
+    channels = {e.name: engine_channel(context, e.address, name, "frontend", clock) for e in endpoints}
     frontend = Frontend(
         tokenizer,
         options.names,
         read_defaults(options.directory, tokenizer.eos_id),
-        Traffic(endpoints, links, placement, metrics, clock),
+        EngineClient(endpoints, channels, placement, metrics, clock),
         metrics,
         clock,
         random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
@@ -247,7 +247,7 @@ def make_master(
     import time
 
     from penstock.core.clock import SystemClock
-    from penstock.service.link import engine_link
+    from penstock.service.channel import engine_channel
     from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
     from penstock.service.recorder import Recorder
@@ -259,8 +259,8 @@ def make_master(
         recorder = Recorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
     master = Master(endpoints, policies, random.Random(seed), time.time_ns(), recorder=recorder)
-    links = {e.name: engine_link(context, e.address, name, "master", clock) for e in endpoints}
-    return MasterPump(master, links, clock, recording)
+    channels = {e.name: engine_channel(context, e.address, name, "master", clock) for e in endpoints}
+    return MasterPump(master, channels, clock, recording)
 
 
 def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:

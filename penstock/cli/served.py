@@ -31,11 +31,11 @@ class EngineKeeper:
 
     async def keep(self, site: Site) -> None:
         """Until it cannot be kept up; then every request ends with an error, and then the server."""
-        traffic = site.frontend.traffic
+        engine_client = site.frontend.engine_client
         while not self._supervisor.failure:
             for name, sentence in self._launcher.step():
-                traffic.instance_lost(name, sentence)
-                traffic.instances[name].lost = sentence  # it says more than that the connection has ended
+                engine_client.instance_lost(name, sentence)
+                engine_client.instances[name].lost = sentence  # it says more than that the connection has ended
             await asyncio.sleep(LOOK)
         site.frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
         if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then it has said why itself

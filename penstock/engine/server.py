@@ -28,14 +28,14 @@ from penstock.core.wire.engine import (
     Failed,
     Hello,
     Inspect,
-    Link,
     LinkFailed,
+    LinkPeer,
     Ready,
     SetPool,
     Shutdown,
     Snapshot,
     StepReport,
-    Unlink,
+    UnlinkPeer,
     decode_command,
 )
 from penstock.engine import load
@@ -259,10 +259,10 @@ class EngineServer:
                 log.info("%s meant for an earlier life was dropped", type(command).__name__)
             case Cancel() | SetPool() | Drain():
                 self._intake.obey(client, command)
-            case Link(peer=peer):
+            case LinkPeer(peer=peer):
                 if self._transport is not None:
                     self._transport.connect(peer)
-            case Unlink(peer=peer):
+            case UnlinkPeer(peer=peer):
                 if self._transport is not None and self._handoffs is not None:
                     self._handoffs.lost(peer, for_good=True)
                     self._transport.disconnect(peer)

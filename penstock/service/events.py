@@ -8,12 +8,12 @@ from msgspec import Struct
 
 from penstock.core.wire.engine import Command, Event, Pool
 from penstock.core.wire.master import FrontendMessage, MasterMessage
-from penstock.service.instances import LinkLost
+from penstock.service.instances import ChannelLost
 
 
 class FromEngine(Struct, frozen=True):
     name: str
-    event: Event | LinkLost
+    event: Event | ChannelLost
 
 
 class FromFrontend(Struct, frozen=True):

@@ -24,11 +24,11 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
+from penstock.service.engine_client import TICK, EngineClient, Held
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
 from penstock.service.intake import ModelLimits, make_sequences
-from penstock.service.traffic import TICK, Held, Traffic
 from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class Frontend:
         tokenizer: the model's.
         served_names: what clients may call the model; the first is its name in answers.
         defaults: of the checkpoint.
-        traffic: to the engines.
+        engine_client: to the engines.
         rng: seeds of requests that bring none.
         max_requests: sequences held at once, running and waiting; one more is refused.
         max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
@@ -59,7 +59,7 @@ class Frontend:
         tokenizer: Tokenizer,
         served_names: list[str],
         defaults: GenerationDefaults,
-        traffic: Traffic,
+        engine_client: EngineClient,
         metrics: Metrics,
         clock: Clock,
         rng: random.Random,
@@ -71,7 +71,7 @@ class Frontend:
         self.served_names = served_names
         self.default_sampling = defaults.sampling
         self.created = int(time.time())
-        self.traffic = traffic
+        self.engine_client = engine_client
         self.metrics = metrics
         self.clock = clock
         self.log_format = log_format
@@ -88,26 +88,26 @@ class Frontend:
 
     def start(self) -> None:
         """Begin to listen to the engines; call it inside the event loop."""
-        self.traffic.start()
+        self.engine_client.start()
 
     async def wait_ready(self) -> None:
         """Returns once an engine can serve."""
         while not self.ready:
-            self.traffic.changed.clear()
+            self.engine_client.changed.clear()
             with contextlib.suppress(TimeoutError):  # the master may be the last to come, and time passes by itself
                 async with asyncio.timeout(TICK):
-                    await self.traffic.changed.wait()
+                    await self.engine_client.changed.wait()
 
     async def close(self) -> None:
         """Stop listening; whatever still runs is ended with an error, and the engines are told."""
         self.end_all(Unavailable("the server is shutting down"))
         self._closed = True
-        await self.traffic.close()
+        await self.engine_client.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def end_all(self, error: PenstockError) -> None:
         """End every request with an error."""
-        for generation in {id(held.generation): held.generation for held in self.traffic.held.values()}.values():
+        for generation in {id(held.generation): held.generation for held in self.engine_client.held.values()}.values():
             generation.fail(error)
 
     # --- what it is, and how it does
@@ -128,7 +128,7 @@ class Frontend:
             return "the server is shutting down"
         now = self.clock.now()
         if any(instance.serves(now) for instance in self._instances):
-            return self.traffic.trouble
+            return self.engine_client.trouble
         troubles = {i.name: i.trouble(now) for i in self._instances if i.trouble(now)}
         if len(troubles) == 1 == len(self._instances):
             return next(iter(troubles.values()))
@@ -161,7 +161,7 @@ class Frontend:
 
     @property
     def _instances(self) -> Collection[Instance]:
-        return self.traffic.instances.values()
+        return self.engine_client.instances.values()
 
     @property
     def _said(self) -> list[Ready]:
@@ -260,9 +260,9 @@ class Frontend:
         held = [
             Held(generation, index, Flight(sequence, arrival, level.chat)) for index, sequence in enumerate(sequences)
         ]
-        self.traffic.add(held)
+        self.engine_client.add(held)
         # who wants all of the prompt computed finds nothing in any cache
-        if self.traffic.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
+        if self.engine_client.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
             root = salted(self._said[0].root_key, cache_salt)
             if len(prompt) <= AT_ONCE:
                 self._place(held, _prefix_keys(root, prompt))
@@ -270,13 +270,13 @@ class Frontend:
             hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
             hashing.add_done_callback(partial(self._hashed, held))
         else:
-            self.traffic.find_places(held)
+            self.engine_client.find_places(held)
         return generation
 
     def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
         """Raises Overloaded when there is no room for so many outputs of a prompt. A prompt that is longer than the
         whole queue has room when nothing else waits."""
-        count, queued = len(self.traffic.held), self.traffic.queued_tokens
+        count, queued = len(self.engine_client.held), self.engine_client.queued_tokens
         if count + outputs > self._max_requests:
             raise Overloaded(
                 f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
@@ -294,11 +294,11 @@ class Frontend:
     def _seconds_until(self, ends: int) -> float:
         """Seconds until all that waits now has its first token and so many sequences have ended, as it goes just now,
         or as it is predicted when nothing was measured."""
-        now, traffic = self.clock.now(), self.traffic
-        reading = traffic.reading.rate(now) or sum(_predicted_rate(said) for said in self._said)
-        ending = traffic.ending.rate(now)
+        now, engine_client = self.clock.now(), self.engine_client
+        reading = engine_client.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
+        ending = engine_client.completion_rate.rate(now)
         seconds = max(
-            traffic.queued_tokens / reading if reading else 1.0,
+            engine_client.queued_tokens / reading if reading else 1.0,
             ends / ending if ending else 1.0,
         )
         return min(max(1.0, seconds), MOST_SECONDS)
@@ -310,11 +310,11 @@ class Frontend:
     def _place(self, sequences: Sequence[Held], keys: list[bytes]) -> None:
         for held in sequences:
             held.flight.keys = keys
-        self.traffic.find_places(sequences)
+        self.engine_client.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
-        self.traffic.release(sequence_ids)
+        self.engine_client.release(sequence_ids)
 
 
 def _predicted_rate(said: Ready) -> float:

@@ -25,7 +25,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLost:
+class ChannelLost:
     """A connection has ended. Whatever was under way on it may be lost; everything that came was received before."""
 
     message: str

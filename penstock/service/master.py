@@ -67,7 +67,7 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.life import SUSPECT_AFTER, Life
 from penstock.service.mesh import Mesh
 from penstock.service.queue import Queue, Waiting
@@ -200,7 +200,7 @@ class Master:
 
     # --- instances
 
-    def _on_engine(self, now: float, name: str, event: Event | LinkLost) -> list[Action]:
+    def _on_engine(self, now: float, name: str, event: Event | ChannelLost) -> list[Action]:
         life = self._lives.get(name)
         match event:
             case Snapshot() if life is not None and event.incarnation == life.peer.incarnation:
@@ -208,7 +208,7 @@ class Master:
             case Ready():
                 if life is None or life.peer.incarnation != event.peer.incarnation:
                     return self._join(now, name, event)
-            case LinkLost(message=message) | Failed(message=message):
+            case ChannelLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
             case CacheDelta() if (
                 self.joined.wants_keys and life is not None and event.incarnation == life.peer.incarnation

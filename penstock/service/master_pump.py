@@ -14,6 +14,7 @@ from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event
 from penstock.core.wire.master import decode_from_frontend
+from penstock.service.channel import Inbox
 from penstock.service.events import (
     FromEngine,
     FromFrontend,
@@ -24,8 +25,7 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
-from penstock.service.inbox import Inbox
-from penstock.service.instances import LinkLost
+from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.recorder_file import RecorderFile
 
@@ -33,11 +33,11 @@ log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
 
 
-class ToEngineLink(Protocol):
-    """A link to an engine."""
+class ToEngineChannel(Protocol):
+    """A channel to an engine."""
 
     def send(self, message: Command, /) -> None: ...
-    async def receive(self) -> Event | LinkLost: ...
+    async def receive(self) -> Event | ChannelLost: ...
     def close(self) -> None: ...
 
 
@@ -45,7 +45,7 @@ class MasterPump:
     """Carries what happens to the master, and what it wants to the engines.
 
     Args:
-        links: to every instance, by name.
+        channels: to every instance, by name.
         recording: where what the master's recorder holds is written; closed with the pump.
 
     Attributes:
@@ -55,13 +55,13 @@ class MasterPump:
     def __init__(
         self,
         master: Master,
-        links: Mapping[str, ToEngineLink],
+        channels: Mapping[str, ToEngineChannel],
         clock: Clock,
         recording: RecorderFile | None = None,
     ) -> None:
         self.master = master
         self.deliver: Callable[[ToFrontend], None] = _nobody_listens
-        self._links = links
+        self._channels = channels
         self._clock = clock
         self._recording = recording
         self._tasks: list[asyncio.Task[None]] = []
@@ -69,7 +69,7 @@ class MasterPump:
 
     def start(self) -> None:
         """Begin; call it inside the event loop."""
-        self._tasks = [asyncio.create_task(self._listen(name)) for name in self._links]
+        self._tasks = [asyncio.create_task(self._listen(name)) for name in self._channels]
         self._tasks.append(asyncio.create_task(self._keep_time()))
         if self._recording is not None:
             self._tasks.append(asyncio.create_task(self._recording.run()))
@@ -82,15 +82,15 @@ class MasterPump:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._recording is not None:
             self._recording.close()
-        for link in self._links.values():
-            link.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def handle(self, happening: Happening | None) -> None:
         """Act on what happened, or on time going on."""
         for action in self.master.tick(self._clock.now(), happening):
             match action:
                 case ToEngine(name, command):
-                    self._links[name].send(command)
+                    self._channels[name].send(command)
                 case ToFrontend():
                     self.deliver(action)
                 case Notice(text):
@@ -120,9 +120,9 @@ class MasterPump:
     async def _listen(self, name: str) -> None:
         while True:
             try:
-                event = await self._links[name].receive()
+                event = await self._channels[name].receive()
             except msgspec.DecodeError as error:
-                event = LinkLost(f"a message from it could not be read: {error}")
+                event = ChannelLost(f"a message from it could not be read: {error}")
             try:
                 self.handle(FromEngine(name, event))
             except Exception:  # the other instances go on

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from penstock.core.wire.engine import Link, Peer, Pool, Unlink
+from penstock.core.wire.engine import LinkPeer, Peer, Pool, UnlinkPeer
 from penstock.sched.cluster import hands_over
 from penstock.service.events import Action, Notice, ToEngine
 from penstock.service.life import Life
@@ -65,7 +65,7 @@ class Mesh:
             return []
         source.links[name] = target.peer
         source.peers.add(name)
-        return [ToEngine(source.name, Link(source.peer.incarnation, target.peer))]
+        return [ToEngine(source.name, LinkPeer(source.peer.incarnation, target.peer))]
 
     def _may_link(self, source: Life, target: Life) -> bool:
         """Whether one should be able to hand over to the other."""
@@ -77,7 +77,7 @@ class Mesh:
         actions: list[Action] = []
         for other, life in self._lives.items():
             if name in life.links:
-                actions.append(ToEngine(other, Unlink(life.peer.incarnation, life.links[name])))
+                actions.append(ToEngine(other, UnlinkPeer(life.peer.incarnation, life.links[name])))
             life.disconnect(name)
         for pair in [pair for pair in self._failed if name in pair]:
             del self._failed[pair]
@@ -101,7 +101,7 @@ class Mesh:
                 continue
             if not failure.retried:
                 failure.retried = True
-                actions.append(ToEngine(name, Link(source.peer.incarnation, source.links[other])))
+                actions.append(ToEngine(name, LinkPeer(source.peer.incarnation, source.links[other])))
             elif now - failure.since >= RELINK_AFTER + PROBATION:
                 del self._failed[name, other], source.unlinked[other]
                 source.peers.add(other)

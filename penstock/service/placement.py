@@ -26,7 +26,7 @@ from penstock.core.wire.master import (
     Queued,
 )
 from penstock.service.events import FromFrontend, ToFrontend
-from penstock.service.instances import LinkLost
+from penstock.service.instances import ChannelLost
 from penstock.service.master_pump import MasterPump
 
 log = logging.getLogger("penstock.frontend")
@@ -126,12 +126,12 @@ class LocalPlacement:
 
 
 class ToMaster(Protocol):
-    """A link to the master."""
+    """A channel to the master."""
 
     connected: bool
 
     def send(self, message: FrontendMessage, /) -> None: ...
-    async def receive(self) -> MasterMessage | LinkLost: ...
+    async def receive(self) -> MasterMessage | ChannelLost: ...
     def close(self) -> None: ...
 
 
@@ -158,8 +158,8 @@ class RemotePlacement:
         wants_keys: as the master said last.
     """
 
-    def __init__(self, link: ToMaster, clock: Clock) -> None:
-        self._link = link
+    def __init__(self, channel: ToMaster, clock: Clock) -> None:
+        self._channel = channel
         self._clock = clock
         self._absent = "it has not answered yet"
         self._absent_since = float("-inf")
@@ -191,15 +191,15 @@ class RemotePlacement:
         now = self._clock.now()
         self._drop(place.request_id)
         self._asked[place.request_id] = _Question(place, now, now)
-        self._link.send(place)
+        self._channel.send(place)
 
     def begun(self, request_ids: Sequence[str]) -> None:
-        self._link.send(Begun(list(request_ids)))
+        self._channel.send(Begun(list(request_ids)))
 
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         for request_id in request_ids:
             self._drop(request_id)
-        self._link.send(Ended(list(request_ids), list(outcomes)))
+        self._channel.send(Ended(list(request_ids), list(outcomes)))
 
     def _drop(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
@@ -221,12 +221,12 @@ class RemotePlacement:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
-        self._link.close()
+        self._channel.close()
 
     async def _listen(self) -> None:
         while True:
             try:
-                self._handle(await self._link.receive())
+                self._handle(await self._channel.receive())
             except msgspec.DecodeError as error:
                 log.warning("a message from the master could not be read: %s", error)
 
@@ -239,8 +239,8 @@ class RemotePlacement:
         self._asked |= self._queued
         self._queued.clear()
 
-    def _handle(self, message: MasterMessage | LinkLost) -> None:
-        if isinstance(message, LinkLost):
+    def _handle(self, message: MasterMessage | ChannelLost) -> None:
+        if isinstance(message, ChannelLost):
             self._miss(message.message)
             return
         self._heard = now = self._clock.now()
@@ -253,7 +253,7 @@ class RemotePlacement:
                 elif back:
                     self.since = now
                     for question in self._asked.values():
-                        self._link.send(question.again(now))
+                        self._channel.send(question.again(now))
             case Placed() | NoPlace() | Queued():
                 self._pass_on(message)
 

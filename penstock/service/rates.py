@@ -47,7 +47,7 @@ class RateWindow:
         )
 
 
-class Pace:
+class RateMeter:
     """How fast something goes while there is any of it to do, over the last `WINDOW` seconds."""
 
     def __init__(self) -> None:

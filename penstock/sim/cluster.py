@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.engine import CacheDelta, Command, Event, Link, Peer, Pool, Ready, Refused, Snapshot
+from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Pool, Ready, Refused, Snapshot
 from penstock.core.wire.handoff import PeerMessage
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
@@ -29,7 +29,7 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master, Policies, Recorder
 from penstock.service.scaling import FleetLimits
 from penstock.sim import instance as engine
@@ -201,7 +201,7 @@ class Cluster:
         dues: list[Due] = []
         for action in self.master.tick(now, happening):
             match action:
-                case ToEngine(_, Link()):
+                case ToEngine(_, LinkPeer()):
                     pass  # every way is there
                 case ToEngine(name, command):
                     dues.append(self._to_engine(now, name, command))
@@ -324,7 +324,7 @@ class Cluster:
         noticed = now + max(WATCH, self._scenario.latency)  # what was sent before has come by then
         dues = [
             *(Due(noticed, Priority.MESSAGE, partial(self._hear, place.name, said)) for said in words.values()),
-            Due(noticed, Priority.MESSAGE, partial(self._at_master, FromEngine(place.name, LinkLost(reason)))),
+            Due(noticed, Priority.MESSAGE, partial(self._at_master, FromEngine(place.name, ChannelLost(reason)))),
             Due(noticed, Priority.MESSAGE, lambda at: self.frontend.lose(at, peer, reason)),
         ]
         for other in self.places.values():

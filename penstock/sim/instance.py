@@ -35,7 +35,7 @@ from penstock.core.wire.engine import (
     Refused,
     SetPool,
     Snapshot,
-    Unlink,
+    UnlinkPeer,
 )
 from penstock.core.wire.handoff import PeerMessage, Push
 from penstock.sched.local import Scheduler
@@ -447,7 +447,7 @@ class Instance:
     def _obey(self, now: float, command: Letter) -> None:
         """The master."""
         match command:
-            case Unlink(peer=peer):
+            case UnlinkPeer(peer=peer):
                 self.handoffs.lost(peer, for_good=True)
             case SetPool() | Drain():
                 self.intake.obey("", command)

@@ -41,7 +41,7 @@ def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, 
         clock = ManualClock()
         site = make_site(options(), socket.socket(), "f", [Endpoint("e", "ipc:///nobody")], clock.now())
         site.frontend.clock = clock
-        at_first = site.frontend.traffic.patience
+        at_first = site.frontend.engine_client.patience
 
         async def ready():
             clock.advance(took)
@@ -49,7 +49,7 @@ def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, 
         monkeypatch.setattr(site.frontend, "wait_ready", ready)
         await site._announce()
         await site.close()
-        return at_first, site.frontend.traffic.patience
+        return at_first, site.frontend.engine_client.patience
 
     assert asyncio.run(go()) == (5.0, patience)
 

@@ -8,10 +8,10 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire.master import NoPlace, Placed
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
+from penstock.service.engine_client import EngineClient
 from penstock.service.frontend import Frontend
 from penstock.service.instances import Endpoint
-from penstock.service.traffic import Traffic
-from tests.helpers.scripted import ScriptedLink, ready
+from tests.helpers.scripted import ScriptedChannel, ready
 
 
 class ScriptedPlacement:
@@ -55,11 +55,11 @@ class ScriptedPlacement:
 
 
 def run(tokenizer, scenario, *names, ready_now=True, decode=None):
-    """Run scenario(frontend, links, clock) inside an event loop; links by name, or the only one."""
+    """Run scenario(frontend, channels, clock) inside an event loop; channels by name, or the only one."""
 
     async def go():
         instances = names or ("engine-0",)
-        links, clock = {name: ScriptedLink(name) for name in instances}, ManualClock()
+        channels, clock = {name: ScriptedChannel(name) for name in instances}, ManualClock()
         peers = [ready(name).peer for name in instances if name != decode]
         placement = ScriptedPlacement(peers, ready(decode).peer if decode else None)
         metrics = Metrics("m", instances)
@@ -67,7 +67,7 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
             tokenizer,
             ["m"],
             read_defaults(DEMO),
-            Traffic([Endpoint(name, "") for name in instances], links, placement, metrics, clock),
+            EngineClient([Endpoint(name, "") for name in instances], channels, placement, metrics, clock),
             metrics,
             clock,
             random.Random(0),
@@ -75,22 +75,22 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
         frontend.placement = placement
         frontend.start()
         if ready_now:
-            for name, link in links.items():
-                link.say(ready(name))
+            for name, channel in channels.items():
+                channel.say(ready(name))
             await frontend.wait_ready()
-            await until(lambda: all(i.ready for i in frontend.traffic.instances.values()))
+            await until(lambda: all(i.ready for i in frontend.engine_client.instances.values()))
         try:
-            await scenario(frontend, links if names else links["engine-0"], clock)
+            await scenario(frontend, channels if names else channels["engine-0"], clock)
         finally:
             await frontend.close()
-        assert all(link.closed for link in links.values())
-        assert not frontend.traffic.held
+        assert all(channel.closed for channel in channels.values())
+        assert not frontend.engine_client.held
 
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
 def lost(frontend):
-    return all(instance.lost for instance in frontend.traffic.instances.values())
+    return all(instance.lost for instance in frontend.engine_client.instances.values())
 
 
 async def until(condition):
@@ -103,7 +103,9 @@ async def submit(frontend, prompt=(1,), params=None, request_id="r"):
     params = params or SamplingParams()
     generation = frontend.submit(list(prompt), params, request_id=request_id)
     ids = [s.id for s in generation._sequences]
-    await until(lambda: set(ids) <= {r.id for link in frontend.traffic._links.values() for r in link.enqueued()})
+    await until(
+        lambda: set(ids) <= {r.id for channel in frontend.engine_client._channels.values() for r in channel.enqueued()}
+    )
     return generation, ids
 
 

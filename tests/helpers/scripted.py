@@ -28,7 +28,7 @@ def snapshot(life=1, sequence=1, pool="any", **changes) -> Snapshot:
     return Snapshot(incarnation=life, sequence=sequence, pool=pool, **(values | changes))
 
 
-class ScriptedLink:
+class ScriptedChannel:
     """A wire to an engine."""
 
     def __init__(self, name="engine-0", life=1) -> None:

@@ -10,22 +10,22 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Refused
 from penstock.obs.logs import log_ended
 from penstock.service.checkpoint import DEMO, read_defaults
-from penstock.service.instances import LinkLost
+from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, one, run, submit, until, value
 from tests.helpers.scripted import ready
 
 
 def test_prefix_keys_depend_on_the_salt(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.placement.wants_keys = True
         keys = []
         for count, salt in enumerate(("", "mine", "yours", "mine")):
             generation = frontend.submit([1] * 70, SamplingParams(), request_id="r", cache_salt=salt)
-            await until(lambda count=count: len(link.enqueued()) > count)
-            (held,) = [held for held in frontend.traffic.held.values() if held.generation is generation]
+            await until(lambda count=count: len(channel.enqueued()) > count)
+            (held,) = [held for held in frontend.engine_client.held.values() if held.generation is generation]
             flight = held.flight
             keys.append(flight.keys)
-            assert link.enqueued()[-1].cache_salt == salt
+            assert channel.enqueued()[-1].cache_salt == salt
             extended = flight.keys.copy()
             flight.keys = []
             flight.add_keys(b"root")  # as when it goes on elsewhere
@@ -38,15 +38,15 @@ def test_prefix_keys_depend_on_the_salt(tokenizer):
 
 
 def test_bad_words_reach_the_engine_as_tokens_and_prompt_logprobs_come_back(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         params = SamplingParams(bad_words=["import"], prompt_logprobs=0)
         generation, (name,) = await submit(frontend, [1, 2], params)
-        words = link.enqueued()[0].bad_words
+        words = channel.enqueued()[0].bad_words
         assert {tokenizer.decode(word).strip() for word in words} == {"import"}
         reports = [TokenLogprobs(-1.0, 3, [])]
-        link.report(TokenOutput(name, [5], prompt_logprobs=reports))
+        channel.report(TokenOutput(name, [5], prompt_logprobs=reports))
         assert (await one(generation)).prompt_logprobs == reports
-        link.report(TokenOutput(name, [6], start=1))
+        channel.report(TokenOutput(name, [6], start=1))
         assert (await one(generation)).prompt_logprobs is None
         generation.cancel()
 
@@ -56,19 +56,19 @@ def test_bad_words_reach_the_engine_as_tokens_and_prompt_logprobs_come_back(toke
 def test_tokens_become_text_usage_and_metrics(tokenizer):
     ids = tokenizer.encode("def join(path): return")
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend, [1, 2, 3], SamplingParams(max_tokens=50))
         clock.advance(0.5)
-        link.report(TokenOutput(name, ids[:1], cached_tokens=2))
+        channel.report(TokenOutput(name, ids[:1], cached_tokens=2))
         first = await one(generation)
         clock.advance(0.25)
-        link.report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.25)))
+        channel.report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.25)))
         rest = await collect(generation)
         assert first.text + "".join(d.text for d in rest) == tokenizer.decode(ids)
         assert rest[-1].finish_reason == "length"
         assert generation.usage.completion_tokens == len(ids)
         assert generation.usage.cached_tokens == 2
-        assert link.cancelled() == []
+        assert channel.cancelled() == []
         assert value(frontend, "penstock:time_to_first_token_seconds_sum") == 0.5
         assert value(frontend, "penstock:generation_tokens_total") == len(ids)
         assert value(frontend, "penstock:prompt_tokens_total") == 3
@@ -82,25 +82,25 @@ def test_tokens_become_text_usage_and_metrics(tokenizer):
 def test_a_stop_string_ends_the_text_and_the_engines_work(tokenizer):
     ids = tokenizer.encode("one two three four")
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend, params=SamplingParams(stop="thr"))
         for i, token in enumerate(ids):
-            link.report(TokenOutput(name, [token], start=i))
+            channel.report(TokenOutput(name, [token], start=i))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas) == "one two "
         assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "thr")
-        assert set(link.cancelled()) == {name}
+        assert set(channel.cancelled()) == {name}
         assert generation.usage.completion_tokens < len(ids)
 
     run(tokenizer, scenario)
 
 
 def test_several_outputs_come_interleaved(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=3, seed=5))
-        assert [r.seed for r in link.enqueued()] == [5, 6, 7]
+        assert [r.seed for r in channel.enqueued()] == [5, 6, 7]
         for i in (2, 0, 1):
-            link.report(TokenOutput(names[i], [20 + i], finish=FinishReason.LENGTH))
+            channel.report(TokenOutput(names[i], [20 + i], finish=FinishReason.LENGTH))
         deltas = await collect(generation)
         assert sorted((d.index, d.tokens[0]) for d in deltas) == [(0, 20), (1, 21), (2, 22)]
         assert generation.usage.prompt_tokens == 1
@@ -112,10 +112,10 @@ def test_several_outputs_come_interleaved(tokenizer):
 def test_stop_tokens_are_reported_unless_they_are_the_models_own(tokenizer):
     eos = next(iter(read_defaults(DEMO).eos_ids))
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         for stop, want in ((eos, None), (30, 30)):
             generation, (name,) = await submit(frontend, params=SamplingParams(stop_token_ids=(30,)))
-            link.report(TokenOutput(name, [stop], finish=FinishReason.STOP, stop_token=stop))
+            channel.report(TokenOutput(name, [stop], finish=FinishReason.STOP, stop_token=stop))
             (delta,) = await collect(generation)
             assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", want)
 
@@ -123,15 +123,15 @@ def test_stop_tokens_are_reported_unless_they_are_the_models_own(tokenizer):
 
 
 def test_cancel_reaches_the_engine_and_late_tokens_are_dropped(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=2))
-        link.report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH))
+        channel.report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH))
         await one(generation)
         generation.cancel()
         generation.cancel()
-        assert link.cancelled() == [names[1]]
-        link.report(TokenOutput(names[1], [21]))
-        await until(link.events.empty)
+        assert channel.cancelled() == [names[1]]
+        channel.report(TokenOutput(names[1], [21]))
+        await until(channel.events.empty)
         assert await collect(generation) == []
         assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
         assert sorted(frontend.placement.over) == sorted(names)
@@ -142,10 +142,10 @@ def test_cancel_reaches_the_engine_and_late_tokens_are_dropped(tokenizer):
 def test_an_engine_that_works_for_nobody_is_told(tokenizer):
     """A cancellation may miss a request that is just being handed over."""
 
-    async def scenario(frontend, link, clock):
-        link.report(TokenOutput("forgotten", [5]))
-        await until(link.cancelled)
-        assert link.sent[-1] == Cancel(1, ["forgotten"])
+    async def scenario(frontend, channel, clock):
+        channel.report(TokenOutput("forgotten", [5]))
+        await until(channel.cancelled)
+        assert channel.sent[-1] == Cancel(1, ["forgotten"])
 
     run(tokenizer, scenario)
 
@@ -156,12 +156,12 @@ def test_that_all_instances_are_ready_is_told_once(tokenizer, caplog):
     def told():
         return [r.getMessage() for r in caplog.records if "instances are ready" in r.getMessage()]
 
-    async def scenario(frontend, links, clock):
-        links["a"].say(ready("a"))
-        await until(lambda: frontend.traffic.instances["a"].ready)
+    async def scenario(frontend, channels, clock):
+        channels["a"].say(ready("a"))
+        await until(lambda: frontend.engine_client.instances["a"].ready)
         assert told() == []
-        links["b"].say(ready("b"))
-        await until(lambda: frontend.traffic.instances["b"].ready)
+        channels["b"].say(ready("b"))
+        await until(lambda: frontend.engine_client.instances["b"].ready)
         assert told() == ["2 of 2 instances are ready"]
 
     run(tokenizer, scenario, "a", "b", ready_now=False)
@@ -171,7 +171,7 @@ def test_that_all_instances_are_ready_is_told_once(tokenizer, caplog):
 def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
     caplog.set_level("INFO", "penstock.request")
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.submit([1], SamplingParams(), request_id="r", model=model).cancel()
         log_ended()
         assert f"model={model or 'm'} id=r" in caplog.text
@@ -180,10 +180,10 @@ def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
 
 
 def test_numbers_that_are_none_fail_one_request_only(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         (broken, (one,)), (fine, (two,)) = await submit(frontend), await submit(frontend)
         names = [one, two]
-        link.report(
+        channel.report(
             TokenOutput(names[0], [], finish=FinishReason.ERROR), TokenOutput(names[1], [5], finish=FinishReason.LENGTH)
         )
         with pytest.raises(EngineFailure, match="no number"):
@@ -194,13 +194,13 @@ def test_numbers_that_are_none_fail_one_request_only(tokenizer):
 
 
 def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         (odd, (one,)), (fine, (two,)) = await submit(frontend), await submit(frontend)
         names = [one, two]
-        link.report(TokenOutput(names[0], ["no token"]), TokenOutput(names[1], [5], finish=FinishReason.LENGTH))
+        channel.report(TokenOutput(names[0], ["no token"]), TokenOutput(names[1], [5], finish=FinishReason.LENGTH))
         with pytest.raises(EngineFailure):
             await collect(odd)
-        assert link.cancelled() == [names[0]]
+        assert channel.cancelled() == [names[0]]
         assert (await collect(fine))[-1].finish_reason == "length"
         assert frontend.healthy
 
@@ -208,12 +208,12 @@ def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
 
 
 def test_what_cannot_be_placed_for_a_mistake_of_ours_fails_and_harms_no_other(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.placement.answer, answer = lambda place: 1 / 0, frontend.placement.answer
         broken = frontend.submit([1], SamplingParams(n=2), request_id="r")
         with pytest.raises(EngineFailure, match="could not be placed: ZeroDivisionError"):
             await collect(broken)
-        assert not frontend.traffic.held
+        assert not frontend.engine_client.held
         frontend.placement.answer = answer
         await submit(frontend)
 
@@ -221,9 +221,9 @@ def test_what_cannot_be_placed_for_a_mistake_of_ours_fails_and_harms_no_other(to
 
 
 def test_a_refusal_is_the_users_error(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
-        link.say(Refused(1, name, "too odd"))
+        channel.say(Refused(1, name, "too odd"))
         with pytest.raises(InvalidRequest, match="too odd"):
             await collect(generation)
 
@@ -231,11 +231,11 @@ def test_a_refusal_is_the_users_error(tokenizer):
 
 
 def test_outputs_end_where_the_model_does(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         for params in (SamplingParams(max_tokens=80), SamplingParams(max_tokens=None), SamplingParams(max_tokens=99)):
             await submit(frontend, [1] * 20, params)
         await submit(frontend, [1] * 95)
-        assert [request.max_tokens for request in link.enqueued()] == [80, 80, 80, 5]
+        assert [request.max_tokens for request in channel.enqueued()] == [80, 80, 80, 5]
         with pytest.raises(PromptTooLong):
             frontend.submit([1] * 100, SamplingParams(max_tokens=90), request_id="r")
 
@@ -243,7 +243,7 @@ def test_outputs_end_where_the_model_does(tokenizer):
 
 
 def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         assert not frontend.ready
         assert frontend.healthy
         with pytest.raises(Unavailable, match="loading"):
@@ -253,20 +253,20 @@ def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
 
 
 def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, caplog):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         assert "max-model-len" not in caplog.text
-        links["b"].say(ready("b", 2, max_model_len=50))
+        channels["b"].say(ready("b", 2, max_model_len=50))
         await until(lambda: frontend.max_model_len == 50)
         told = "b has a max-model-len of 50, others have 100: no request may be longer than 50, wherever it runs"
         assert told in caplog.text
         with pytest.raises(PromptTooLong):
             frontend.submit([1] * 50, SamplingParams(), request_id="r")
-        links["a"].say(LinkLost("burnt"))
+        channels["a"].say(ChannelLost("burnt"))
         await until(lambda: frontend.instance_states()[0]["state"] == "lost")
         assert frontend.healthy
         assert frontend.ready
         assert frontend.instance_states()[0]["trouble"] == "burnt"
-        links["b"].say(LinkLost("drowned"))
+        channels["b"].say(ChannelLost("drowned"))
         await until(lambda: not frontend.healthy)
         assert frontend.unhealthy_reason == "a: burnt; b: drowned"
 
@@ -274,12 +274,12 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, cap
 
 
 def test_only_modelled_engines_make_a_modelled_model(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         assert frontend.modelled is None
-        links["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
-        await until(lambda: frontend.traffic.instances["a"].is_life(2))
+        channels["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        await until(lambda: frontend.engine_client.instances["a"].is_life(2))
         assert frontend.modelled is None
-        links["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channels["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         assert frontend.modelled == {"first_token_id": 3, "last_token_id": 9}
 
@@ -287,11 +287,11 @@ def test_only_modelled_engines_make_a_modelled_model(tokenizer):
 
 
 def test_a_master_that_comes_last_makes_it_ready_too(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.placement.trouble = "the master has not answered yet"
-        link.say(ready("engine-0"))
+        channel.say(ready("engine-0"))
         waiting = asyncio.create_task(frontend.wait_ready())
-        await until(lambda: frontend.traffic.instances["engine-0"].ready)
+        await until(lambda: frontend.engine_client.instances["engine-0"].ready)
         assert not frontend.ready
         frontend.placement.trouble = ""  # of which nothing tells the frontend
         await waiting
@@ -301,20 +301,20 @@ def test_a_master_that_comes_last_makes_it_ready_too(tokenizer):
 
 
 def test_to_cancel_a_beam_search_drops_it(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         params = SamplingParams(n=3, use_beam_search=True)
         generation, (one_id, *same) = await submit(frontend, [1, 2], params)
         assert set(same) == {one_id}
         generation.cancel()
-        assert not frontend.traffic.held
-        assert [c.request_ids for c in link.sent if isinstance(c, Cancel)] == [[one_id]]
+        assert not frontend.engine_client.held
+        assert [c.request_ids for c in channel.sent if isinstance(c, Cancel)] == [[one_id]]
 
     run(tokenizer, scenario)
 
 
 def test_modelled_engines_do_not_search(tokenizer):
-    async def scenario(frontend, link, clock):
-        link.say(ready("engine-0", 2, device="modelled:h200", drawn_ids=(3, 9)))
+    async def scenario(frontend, channel, clock):
+        channel.say(ready("engine-0", 2, device="modelled:h200", drawn_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
             frontend.submit([1], SamplingParams(use_beam_search=True), request_id="r")

@@ -11,27 +11,27 @@ from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
 from penstock.kv.keys import extend_keys
+from penstock.service.engine_client import MASTER_LEARNS
 from penstock.service.flight import ATTEMPTS, PATIENCE
-from penstock.service.instances import SILENT_AFTER, LinkLost
-from penstock.service.traffic import MASTER_LEARNS
+from penstock.service.instances import SILENT_AFTER, ChannelLost
 from tests.helpers.frontends import collect, lost, one, run, submit, until, value
 from tests.helpers.scripted import STATS, ready
 
 STUCK_AFTER = step_limit(ready().token_budget + ready().max_sequences, ready().device)
 
 
-@pytest.mark.parametrize("event", [Failed("out of memory"), LinkLost("gone"), msgspec.DecodeError("nonsense")])
+@pytest.mark.parametrize("event", [Failed("out of memory"), ChannelLost("gone"), msgspec.DecodeError("nonsense")])
 def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_error(tokenizer, event):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generations = [(await submit(frontend, params=SamplingParams(n=2)))[0] for _ in range(3)]
         assert frontend.healthy
-        link.say(event)
+        channel.say(event)
         await until(lambda: lost(frontend))
         clock.advance(PATIENCE)
-        frontend.traffic.tick()
-        assert len(frontend.traffic.held) == 6
+        frontend.engine_client.tick()
+        assert len(frontend.engine_client.held) == 6
         clock.advance(0.1)
-        frontend.traffic.tick()
+        frontend.engine_client.tick()
         for generation in generations:
             with pytest.raises(
                 EngineFailure, match=r"^engine-0 failed during this request .* nobody could go on with it"
@@ -42,18 +42,18 @@ def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_err
         assert not frontend.ready
         with pytest.raises(Unavailable):
             frontend.submit([1], SamplingParams(), request_id="r")
-        link.life = 2
-        link.say(ready(life=2))
+        channel.life = 2
+        channel.say(ready(life=2))
         await until(lambda: frontend.ready)
         frontend.placement.prefill = [ready(life=2).peer]
         await submit(frontend)
-        assert link.sent[-1].to == 2
+        assert channel.sent[-1].to == 2
 
     run(tokenizer, scenario)
 
 
 def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         def up():
             return [value(frontend, "penstock:instance_up", engine=name) for name in "ab"]
 
@@ -61,8 +61,8 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
         generations.append((await submit(frontend))[0])
         assert up() == [1, 1]
         caplog.clear()
-        links["a"].say(LinkLost("the connection was lost"))
-        await until(lambda: len(links["b"].enqueued()) == 5)
+        channels["a"].say(ChannelLost("the connection was lost"))
+        await until(lambda: len(channels["b"].enqueued()) == 5)
         lines = [record.getMessage() for record in caplog.records if record.name == "penstock.frontend"]
         assert lines == ["a was lost (the connection was lost): 3 requests are to go on elsewhere"]
         assert not any(generation.over for generation in generations)
@@ -70,42 +70,42 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
         lost = [value(frontend, "penstock:instance_lost_total", engine=name) for name in "ab"]
         assert lost == [1, 0]
         clock.advance(STUCK_AFTER + 1)
-        frontend.traffic.tick()
+        frontend.engine_client.tick()
         assert up() == [0, 0]
-        links["a"].say(ready("a", 2))
+        channels["a"].say(ready("a", 2))
         await until(lambda: up() == [1, 0])
 
     run(tokenizer, scenario, "a", "b")
 
 
 def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
         frontend.placement.prefill = [ready(life=2).peer]
-        link.say(ready(life=2))
-        await until(lambda: link.sent[-1].to == 2)
-        link.report(TokenOutput(name, [5]))  # of the first life, late
-        link.life = 2
-        link.report(TokenOutput(name, [6], generation=1, finish=FinishReason.LENGTH))
+        channel.say(ready(life=2))
+        await until(lambda: channel.sent[-1].to == 2)
+        channel.report(TokenOutput(name, [5]))  # of the first life, late
+        channel.life = 2
+        channel.report(TokenOutput(name, [6], generation=1, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[6]]
 
     run(tokenizer, scenario)
 
 
 def test_a_silent_engine_is_unhealthy_and_its_requests_end(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, _ = await submit(frontend)
         clock.advance(SILENT_AFTER + 0.1)
         assert frontend.instance_states()[0]["state"] == "silent"
         assert frontend.healthy
         clock.advance(STUCK_AFTER)
         assert "no sign of life" in frontend.unhealthy_reason
-        frontend.traffic.tick()
+        frontend.engine_client.tick()
         clock.advance(PATIENCE + 0.1)
-        frontend.traffic.tick()
+        frontend.engine_client.tick()
         with pytest.raises(EngineFailure, match="no sign of life"):
             await collect(generation)
-        link.report()
+        channel.report()
         await until(lambda: frontend.healthy)
 
     run(tokenizer, scenario)
@@ -114,46 +114,46 @@ def test_a_silent_engine_is_unhealthy_and_its_requests_end(tokenizer):
 def test_tokens_come_in_order_from_both_instances(tokenizer):
     ids = tokenizer.encode("def join(path): return")
 
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, (name,) = await submit(frontend)
-        command = next(c for c in links["p"].sent if isinstance(c, Enqueue))
+        command = next(c for c in channels["p"].sent if isinstance(c, Enqueue))
         assert command.decode == ready("d").peer
-        assert not links["d"].enqueued()
-        links["d"].report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH))
-        await until(links["d"].events.empty)
-        links["p"].report(TokenOutput(name, ids[:1]))
+        assert not channels["d"].enqueued()
+        channels["d"].report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH))
+        await until(channels["d"].events.empty)
+        channels["p"].report(TokenOutput(name, ids[:1]))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
         assert generation._routes == ["p>d"]
         assert value(frontend, "penstock:handoffs_total") == 1
-        assert links["p"].cancelled() == [name]  # in case that it does not know of the end
+        assert channels["p"].cancelled() == [name]  # in case that it does not know of the end
 
     run(tokenizer, scenario, "p", "d", decode="d")
 
 
 def test_cancelling_reaches_both_instances(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, (name,) = await submit(frontend)
         generation.cancel()
-        assert links["p"].cancelled() == links["d"].cancelled() == [name]
+        assert channels["p"].cancelled() == channels["d"].cancelled() == [name]
 
     run(tokenizer, scenario, "p", "d", decode="d")
 
 
 def test_losing_one_of_two_instances(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         decoding, (one,) = await submit(frontend)
         reading, _ = await submit(frontend)
-        links["p"].report(TokenOutput(one, [5]))
-        links["d"].report(TokenOutput(one, [6], start=1))
-        await until(lambda: frontend.traffic.held[one].flight.handed_over)
-        links["p"].say(LinkLost("gone"))
-        await until(lambda: not frontend.traffic.instances["p"].ready)
-        links["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
+        channels["p"].report(TokenOutput(one, [5]))
+        channels["d"].report(TokenOutput(one, [6], start=1))
+        await until(lambda: frontend.engine_client.held[one].flight.handed_over)
+        channels["p"].say(ChannelLost("gone"))
+        await until(lambda: not frontend.engine_client.instances["p"].ready)
+        channels["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
         assert [t for d in await collect(decoding) for t in d.tokens] == [5, 6, 7]
-        assert len(links["q"].enqueued()) == 1, "the one whose prompt was being read, at once"
-        assert [s.id for s in reading._sequences] == links["d"].cancelled(), "should it have room for it"
-        assert links["d"].sent[-1].generation == 0
+        assert len(channels["q"].enqueued()) == 1, "the one whose prompt was being read, at once"
+        assert [s.id for s in reading._sequences] == channels["d"].cancelled(), "should it have room for it"
+        assert channels["d"].sent[-1].generation == 0
         reading.cancel()
 
     run(tokenizer, scenario, "p", "q", "d", decode="d")
@@ -161,7 +161,7 @@ def test_losing_one_of_two_instances(tokenizer):
 
 def interrupted(frontend, count=1):
     """As many as are held and were sent elsewhere."""
-    return sum(held.flight.launches == 2 for held in frontend.traffic.held.values()) == count
+    return sum(held.flight.launches == 2 for held in frontend.engine_client.held.values()) == count
 
 
 def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
@@ -169,16 +169,16 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
     ids = tokenizer.encode("def join(path, *more): return separator.join([path, *more])")
     prompt = list(range(60))
 
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         frontend.placement.wants_keys = True
         generation, (name,) = await submit(frontend, prompt, SamplingParams(max_tokens=40, seed=7))
         clock.advance(0.5)
-        links["a"].report(TokenOutput(name, ids[:5], cached_tokens=3))
-        await until(lambda: frontend.traffic.held[name].flight.received == 5)
+        channels["a"].report(TokenOutput(name, ids[:5], cached_tokens=3))
+        await until(lambda: frontend.engine_client.held[name].flight.received == 5)
         clock.advance(1.0)
-        links["a"].say(LinkLost("burnt"))
+        channels["a"].say(ChannelLost("burnt"))
         await until(lambda: interrupted(frontend))
-        command, asked = links["b"].sent[-1], frontend.placement.asked[-1]
+        command, asked = channels["b"].sent[-1], frontend.placement.asked[-1]
         assert (list(command.request.generated), command.generation) == (ids[:5], 1)
         assert (command.request.prompt, command.request.seed, command.request.max_tokens) == (prompt, 7, 40)
         assert (asked.prompt_tokens, asked.max_tokens, asked.generation, asked.exclude) == (65, 35, 1, ["a"])
@@ -187,9 +187,9 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
         assert asked.keys == keys
         assert not generation.over
         clock.advance(1.0)
-        links["a"].report(TokenOutput(name, ids[5:7], start=5))  # it was not dead after all
-        links["b"].report(TokenOutput(name, ids[5:6], start=5, generation=1, cached_tokens=64))
-        links["b"].report(TokenOutput(name, ids[6:], start=6, generation=1, finish=FinishReason.LENGTH))
+        channels["a"].report(TokenOutput(name, ids[5:7], start=5))  # it was not dead after all
+        channels["b"].report(TokenOutput(name, ids[5:6], start=5, generation=1, cached_tokens=64))
+        channels["b"].report(TokenOutput(name, ids[6:], start=6, generation=1, finish=FinishReason.LENGTH))
         deltas = await collect(generation)
         assert [t for d in deltas for t in d.tokens] == ids
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
@@ -210,18 +210,18 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
 
 
 def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=3, stop="thr"))
         words = tokenizer.encode("one two three")
-        links["a"].report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH), TokenOutput(names[1], words[:1]))
-        await until(lambda: len(frontend.traffic.held) == 2)
-        links["a"].say(LinkLost("burnt"))
+        channels["a"].report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH), TokenOutput(names[1], words[:1]))
+        await until(lambda: len(frontend.engine_client.held) == 2)
+        channels["a"].say(ChannelLost("burnt"))
         await until(lambda: interrupted(frontend, 2))
-        generated = {r.id: list(r.generated) for r in links["b"].enqueued()}
+        generated = {r.id: list(r.generated) for r in channels["b"].enqueued()}
         assert generated == {names[1]: words[:1], names[2]: []}
         for i, word in enumerate(words[1:], 1):
-            links["b"].report(TokenOutput(names[1], [word], start=i, generation=1))
-        links["b"].report(TokenOutput(names[2], [30], generation=1, finish=FinishReason.LENGTH))
+            channels["b"].report(TokenOutput(names[1], [word], start=i, generation=1))
+        channels["b"].report(TokenOutput(names[2], [30], generation=1, finish=FinishReason.LENGTH))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas if d.index == 1) == "one two "
         assert {d.index: d.finish_reason for d in deltas if d.finish_reason} == {0: "length", 1: "stop", 2: "length"}
@@ -231,15 +231,15 @@ def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
 
 
 def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
-        link.report(TokenOutput(name, [20]))
+        channel.report(TokenOutput(name, [20]))
         await one(generation)
-        link.say(LinkLost("burnt"))
+        channel.say(ChannelLost("burnt"))
         await until(lambda: lost(frontend))
-        assert len(frontend.traffic._waiting) == 1
+        assert len(frontend.engine_client._waiting) == 1
         generation.cancel()
-        assert not frontend.traffic._waiting
+        assert not frontend.engine_client._waiting
         assert frontend.placement.over == [name]
         assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
         assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
@@ -248,18 +248,18 @@ def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
 
 
 def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
-        link.report(TokenOutput(name, [20]))
-        await until(lambda: frontend.traffic.held[name].flight.received)
-        link.say(LinkLost("burnt"))
+        channel.report(TokenOutput(name, [20]))
+        await until(lambda: frontend.engine_client.held[name].flight.received)
+        channel.say(ChannelLost("burnt"))
         await until(lambda: lost(frontend))
         clock.advance(PATIENCE - 0.1)
-        frontend.traffic.tick()
-        frontend.placement.prefill, link.life = [ready(life=2).peer], 2
-        link.say(ready(life=2))
-        await until(lambda: len(link.enqueued()) == 2)
-        link.report(TokenOutput(name, [21], start=1, generation=1, finish=FinishReason.LENGTH))
+        frontend.engine_client.tick()
+        frontend.placement.prefill, channel.life = [ready(life=2).peer], 2
+        channel.say(ready(life=2))
+        await until(lambda: len(channel.enqueued()) == 2)
+        channel.report(TokenOutput(name, [21], start=1, generation=1, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[20], [21]]
 
     run(tokenizer, scenario)
@@ -268,37 +268,37 @@ def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
 def test_a_request_that_ends_every_engine_does_not_meet_them_all(tokenizer):
     names = [f"e{i}" for i in range(ATTEMPTS + 2)]
 
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, _ = await submit(frontend)
-        for i, (at, link) in enumerate(links.items()):
+        for i, (at, channel) in enumerate(channels.items()):
             if i == ATTEMPTS:
                 break
-            await until(link.enqueued)
+            await until(channel.enqueued)
             frontend.placement.prefill = frontend.placement.prefill[1:]
-            link.say(LinkLost("poisoned"))
-            await until(lambda at=at: frontend.traffic.instances[at].lost)
+            channel.say(ChannelLost("poisoned"))
+            await until(lambda at=at: frontend.engine_client.instances[at].lost)
         last = ATTEMPTS - 1
         says = (
             rf"^e{last} failed during this request \(poisoned\), one of {ATTEMPTS} places where it was tried in vain$"
         )
         with pytest.raises(EngineFailure, match=says):
             await collect(generation)
-        assert not any(links[name].enqueued() for name in names[ATTEMPTS:])
+        assert not any(channels[name].enqueued() for name in names[ATTEMPTS:])
 
     run(tokenizer, scenario, *names)
 
 
 def test_an_earlier_attempt_that_still_runs_is_told_to_stop(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, (name,) = await submit(frontend)
         frontend.placement.prefill = [ready("b").peer]
-        links["a"].report(TokenOutput(name, [], finish=FinishReason.ABORT))
-        await until(links["b"].enqueued)
-        assert links["a"].sent[-1] == Cancel(1, [name], 0)
-        links["a"].report(TokenOutput(name, [9]))
-        await until(lambda: len(links["a"].cancelled()) == 2)
-        assert links["a"].sent[-1] == Cancel(1, [name], 0)
-        links["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
+        channels["a"].report(TokenOutput(name, [], finish=FinishReason.ABORT))
+        await until(channels["b"].enqueued)
+        assert channels["a"].sent[-1] == Cancel(1, [name], 0)
+        channels["a"].report(TokenOutput(name, [9]))
+        await until(lambda: len(channels["a"].cancelled()) == 2)
+        assert channels["a"].sent[-1] == Cancel(1, [name], 0)
+        channels["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
         assert [d.tokens for d in await collect(generation)] == [[5]]
 
     run(tokenizer, scenario, "a", "b")
@@ -306,27 +306,27 @@ def test_an_earlier_attempt_that_still_runs_is_told_to_stop(tokenizer):
 
 @pytest.mark.parametrize("why", ["draining", "stale"])
 def test_what_an_instance_never_began_runs_elsewhere(tokenizer, why):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         generation, (name,) = await submit(frontend)
-        links["a"].say(Refused(1, name, "not here", why))
-        await until(links["b"].enqueued)
+        channels["a"].say(Refused(1, name, "not here", why))
+        await until(channels["b"].enqueued)
         assert frontend.placement.asked[-1].exclude == ["a"]
-        assert links["b"].sent[-1].generation == 1
-        links["a"].report(TokenOutput(name, [9]))
-        links["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
+        assert channels["b"].sent[-1].generation == 1
+        channels["a"].report(TokenOutput(name, [9]))
+        channels["b"].report(TokenOutput(name, [5], finish=FinishReason.LENGTH, generation=1))
         assert [d.tokens for d in await collect(generation)] == [[5]]
 
     run(tokenizer, scenario, "a", "b")
 
 
 def test_a_place_that_the_frontend_knows_to_be_gone_is_not_taken(tokenizer):
-    async def scenario(frontend, links, clock):
-        links["a"].say(LinkLost("gone"))
-        await until(lambda: not frontend.traffic.instances["a"].ready)
+    async def scenario(frontend, channels, clock):
+        channels["a"].say(ChannelLost("gone"))
+        await until(lambda: not frontend.engine_client.instances["a"].ready)
         generation = frontend.submit([1], SamplingParams(), request_id="r")
-        await until(links["b"].enqueued)
+        await until(channels["b"].enqueued)
         assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"]]
-        links["b"].report(TokenOutput(generation._sequences[0].id, [5], finish=FinishReason.LENGTH, generation=1))
+        channels["b"].report(TokenOutput(generation._sequences[0].id, [5], finish=FinishReason.LENGTH, generation=1))
         assert [d.tokens for d in await collect(generation)] == [[5]]
         assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
 
@@ -334,28 +334,28 @@ def test_a_place_that_the_frontend_knows_to_be_gone_is_not_taken(tokenizer):
 
 
 def test_places_that_are_all_gone_are_asked_for_once_each_and_then_waited_for(tokenizer):
-    async def scenario(frontend, links, clock):
-        for link in links.values():
-            link.say(LinkLost("gone"))
+    async def scenario(frontend, channels, clock):
+        for channel in channels.values():
+            channel.say(ChannelLost("gone"))
         await until(lambda: lost(frontend))
-        links["b"].say(ready("b", 2))
+        channels["b"].say(ready("b", 2))
         await until(lambda: frontend.ready)
         generation = frontend.submit([1], SamplingParams(), request_id="r")
         assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"], ["a", "b"]]
         frontend.placement.prefill = [ready("b", 2).peer]
-        await until(links["b"].enqueued)
+        await until(channels["b"].enqueued)
         generation.cancel()
 
     run(tokenizer, scenario, "a", "b")
 
 
 def test_no_place_is_believed_after_a_while(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         peers, frontend.placement.prefill = frontend.placement.prefill, None
         soon = frontend.submit([1], SamplingParams(), request_id="r")
         await until(lambda: frontend.placement.asked)
         frontend.placement.prefill = peers
-        await until(link.enqueued)
+        await until(channel.enqueued)
         soon.cancel()
         frontend.placement.prefill = None
         never = frontend.submit([1], SamplingParams(), request_id="r")
@@ -368,24 +368,24 @@ def test_no_place_is_believed_after_a_while(tokenizer):
 
 
 def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_dies(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         params = SamplingParams(n=3, use_beam_search=True, max_tokens=4)
         generation = frontend.submit([1, 2], params, request_id="r")
-        await until(lambda: any(link.enqueued() for link in links.values()))
-        home, other = sorted(("p", "q"), key=lambda name: not links[name].enqueued())
-        (sent,) = [command for command in links[home].sent if isinstance(command, Enqueue)]
+        await until(lambda: any(channel.enqueued() for channel in channels.values()))
+        home, other = sorted(("p", "q"), key=lambda name: not channels[name].enqueued())
+        (sent,) = [command for command in channels[home].sent if isinstance(command, Enqueue)]
         assert (sent.decode, sent.request.params.n) == (None, 3)
-        links[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
-        await until(lambda: frontend.traffic.held[sent.request.id].flight.heard)
-        assert frontend.traffic.queued_tokens == 0, "its prompt was read"
-        links[home].say(LinkLost("killed"))
-        await until(links[other].enqueued)
-        (again,) = [command for command in links[other].sent if isinstance(command, Enqueue)]
+        channels[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
+        await until(lambda: frontend.engine_client.held[sent.request.id].flight.heard)
+        assert frontend.engine_client.queued_tokens == 0, "its prompt was read"
+        channels[home].say(ChannelLost("killed"))
+        await until(channels[other].enqueued)
+        (again,) = [command for command in channels[other].sent if isinstance(command, Enqueue)]
         assert (again.request.generated, again.request.prompt) == ((), [1, 2])
         found = [Hypothesis([5, 6, 7, 8 + i], None, FinishReason.LENGTH, None, -1.0 - i) for i in range(3)]
         last = TokenOutput(again.request.id, [], finish=FinishReason.LENGTH, hypotheses=found, generation=1)
-        links[other].say(StepReport(again.to, [last], STATS))
-        await until(lambda: not frontend.traffic.held)
+        channels[other].say(StepReport(again.to, [last], STATS))
+        await until(lambda: not frontend.engine_client.held)
         deltas = [delta for delta in generation.take() if delta.tokens]
         assert [(d.index, d.tokens) for d in deltas] == [(i, found[i].tokens) for i in range(3)]
         assert generation.over

@@ -15,43 +15,43 @@ from tests.helpers.frontends import run, submit, until, value
 
 
 def test_a_full_queue_refuses_and_recovers(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend._max_requests = 3
         _, names = await submit(frontend, params=SamplingParams(n=2))
         with pytest.raises(Overloaded) as caught:
             frontend.submit([1], SamplingParams(n=2), request_id="b")
         assert 1 <= caught.value.retry_after <= 60
-        assert len(link.enqueued()) == 2
-        link.report(TokenOutput(names[0], [5], finish=FinishReason.LENGTH))
-        await until(lambda: len(frontend.traffic.held) == 1)
+        assert len(channel.enqueued()) == 2
+        channel.report(TokenOutput(names[0], [5], finish=FinishReason.LENGTH))
+        await until(lambda: len(frontend.engine_client.held) == 1)
         frontend.submit([1], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
 
 
 def test_the_queue_is_bounded_in_tokens_and_says_how_long_it_is(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend._max_queued_tokens = 100
         _, (first,) = await submit(frontend, [1] * 60)
         _, (second,) = await submit(frontend, [1] * 40)
         with pytest.raises(Overloaded, match="100 prompt tokens wait for their first token, at most 100"):
             frontend.submit([1], SamplingParams(), request_id="b")
         clock.advance(2.0)
-        link.report(TokenOutput(first, [5]))
-        await until(lambda: frontend.traffic.queued_tokens == 40)
+        channel.report(TokenOutput(first, [5]))
+        await until(lambda: frontend.engine_client.queued_tokens == 40)
         clock.advance(2.0)
         with pytest.raises(Overloaded) as caught:  # 60 tokens in 4 s, and 40 of them wait
             frontend.submit([1] * 61, SamplingParams(), request_id="b")
         assert caught.value.retry_after == pytest.approx(40 / 15)
         await submit(frontend, [1] * 60)
-        frontend.traffic.release([second])
-        assert frontend.traffic.queued_tokens == 60
+        frontend.engine_client.release([second])
+        assert frontend.engine_client.queued_tokens == 60
 
     run(tokenizer, scenario)
 
 
 def test_what_is_longer_than_the_queue_has_its_turn_alone(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend._max_queued_tokens = 10
         generation, _ = await submit(frontend, [1] * 50)
         with pytest.raises(Overloaded):
@@ -63,7 +63,7 @@ def test_what_is_longer_than_the_queue_has_its_turn_alone(tokenizer):
 
 
 def test_without_a_limit_the_queue_holds_what_the_caches_hold_a_few_times(tokenizer):
-    async def scenario(frontend, links, clock):
+    async def scenario(frontend, channels, clock):
         limit = CACHES_QUEUED * BLOCK_TOKENS * (4 + 4)
         generations = [frontend.submit([1] * 64, SamplingParams(), request_id="r") for _ in range(limit // 64)]
         with pytest.raises(Overloaded, match=f"at most {limit}"):
@@ -74,7 +74,7 @@ def test_without_a_limit_the_queue_holds_what_the_caches_hold_a_few_times(tokeni
 
 
 def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend._max_requests = 3
         text = "some text " * AT_ONCE
         waiting = [asyncio.ensure_future(frontend.encode(text, True)) for _ in range(5)]
@@ -86,13 +86,13 @@ def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
 
 
 def test_what_a_client_does_not_take_is_joined(tokenizer):
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=2, max_tokens=90))
         for start in range(90):
             for name in names:
-                link.report(TokenOutput(name, [5 + start], start=start))
-        link.report(*(TokenOutput(name, [7], start=90, finish=FinishReason.LENGTH) for name in names))
-        await until(lambda: not frontend.traffic.held)
+                channel.report(TokenOutput(name, [5 + start], start=start))
+        channel.report(*(TokenOutput(name, [7], start=90, finish=FinishReason.LENGTH) for name in names))
+        await until(lambda: not frontend.engine_client.held)
         assert len(generation._deltas) <= 22
         deltas = generation.take()
         for index in range(2):
@@ -117,7 +117,7 @@ def test_prefix_keys_of_long_prompts_are_computed_off_the_event_loop(tokenizer, 
     monkeypatch.setattr("penstock.service.frontend.extend_keys", hashing)
     monkeypatch.setattr("penstock.service.frontend.AT_ONCE", at_once)
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.placement.wants_keys = wanted
         prompt = list(range(70))
         await submit(frontend, prompt, SamplingParams(max_tokens=5, n=2))
@@ -138,7 +138,7 @@ def test_prefix_keys_of_long_prompts_are_computed_off_the_event_loop(tokenizer, 
 def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer, monkeypatch):
     monkeypatch.setattr("penstock.service.frontend.AT_ONCE", 0)
 
-    async def scenario(frontend, link, clock):
+    async def scenario(frontend, channel, clock):
         frontend.placement.wants_keys = True
         going, hold = frontend.submit([1] * 64, SamplingParams(), request_id="r"), threading.Event()
         frontend._workers.submit(hold.wait), frontend._workers.submit(hold.wait)

@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, Link, LinkFailed, Peer, Unlink
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
 from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
-from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.life import SUSPECT_AFTER
 from penstock.service.master import Master, Policies
 from penstock.service.mesh import PROBATION, RELINK_AFTER
@@ -65,16 +65,16 @@ def test_who_hands_over_is_connected_to_whom_it_hands_over_to():
     told = {(a.name, a.command.peer.name) for actions in cluster.started.values() for a in actions}
     expected = {(p, d) for p in ("p0", "p1") for d in ("d0", "d1", "a0")} | {("a0", "d0"), ("a0", "d1")}
     assert told == expected
-    assert all(isinstance(a.command, Link) for actions in cluster.started.values() for a in actions)
+    assert all(isinstance(a.command, LinkPeer) for actions in cluster.started.values() for a in actions)
 
 
 def test_a_new_life_is_connected_anew_and_the_old_one_is_taken_off():
     cluster = Cluster("p0", "d0")
-    assert cluster.engine("d0", LinkLost("gone")) == [ToEngine("p0", Unlink(1, peer("d0")))]
+    assert cluster.engine("d0", ChannelLost("gone")) == [ToEngine("p0", UnlinkPeer(1, peer("d0")))]
     assert cluster.place().decode is None
-    assert cluster.start("d0", life=2) == [ToEngine("p0", Link(1, peer("d0", 2)))]
+    assert cluster.start("d0", life=2) == [ToEngine("p0", LinkPeer(1, peer("d0", 2)))]
     assert cluster.place().decode == peer("d0", 2)
-    assert cluster.start("p0", life=2) == [ToEngine("p0", Link(2, peer("d0", 2)))]  # its loss was not noticed
+    assert cluster.start("p0", life=2) == [ToEngine("p0", LinkPeer(2, peer("d0", 2)))]  # its loss was not noticed
 
 
 def test_instances_without_a_transport_are_left_alone():
@@ -92,7 +92,7 @@ def test_instances_without_a_transport_are_left_alone():
 )
 def test_what_does_not_fit_is_not_paired_and_the_reason_says_why(changes, says):
     cluster = Cluster("p0", "d0")
-    cluster.engine("d0", LinkLost("gone"))
+    cluster.engine("d0", ChannelLost("gone"))
     assert cluster.start("d0", life=2, **changes) == []
     placed = cluster.place()
     assert placed.decode is None
@@ -107,7 +107,7 @@ def test_a_failed_link_is_not_used_until_it_holds_again():
     assert {cluster.place().decode.name for _ in range(6)} == {"d1"}
     cluster.engine("p0", LinkFailed(1, peer("d1", 9), "of another life"))
     assert cluster.place().decode.name == "d1"
-    assert cluster.tick(RELINK_AFTER) == [ToEngine("p0", Link(1, peer("d0")))]
+    assert cluster.tick(RELINK_AFTER) == [ToEngine("p0", LinkPeer(1, peer("d0")))]
     assert cluster.tick() == []
     for name in ("p0", "d0", "d1"):
         cluster.snap(name, 2)
@@ -163,7 +163,7 @@ def test_when_all_are_silent_they_are_all_there_is_but_not_for_ever():
 
 
 def test_an_instance_that_is_lost_fails_or_is_excluded_gets_nothing():
-    for event in (LinkLost("gone"), Failed("out of memory")):
+    for event in (ChannelLost("gone"), Failed("out of memory")):
         cluster = Cluster("a0", "a1")
         cluster.engine("a0", event)
         assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
@@ -199,7 +199,7 @@ def test_the_index_follows_the_caches_for_policies_that_look_at_it():
     assert cluster.engine("a0", CacheDelta(1, 4, keys, [])) == []  # it was asked just now
     cluster.engine("a0", CacheDelta(1, 4, keys, [], whole=True))
     assert cluster.master.index.match(keys) == {"a0": 2}
-    cluster.engine("a0", LinkLost("gone"))
+    cluster.engine("a0", ChannelLost("gone"))
     assert cluster.master.index.match(keys) == {}
     cluster = Cluster("a0", policy="least-loaded")
     assert cluster.engine("a0", CacheDelta(1, 3, keys, [])) == []
@@ -211,7 +211,7 @@ def test_an_instance_that_moves_to_another_pool_is_connected_anew():
     moved = snapshot(1, 1, "prefill")
     assert cluster.engine("d0", moved) == []
     assert cluster.place().decode is None
-    assert cluster.engine("p0", snapshot(1, 1, "decode")) == [ToEngine("d0", Link(1, peer("p0")))]
+    assert cluster.engine("p0", snapshot(1, 1, "decode")) == [ToEngine("d0", LinkPeer(1, peer("p0")))]
     placed = cluster.place()
     assert (placed.prefill.name, placed.decode.name) == ("d0", "p0")
 
@@ -228,7 +228,7 @@ def test_frontends_are_told_whether_keys_are_wanted():
 def test_a_refusal_counts_many_instances_instead_of_naming_them():
     cluster = Cluster(*(f"a{i}" for i in range(20)))
     for i in range(5):
-        cluster.engine(f"a{i}", LinkLost("gone"))
+        cluster.engine(f"a{i}", ChannelLost("gone"))
     assert "now: 5 absent, 15 ready" in cluster.place(tokens=1000).message
 
 
@@ -260,7 +260,7 @@ class Days(RuleBasedStateMachine):
 
     @rule(name=names)
     def die(self, name):
-        self.cluster.engine(name, LinkLost("gone"))
+        self.cluster.engine(name, ChannelLost("gone"))
         self.lives.pop(name, None)
 
     @rule(name=names)

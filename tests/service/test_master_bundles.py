@@ -11,7 +11,7 @@ from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.bundles import BUNDLES, STEADY, Circumstances
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
-from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master
 from tests.helpers.scripted import ready, snapshot
 
@@ -83,7 +83,7 @@ class Days:
     def die(self, name):
         if self.lives.pop(name, None) is None:
             return
-        self.did(FromEngine(name, LinkLost("gone")))
+        self.did(FromEngine(name, ChannelLost("gone")))
         for request_id in [r for r, (peers, *_) in self.running.items() if any(p.name == name for p in peers)]:
             del self.running[request_id]
             self.did(FromFrontend("f", Ended([request_id])))

@@ -5,11 +5,11 @@ from math import inf
 
 import pytest
 
-from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, Link, SetPool
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetPool
 from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
-from penstock.service.instances import Endpoint, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master, Policies
 from penstock.service.scaling import FleetLimits
 from tests.helpers.scripted import ready, snapshot
@@ -175,7 +175,7 @@ def test_offline_work_waits_in_a_line_of_its_own():
     assert seen.idle_at > seen.free_at
 
 
-@pytest.mark.parametrize("tell", [Ended(["r"]), LinkLost("gone")], ids=["cancelled", "nobody-left"])
+@pytest.mark.parametrize("tell", [Ended(["r"]), ChannelLost("gone")], ids=["cancelled", "nobody-left"])
 def test_what_waits_in_vain_leaves_nothing(tell):
     cluster = Cluster("a")
     cluster.place("r")
@@ -251,7 +251,7 @@ def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
     # a report from before it heard, which is told again, and one from after
     assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetPool(1, "decode", 1))]
     assert cluster.engine("a", snapshot(1, 2, "decode", pool_generation=1)) == []
-    cluster.engine("a", LinkLost("gone"))
+    cluster.engine("a", ChannelLost("gone"))
     again = cluster.engine("a", ready("a", 2))
     assert ToEngine("a", SetPool(2, "decode", 1)) in again
     cluster.policy.moves = [Move(name="b", pool="prefill", reason="at dispatch")]
@@ -274,7 +274,7 @@ def test_where_pools_change_all_are_linked_with_all():
     assert told == []  # it does not know b
     cluster = Cluster("a", roles=Scripted(), standby=["b"])
     told = cluster.engine("b", ready("b"))
-    assert [(a.name, a.command.peer.name) for a in told if isinstance(a.command, Link)] == [("b", "a"), ("a", "b")]
+    assert [(a.name, a.command.peer.name) for a in told if isinstance(a.command, LinkPeer)] == [("b", "a"), ("a", "b")]
 
 
 def test_instances_are_started_and_drained_before_they_stop():
@@ -299,7 +299,7 @@ def test_instances_are_started_and_drained_before_they_stop():
     assert scaling.fleets[-1].draining == {"b"}
     cluster.say(Ended(["r"]))
     assert cluster.did() == [StopInstance("b")]
-    cluster.engine("b", LinkLost("stopped"))
+    cluster.engine("b", ChannelLost("stopped"))
     cluster.now = 4.0
     cluster.did()
     assert list(scaling.fleets[-1].absent) == ["b"]

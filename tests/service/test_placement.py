@@ -9,16 +9,16 @@ import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.wire.codec import encode
-from penstock.core.wire.engine import Link
+from penstock.core.wire.engine import LinkPeer
 from penstock.core.wire.master import Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
+from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
-from penstock.service.instances import Endpoint, LinkLost
-from penstock.service.link import master_link
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master, Policies
 from penstock.service.master_pump import MasterPump, serve_frontends
 from penstock.service.placement import PATIENCE, LocalPlacement, RemotePlacement
-from tests.helpers.scripted import ScriptedLink, ready
+from tests.helpers.scripted import ScriptedChannel, ready
 
 
 def place(request_id="r", **changes):
@@ -27,13 +27,13 @@ def place(request_id="r", **changes):
 
 def make_pump(*pools):
     names = [f"{pool}-{i}" for i, pool in enumerate(pools)]
-    links = {name: ScriptedLink(name) for name in names}
+    channels = {name: ScriptedChannel(name) for name in names}
     endpoints = [Endpoint(n, "", n.split("-")[0]) for n in names]
     master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
-    pump = MasterPump(master, links, SystemClock())
-    for name, link in links.items():
-        link.say(ready(name, 1, name.split("-")[0]))
-    return pump, links
+    pump = MasterPump(master, channels, SystemClock())
+    for name, channel in channels.items():
+        channel.say(ready(name, 1, name.split("-")[0]))
+    return pump, channels
 
 
 def run(scenario):
@@ -60,19 +60,19 @@ class Asked:
 
 def test_a_master_in_the_same_process():
     async def scenario():
-        pump, links = make_pump("prefill", "decode")
+        pump, channels = make_pump("prefill", "decode")
         placement = LocalPlacement(pump, "f")
         asked = Asked(placement)
         assert "absent" in (await asked.place()).message
-        await until(lambda: links["prefill-0"].sent)
-        assert isinstance(links["prefill-0"].sent[0], Link)
+        await until(lambda: channels["prefill-0"].sent)
+        assert isinstance(channels["prefill-0"].sent[0], LinkPeer)
         placed = await asked.place()
         assert (placed.prefill.name, placed.decode.name, placed.policy) == ("prefill-0", "decode-1", "least-loaded")
         assert not placement.wants_keys
         placement.ended(["r"])
         assert not pump.master._in_flight
         await placement.close()
-        assert all(link.closed for link in links.values())
+        assert all(channel.closed for channel in channels.values())
 
     run(scenario)
 
@@ -82,10 +82,10 @@ class Deployment:
 
     def __init__(self, folder):
         self.address, self.context = f"ipc://{folder}/m", zmq.Context()
-        self.placement = RemotePlacement(master_link(self.context, self.address, "f", SystemClock()), SystemClock())
+        self.placement = RemotePlacement(master_channel(self.context, self.address, "f", SystemClock()), SystemClock())
 
     def start_master(self):
-        self.pump, self.links = make_pump("any")
+        self.pump, self.channels = make_pump("any")
         self.pump.start()
         self.masters = zmq.Context()
         self.serving = asyncio.create_task(serve_frontends(self.pump, self.masters, self.address))
@@ -130,25 +130,25 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
     run(scenario)
 
 
-class ScriptedMasterLink(ScriptedLink):
+class ScriptedMasterChannel(ScriptedChannel):
     connected = True
 
 
 def test_a_master_that_stays_away_is_trouble():
     async def scenario():
-        clock, link = ManualClock(), ScriptedMasterLink()
-        placement = RemotePlacement(link, clock)
+        clock, channel = ManualClock(), ScriptedMasterChannel()
+        placement = RemotePlacement(channel, clock)
         asked = Asked(placement)
-        link.say(Joined(1))
+        channel.say(Joined(1))
         await until(lambda: not placement.trouble)
-        link.say(LinkLost("gone"))
+        channel.say(ChannelLost("gone"))
         await until(lambda: placement._absent)
         clock.advance(PATIENCE + 0.1)
         assert placement.trouble == "the master cannot be asked: gone"
-        link.say(Joined(2, wants_keys=True))
+        channel.say(Joined(2, wants_keys=True))
         await until(lambda: not placement.trouble)
         assert placement.wants_keys
-        link.say(Joined(3, protocol=99))
+        channel.say(Joined(3, protocol=99))
         await until(lambda: placement._absent)
         clock.advance(PATIENCE + 0.1)
         assert "protocol 99" in placement.trouble
@@ -165,34 +165,34 @@ def test_a_master_that_stays_away_is_trouble():
 
 def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back():
     async def scenario():
-        clock, link = ManualClock(), ScriptedMasterLink()
-        placement = RemotePlacement(link, clock)
+        clock, channel = ManualClock(), ScriptedMasterChannel()
+        placement = RemotePlacement(channel, clock)
         asked = Asked(placement)
-        link.say(Joined(1, waiting=3))
+        channel.say(Joined(1, waiting=3))
         await until(lambda: placement.waiting == 3)
         began = placement.since
         for name in ("r", "gone"):
             placement.ask(place(name, waited=0.5))
-            link.say(Queued(name, 0))
+            channel.say(Queued(name, 0))
         await until(lambda: len(asked.answers) == 2)
         clock.advance(60.0)  # however long: it is the master's to say
-        link.say(Joined(1))
+        channel.say(Joined(1))
         await until(lambda: placement.waiting == 2)
         placement.tick(clock.now())
         placement.ended(["gone"])
-        link.say(LinkLost("gone"))
+        channel.say(ChannelLost("gone"))
         await until(lambda: placement._absent)
         assert placement.waiting == 1
         clock.advance(2.0)
         placement.tick(clock.now())
-        link.sent.clear()
-        link.say(Joined(2))
-        await until(lambda: link.sent)
-        (again,) = link.sent
+        channel.sent.clear()
+        channel.say(Joined(2))
+        await until(lambda: channel.sent)
+        (again,) = channel.sent
         assert (again.request_id, again.waited) == ("r", 62.5)
         assert placement.since == began + 62.0
-        link.say(Queued("r", 0))
-        link.say(Placed("r", 0, ready("a").peer))
+        channel.say(Queued("r", 0))
+        channel.say(Placed("r", 0, ready("a").peer))
         await until(lambda: isinstance(asked.answers["r"], Placed))
         assert isinstance(asked.answers["gone"], Queued)
         await placement.close()
@@ -202,19 +202,19 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
 
 def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
     async def scenario():
-        clock, link = ManualClock(), ScriptedMasterLink()
-        placement = RemotePlacement(link, clock)
+        clock, channel = ManualClock(), ScriptedMasterChannel()
+        placement = RemotePlacement(channel, clock)
         asked = Asked(placement)
-        link.say(Joined(1))
+        channel.say(Joined(1))
         placement.ask(place("r"))
-        link.say(Queued("r", 0))
+        channel.say(Queued("r", 0))
         await until(lambda: "r" in asked.answers)
         placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())  # perhaps it was this process that stood still
         assert not placement.trouble
-        link.sent.clear()
-        link.say(Joined(1))
-        await until(lambda: link.sent)
-        link.say(Queued("r", 0))
+        channel.sent.clear()
+        channel.say(Joined(1))
+        await until(lambda: channel.sent)
+        channel.say(Queued("r", 0))
         await until(lambda: placement._queued)
         placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
         placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
@@ -227,15 +227,15 @@ def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
 
 def test_an_answer_to_an_earlier_question_is_none():
     async def scenario():
-        link = ScriptedMasterLink()
-        placement = RemotePlacement(link, ManualClock())
+        channel = ScriptedMasterChannel()
+        placement = RemotePlacement(channel, ManualClock())
         asked = Asked(placement)
         placement.ask(place(generation=1))
-        link.say(Placed("r", 0, ready("a").peer))
-        link.say(Placed("nobody", 0, ready("a").peer))
-        link.say(Placed("r", 1, ready("b").peer))
-        link.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
-        await until(link.events.empty)
+        channel.say(Placed("r", 0, ready("a").peer))
+        channel.say(Placed("nobody", 0, ready("a").peer))
+        channel.say(Placed("r", 1, ready("b").peer))
+        channel.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
+        await until(channel.events.empty)
         assert asked.answers["r"].prefill.name == "b"
         assert list(asked.answers) == ["r"]
         await placement.close()

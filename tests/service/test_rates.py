@@ -2,11 +2,11 @@
 
 import pytest
 
-from penstock.service.rates import WINDOW, Pace
+from penstock.service.rates import WINDOW, RateMeter
 
 
 def test_a_pace_is_measured_while_there_is_something_to_do():
-    pace = Pace()
+    pace = RateMeter()
     assert pace.rate(5) == 0
     pace.begin(100)
     for second in range(1, 5):

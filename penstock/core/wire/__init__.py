@@ -10,4 +10,4 @@ other life has. What is meant for one life is never believed by another. A *gene
 request: what belongs to an earlier attempt is dropped.
 """
 
-PROTOCOL = 6
+PROTOCOL = 7

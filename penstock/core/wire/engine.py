@@ -64,14 +64,14 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     generation: int | None = None
 
 
-class Link(msgspec.Struct, tag=True, frozen=True):
+class LinkPeer(msgspec.Struct, tag=True, frozen=True):
     """Connect to a peer before it is needed."""
 
     to: int
     peer: Peer
 
 
-class Unlink(msgspec.Struct, tag=True, frozen=True):
+class UnlinkPeer(msgspec.Struct, tag=True, frozen=True):
     """A peer has gone, or will get no more from here."""
 
     to: int
@@ -106,7 +106,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop now; what runs is lost."""
 
 
-Command = Hello | Enqueue | Cancel | Link | Unlink | SetPool | Drain | AskCache | Inspect | Shutdown
+Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetPool | Drain | AskCache | Inspect | Shutdown
 LEASE = 5.0  # seconds without a Hello after which a frontend is taken for dead
 
 

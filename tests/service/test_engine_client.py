@@ -9,28 +9,28 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH, Decision, Later
-from penstock.service import traffic
+from penstock.service import engine_client
+from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient, Held
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
 from penstock.service.instances import Endpoint
 from penstock.service.master import Master, Policies
 from penstock.service.master_pump import MasterPump
 from penstock.service.placement import LocalPlacement
-from penstock.service.traffic import MASTER_LEARNS, TICK, Held, Traffic
 from penstock.service.waiting import AGAIN, ASKERS
 from tests.helpers.engines import make_request
-from tests.helpers.scripted import ScriptedLink, ready
+from tests.helpers.scripted import ScriptedChannel, ready
 
 
 class Asker:
     """What a sequence belongs to."""
 
-    def __init__(self, traffic):
-        self.traffic, self.error = traffic, None
+    def __init__(self, engine_client):
+        self.engine_client, self.error = engine_client, None
 
     def fail(self, error):
         self.error = error
-        self.traffic.release([self.name])
+        self.engine_client.release([self.name])
 
     def routed(self, route):
         pass
@@ -41,13 +41,13 @@ class Service:
 
     def __init__(self, dispatch):
         self.clock, endpoints = SystemClock(), [Endpoint("e0", "")]
-        self.to_master, self.link = ScriptedLink("e0"), ScriptedLink("e0")
+        self.to_master, self.channel = ScriptedChannel("e0"), ScriptedChannel("e0")
         self.master = Master(endpoints, Policies(dispatch=dispatch), random.Random(0))
         self.questions = 0
         placement = LocalPlacement(MasterPump(self.master, {"e0": self.to_master}, self.clock), "f")
         self.metrics = Metrics("m", ["e0"])
-        self.traffic = Traffic(endpoints, {"e0": self.link}, placement, self.metrics, self.clock)
-        self.traffic.start()
+        self.engine_client = EngineClient(endpoints, {"e0": self.channel}, placement, self.metrics, self.clock)
+        self.engine_client.start()
         tick = self.master.tick
 
         def counting(now, happening=None):
@@ -56,16 +56,16 @@ class Service:
             return tick(now, happening)
 
         self.master.tick = counting
-        self.link.say(ready("e0", max_model_len=10**6))
+        self.channel.say(ready("e0", max_model_len=10**6))
 
     def add(self, *names):
         askers = []
         for name in names:
-            asker = Asker(self.traffic)
+            asker = Asker(self.engine_client)
             asker.name = name
             held = [Held(asker, 0, Flight(make_request(name, [1] * 500), self.clock.now()))]
-            self.traffic.add(held)
-            self.traffic.find_places(held)
+            self.engine_client.add(held)
+            self.engine_client.find_places(held)
             askers.append(asker)
         return askers
 
@@ -76,11 +76,11 @@ class Service:
 def run(scenario, dispatch=None):
     async def go():
         service = Service(dispatch or DISPATCH["least-loaded"]())
-        await until(lambda: service.traffic.instances["e0"].ready)
+        await until(lambda: service.engine_client.instances["e0"].ready)
         try:
             await scenario(service)
         finally:
-            await service.traffic.close()
+            await service.engine_client.close()
 
     asyncio.run(asyncio.wait_for(go(), 20))
 
@@ -94,7 +94,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
     async def scenario(service):
         names = [f"r{i}" for i in range(50)]
         service.add(*names)
-        service.traffic.release(names)
+        service.engine_client.release(names)
         service.learn()
         await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
         asked = service.questions
@@ -102,13 +102,13 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
         assert service.questions == asked
         assert not service.master._in_flight
         assert service.master._lives["e0"].view().held_tokens == 0
-        assert not service.traffic.held
+        assert not service.engine_client.held
 
     run(scenario)
 
 
 def test_those_that_nobody_can_take_do_not_all_ask_again_and_again(monkeypatch):
-    monkeypatch.setattr(traffic, "MASTER_LEARNS", 30.0)  # a busy machine may need more than a second for all of this
+    monkeypatch.setattr(engine_client, "MASTER_LEARNS", 30.0)  # a busy machine needs more than a second
 
     async def scenario(service):
         before = service.clock.now()
@@ -117,11 +117,11 @@ def test_those_that_nobody_can_take_do_not_all_ask_again_and_again(monkeypatch):
         rounds = (service.clock.now() - before) / AGAIN + 1
         assert 1 < service.questions <= 1 + ASKERS * rounds
         service.learn()
-        await until(lambda: len(service.link.enqueued()) == 500)
+        await until(lambda: len(service.channel.enqueued()) == 500)
         assert not any(asker.error for asker in askers)
         asked = service.questions
         service.add("quick")  # nobody waits any longer, so it is not made to wait
-        assert (service.questions, service.link.enqueued()[-1].id) == (asked + 1, "quick")
+        assert (service.questions, service.channel.enqueued()[-1].id) == (asked + 1, "quick")
 
     run(scenario)
 
@@ -131,7 +131,7 @@ def test_waiting_has_an_end_also_for_those_that_never_asked():
         askers = service.add(*(f"r{i}" for i in range(100)))
         await until(lambda: all(asker.error for asker in askers))
         assert {type(asker.error) for asker in askers} == {Unavailable}
-        assert not service.traffic.held
+        assert not service.engine_client.held
         assert service.questions < 1 + ASKERS * (2 + (MASTER_LEARNS + TICK) / AGAIN)
 
     run(scenario)
@@ -154,15 +154,18 @@ def test_who_waits_at_the_master_waits_nowhere_else():
         askers = service.add(*(f"r{i}" for i in range(40)))  # nobody can take them, so they wait here
         service.learn()
         await until(lambda: service.master.waiting == 40)
-        assert not service.traffic._waiting
-        service.traffic.tick()
+        assert not service.engine_client._waiting
+        service.engine_client.tick()
         assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in service.metrics.render()[0]
         await asyncio.sleep(MASTER_LEARNS + 2 * TICK)
         assert not any(asker.error for asker in askers)
-        service.traffic.release(["r39"])
+        service.engine_client.release(["r39"])
         dispatch.open = True
         service.add("last")
-        assert [request.id for request in service.link.enqueued()] == ["last", *(f"r{i}" for i in reversed(range(39)))]
+        assert [request.id for request in service.channel.enqueued()] == [
+            "last",
+            *(f"r{i}" for i in reversed(range(39))),
+        ]
 
     dispatch = Closed()
     run(scenario, dispatch)
@@ -174,6 +177,6 @@ def test_a_place_is_found_before_the_call_returns(names):
         service.learn()
         await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
         service.add(*names)
-        assert [request.id for request in service.link.enqueued()] == names
+        assert [request.id for request in service.channel.enqueued()] == names
 
     run(scenario)

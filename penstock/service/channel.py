@@ -16,8 +16,7 @@ from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Hello, decode_event
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, decode_from_master
-from penstock.service.inbox import Inbox
-from penstock.service.instances import LinkLost
+from penstock.service.instances import ChannelLost
 
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
 RECONNECT_INTERVAL = 50  # ms
@@ -27,7 +26,50 @@ Sent = TypeVar("Sent", bound=msgspec.Struct)
 Received = TypeVar("Received")
 
 
-class Link(Generic[Sent, Received]):
+class Inbox:
+    """What arrives at a ZMQ socket, told to a function inside the event loop, with no future per message between.
+
+    ZMQ's file descriptor tells that something changed, not that something is there, and to send may swallow what it
+    would have told. So everything is read each time, and `look` is to be called after a send.
+
+    Args:
+        socket: nobody else reads it.
+        read: gets the frames of every message, in order.
+    """
+
+    def __init__(self, socket: zmq.SyncSocket, read: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._read = read
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Begin; call it inside the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self.drain)
+        self._loop.call_soon(self.drain)
+
+    def close(self) -> None:
+        """Read no more; call it before the socket is closed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
+
+    def look(self) -> None:
+        """After a send: see to it that what has arrived meanwhile is read."""
+        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self.drain)
+
+    def drain(self) -> None:
+        """Read everything that is there."""
+        while self._loop is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._read(frames)
+
+
+class Channel(Generic[Sent, Received]):
     """Messages out, messages in, in order. Greets the other side when it connects, and every second.
 
     Args:
@@ -54,7 +96,7 @@ class Link(Generic[Sent, Received]):
         self._clock = clock
         self._greeted = clock.now()
         self._greeting: asyncio.TimerHandle | None = None
-        self._arrived: deque[Received | LinkLost | msgspec.DecodeError] = deque()
+        self._arrived: deque[Received | ChannelLost | msgspec.DecodeError] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, sender.encode())
@@ -73,8 +115,8 @@ class Link(Generic[Sent, Received]):
             self._socket.send(codec.encode(message))
             self._data.look()
 
-    async def receive(self) -> Received | LinkLost:
-        """The next message. The first call opens the link, which then lives, and says so, until it is closed.
+    async def receive(self) -> Received | ChannelLost:
+        """The next message. The first call opens the channel, which then lives, and says so, until it is closed.
 
         Raises:
             msgspec.DecodeError: what came is no message.
@@ -123,7 +165,7 @@ class Link(Generic[Sent, Received]):
         elif event == zmq.EVENT_DISCONNECTED:
             self._data.drain()  # what had come before it was lost
             self.connected = False
-            self._add(LinkLost("the connection was lost"))
+            self._add(ChannelLost("the connection was lost"))
 
     def _on_data(self, frames: list[bytes]) -> None:
         try:
@@ -131,25 +173,25 @@ class Link(Generic[Sent, Received]):
         except msgspec.DecodeError as error:
             self._add(error)
 
-    def _add(self, arrived: Received | LinkLost | msgspec.DecodeError) -> None:
+    def _add(self, arrived: Received | ChannelLost | msgspec.DecodeError) -> None:
         self._arrived.append(arrived)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
 
-EngineLink = Link[Command, Event]
-MasterLink = Link[FrontendMessage, MasterMessage]
+EngineChannel = Channel[Command, Event]
+MasterChannel = Channel[FrontendMessage, MasterMessage]
 
 
-def engine_link(
+def engine_channel(
     context: zmq.SyncContext,
     address: str,
     sender: str,
     kind: Literal["frontend", "master"],
     clock: Clock,
-) -> EngineLink:
-    return Link(context, address, sender, lambda life: Hello(sender, life, kind), decode_event, clock)
+) -> EngineChannel:
+    return Channel(context, address, sender, lambda life: Hello(sender, life, kind), decode_event, clock)
 
 
-def master_link(context: zmq.SyncContext, address: str, sender: str, clock: Clock) -> MasterLink:
-    return Link(context, address, sender, lambda life: Join(sender, life), decode_from_master, clock)
+def master_channel(context: zmq.SyncContext, address: str, sender: str, clock: Clock) -> MasterChannel:
+    return Channel(context, address, sender, lambda life: Join(sender, life), decode_from_master, clock)

@@ -13,8 +13,8 @@ import zmq.asyncio
 from penstock.core.clock import SystemClock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Cancel, Failed, Hello, decode_command
-from penstock.service.instances import LinkLost
-from penstock.service.link import GREETING_INTERVAL, engine_link
+from penstock.service.channel import GREETING_INTERVAL, engine_channel
+from penstock.service.instances import ChannelLost
 from tests.helpers.scripted import ready
 
 
@@ -41,27 +41,27 @@ class Engine:
 
 @contextmanager
 def ends():
-    """A link and an address where engines come and go."""
+    """A channel and an address where engines come and go."""
     with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
         address, context = f"ipc://{folder}/e", zmq.Context()
-        link = engine_link(context, address, "me", "frontend", SystemClock())
-        yield link, address
-        link.close()
+        channel = engine_channel(context, address, "me", "frontend", SystemClock())
+        yield channel, address
+        channel.close()
         context.term()
 
 
 def run(scenario):
     async def go():
-        with ends() as (link, address):
-            await scenario(link, address)
+        with ends() as (channel, address):
+            await scenario(channel, address)
 
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
-def test_a_link_waits_for_its_engine_and_outlives_it():
-    async def scenario(link, address):
-        link.send(Cancel(1, ["nobody is there"]))
-        first = asyncio.create_task(link.receive())
+def test_a_channel_waits_for_its_engine_and_outlives_it():
+    async def scenario(channel, address):
+        channel.send(Cancel(1, ["nobody is there"]))
+        first = asyncio.create_task(channel.receive())
         lives = []
         for life in (1, 2):
             engine = Engine(address)
@@ -70,33 +70,33 @@ def test_a_link_waits_for_its_engine_and_outlives_it():
             lives.append(hello.incarnation)
             await engine.say(ready(life=life))
             assert (await first).peer.incarnation == life
-            link.send(Cancel(life, ["a"]))
-            assert await next_cancel(engine, link) == Cancel(life, ["a"])
+            channel.send(Cancel(life, ["a"]))
+            assert await next_cancel(engine, channel) == Cancel(life, ["a"])
             for i in range(100):
                 await engine.say(Failed(str(i)))
             await asyncio.sleep(0.05)  # they are on their way
             engine.die()
-            assert [(await link.receive()).message for _ in range(100)] == [str(i) for i in range(100)]
+            assert [(await channel.receive()).message for _ in range(100)] == [str(i) for i in range(100)]
             lost = time.monotonic()
-            assert isinstance(await link.receive(), LinkLost)
+            assert isinstance(await channel.receive(), ChannelLost)
             assert time.monotonic() - lost < GREETING_INTERVAL / 2
-            first = asyncio.create_task(link.receive())
+            first = asyncio.create_task(channel.receive())
         assert lives[0] < lives[1]  # a connection is a life
         first.cancel()
 
     run(scenario)
 
 
-async def next_cancel(engine, link):
+async def next_cancel(engine, channel):
     while isinstance(command := await engine.hear(), Hello):
         pass
     return command
 
 
 def test_it_says_again_and_again_that_it_lives():
-    async def scenario(link, address):
+    async def scenario(channel, address):
         engine = Engine(address)
-        receiving = asyncio.create_task(link.receive())
+        receiving = asyncio.create_task(channel.receive())
         first, second = await engine.hear(), await engine.hear()
         assert first == second
         receiving.cancel()
@@ -106,15 +106,15 @@ def test_it_says_again_and_again_that_it_lives():
 
 
 def test_rubbish_is_told_and_harms_nothing_after_it():
-    async def scenario(link, address):
+    async def scenario(channel, address):
         engine = Engine(address)
-        receiving = asyncio.create_task(link.receive())
+        receiving = asyncio.create_task(channel.receive())
         await engine.hear()
         await engine.say(b"rubbish")
         with pytest.raises(msgspec.DecodeError):
             await receiving
         await engine.say(Failed("fine"))
-        assert (await link.receive()).message == "fine"
+        assert (await channel.receive()).message == "fine"
         engine.die()
 
     run(scenario)
@@ -123,9 +123,9 @@ def test_rubbish_is_told_and_harms_nothing_after_it():
 def test_what_arrives_while_something_is_sent_is_not_overlooked():
     """ZMQ may take note of an arrival inside a send, and then its descriptor is silent about it."""
 
-    async def scenario(link, address):
+    async def scenario(channel, address):
         engine = Engine(address)
-        receiving = asyncio.create_task(link.receive())
+        receiving = asyncio.create_task(channel.receive())
         await engine.hear()
         await engine.say(Failed("0"))
         await receiving
@@ -135,9 +135,9 @@ def test_what_arrives_while_something_is_sent_is_not_overlooked():
             while time.perf_counter() - begin < 0.0003:  # it arrives, and the event loop does not look
                 pass
             for _ in range(3):
-                link.send(Cancel(1, ["a"]))
+                channel.send(Cancel(1, ["a"]))
             async with asyncio.timeout(GREETING_INTERVAL / 2):
-                assert (await link.receive()).message == str(i)
+                assert (await channel.receive()).message == str(i)
         engine.die()
 
     run(scenario)

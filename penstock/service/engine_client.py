@@ -28,9 +28,9 @@ from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
-from penstock.service.instances import Endpoint, Instance, LinkLost
+from penstock.service.instances import ChannelLost, Endpoint, Instance
 from penstock.service.placement import Answer, Placement
-from penstock.service.rates import Pace
+from penstock.service.rates import RateMeter
 from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
@@ -38,11 +38,11 @@ TICK = 0.25  # seconds
 MASTER_LEARNS = 1.0  # seconds until it has heard of an instance that is ready
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """What a frontend needs of its wire to an engine."""
 
     def send(self, message: Command, /) -> None: ...
-    async def receive(self) -> Event | LinkLost: ...
+    async def receive(self) -> Event | ChannelLost: ...
     def close(self) -> None: ...
 
 
@@ -69,26 +69,26 @@ class Held:
     queued: int = 0
 
 
-class Traffic:
+class EngineClient:
     """
     Args:
         endpoints: of every instance.
-        links: to each, by name.
+        channels: to each, by name.
         placement: says where sequences run.
 
     Attributes:
         held: the sequences that are not over, by id.
         patience: seconds that requests which were interrupted wait for a place.
         queued_tokens: of the prompts whose first token has not come.
-        reading: how fast those come out of the queue, in their tokens.
-        ending: how fast sequences end.
+        prefill_rate: how fast those come out of the queue, in their tokens.
+        completion_rate: how fast sequences end.
         changed: set when an instance begins or ends to serve.
     """
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        links: Mapping[str, Link],
+        channels: Mapping[str, Channel],
         placement: Placement,
         metrics: Metrics,
         clock: Clock,
@@ -97,9 +97,9 @@ class Traffic:
         self.held: dict[str, Held] = {}
         self.patience = PATIENCE
         self.queued_tokens = 0
-        self.reading, self.ending = Pace(), Pace()
+        self.prefill_rate, self.completion_rate = RateMeter(), RateMeter()
         self.changed = asyncio.Event()
-        self._links = links
+        self._channels = channels
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
@@ -128,14 +128,14 @@ class Traffic:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._placement.close()
-        for link in self._links.values():
-            link.close()
+        for channel in self._channels.values():
+            channel.close()
 
     def add(self, sequences: Sequence[Held]) -> None:
         """Sequences that shall run: from now on they are held, and their generation gets what comes of them."""
         now = self._clock.now()
-        self.reading.begin(now)
-        self.ending.begin(now)
+        self.prefill_rate.begin(now)
+        self.completion_rate.begin(now)
         for held in sequences:
             held.queued = len(held.flight.request.prompt)
             self.queued_tokens += held.queued
@@ -154,25 +154,25 @@ class Traffic:
         del self.held[sequence_id]
         self._leave_queue(held, now)
         if outcome is not None:
-            self.ending.count(now, 1)
+            self.completion_rate.count(now, 1)
         if not self.held:
-            self.ending.rest(now)
+            self.completion_rate.rest(now)
         self._waiting.leave(sequence_id)
         self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
 
     def _leave_queue(self, held: Held, now: float) -> None:
         self.queued_tokens -= held.queued
         if held.queued and held.flight.first is not None:
-            self.reading.count(now, held.queued)
+            self.prefill_rate.count(now, held.queued)
         held.queued = 0
         if not self.queued_tokens:
-            self.reading.rest(now)
+            self.prefill_rate.rest(now)
 
     def _cancel(self, flight: Flight, peers: Iterable[Peer]) -> None:
         """Have this attempt dropped there."""
         for peer in peers:
             if self.instances[peer.name].is_life(peer.incarnation):
-                self._links[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
+                self._channels[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
 
     # --- places
 
@@ -257,7 +257,7 @@ class Traffic:
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         held.generation.routed(flight.route)
-        self._links[placed.prefill.name].send(
+        self._channels[placed.prefill.name].send(
             Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
         )
 
@@ -295,7 +295,7 @@ class Traffic:
     async def _listen(self, instance: Instance) -> None:
         while True:
             try:
-                event = await self._links[instance.name].receive()
+                event = await self._channels[instance.name].receive()
             except msgspec.DecodeError as error:
                 self.instance_lost(instance.name, f"a message from the engine could not be read: {error}")
                 continue
@@ -330,7 +330,7 @@ class Traffic:
                     log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
             self._metrics.observe_up(instance.name, instance.serves(now))
 
-    def _handle(self, instance: Instance, event: Event | LinkLost) -> None:
+    def _handle(self, instance: Instance, event: Event | ChannelLost) -> None:
         instance.heard = self._clock.now()
         match event:
             case StepReport() if instance.is_life(event.incarnation):
@@ -340,7 +340,7 @@ class Traffic:
                 self._greet(instance, event)
             case Refused():
                 self._refused(instance, event)
-            case Failed(message=message) | LinkLost(message=message):
+            case Failed(message=message) | ChannelLost(message=message):
                 self.instance_lost(instance.name, message)
 
     def _greet(self, instance: Instance, ready: Ready) -> None:
@@ -410,13 +410,13 @@ class Traffic:
     def _deliver(self, name: str, report: StepReport) -> None:
         unknown = [o.request_id for o in report.outputs if o.request_id not in self.held and o.finish is None]
         if unknown:  # cancelled while the step ran, or while it was handed over
-            self._links[name].send(Cancel(report.incarnation, unknown))
+            self._channels[name].send(Cancel(report.incarnation, unknown))
         for output in report.outputs:
             held = self.held.get(output.request_id)
             if held is None:
                 continue
             if output.generation < held.flight.attempt and output.finish is None:  # so was one that is over
-                self._links[name].send(Cancel(report.incarnation, [output.request_id], output.generation))
+                self._channels[name].send(Cancel(report.incarnation, [output.request_id], output.generation))
             self._receive(held, name, report.incarnation, output)
 
     def _receive(self, held: Held, name: str, incarnation: int, output: TokenOutput) -> None:
