@@ -76,23 +76,23 @@ def measure(policy: str, count: int) -> list[float]:
 
 def _load(name: str, rng: random.Random, now: float) -> InstanceLoad:
     """A few sequences decode there, and some have prompts to read; nobody is full."""
-    requests, reading = rng.randrange(24), rng.randrange(3)
+    requests, prefilling = rng.randrange(24), rng.randrange(3)
     held = requests * 1200
     factors = {"gemm:compute": rng.uniform(0.97, 1.03), "gemm:memory": rng.uniform(0.97, 1.03)}
-    pending = reading * 1200
+    pending = prefilling * 1200
     return InstanceLoad(
         name=name,
         times=StepTime(DEVICE, SHAPE, factors),
         max_model_len=16384,
         num_blocks=13000,
         free_blocks=13000 - held // 64,
-        reading=reading,
+        prefilling=prefilling,
         pending_tokens=pending,
-        requests=requests + reading,
+        requests=requests + prefilling,
         decoding=requests,
         held_tokens=held + pending,
-        free_at=now + 0.03 * reading,
-        idle_at=now + 0.03 * reading,
+        free_at=now + 0.03 * prefilling,
+        idle_at=now + 0.03 * prefilling,
         ttft=1.0,
         tpot=0.05,
     )

@@ -222,7 +222,7 @@ def _candidates(decided: Decided, stage: Stage) -> list[dict[str, Any]]:
             "pool": load.pool,
             "requests": load.requests,
             "decoding": load.decoding,
-            "reading": load.reading,
+            "prefilling": load.prefilling,
             "pending_tokens": load.pending_tokens,
             "held_tokens": load.held_tokens,
             "free_blocks": load.free_blocks,

@@ -269,7 +269,7 @@ class StepTime:
         return model.overhead + (self._rows_ms(tokens, rows) + attention + model.decode.ms(kv_tokens, kv_tokens))
 
     def prefill_ms(self, tokens: int, cached: int = 0, *, budget: int, decodes: int = 0, kv_tokens: int = 0) -> float:
-        """Time to read a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many.
+        """Time to prefill a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many.
 
         Args:
             tokens: of the prompt that are to be computed; nothing takes no time.
@@ -298,8 +298,8 @@ class StepTime:
         return tokens * self.shape.kv_bytes_per_token / self.device.host_bandwidth * 1e3
 
     def largest_prefill(self, limit_ms: float, low: int, high: int) -> int:
-        """The largest multiple of GRAIN up to `high` whose prompt, read in one step, stays within the limit; at least
-        `low`."""
+        """The largest multiple of GRAIN up to `high` whose prompt, prefilled in one step, stays within the limit; at
+        least `low`."""
         sizes = range(GRAIN, high + 1, GRAIN)
         fitting = bisect_right(sizes, limit_ms, key=lambda tokens: self.step_ms([(tokens, 0)]))
         return max(low, fitting * GRAIN)

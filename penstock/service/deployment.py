@@ -288,7 +288,8 @@ class _Parser:
             seen.add(group.name)
 
     def _check_pools(self, groups: Sequence[Group]) -> None:
-        """What is read in the pool "prefill" must go on somewhere, and what "decode" goes on with must be read."""
+        """What is prefilled in the pool "prefill" must go on somewhere, and what "decode" goes on with must be
+        prefilled."""
         pools = {group.pool for group in groups}
         for pool, other in (("decode", "prefill"), ("prefill", "decode")):
             if pool in pools and not pools & {other, "any"}:

@@ -20,7 +20,7 @@ UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # of engines that do not say 
 
 @dataclass(slots=True)
 class Prompt:
-    """One that is to be read here.
+    """One that is to be prefilled here.
 
     Attributes:
         tokens: to compute.
@@ -46,7 +46,7 @@ class Life:
         unlinked: why it cannot to others that it should be able to.
         asked: when it was asked for its cache.
         draining: it takes nothing new and is going.
-        prompts: that are to be read here, by key.
+        prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was drawn.
         load: what policies see of it; None when that has changed.
@@ -125,7 +125,7 @@ class Life:
 
     # --- what is placed here
 
-    def read(self, now: float, demand: Demand) -> None:
+    def add_prompt(self, now: float, demand: Demand) -> None:
         """Its prompt is sent here."""
         tokens = demand.to_compute(self.name)
         seconds = self.view().queued_seconds(tokens, demand.prompt_tokens - tokens)
@@ -137,8 +137,8 @@ class Life:
             self._free_at = max(self._free_at, now) + seconds
         self.changed()
 
-    def was_read(self, now: float, key: Key) -> None:
-        """Its prompt is read, or no longer wanted."""
+    def prompt_done(self, now: float, key: Key) -> None:
+        """Its prompt is prefilled, or no longer wanted."""
         prompt = self.prompts.pop(key, None)
         if prompt is None:
             return
@@ -187,7 +187,7 @@ class Life:
         if now - self.heard > SUSPECT_AFTER:
             self.touched.add(self.name)
         before, self.snapshot, self.heard = self.snapshot, snapshot, now
-        early = max(self._free_at, self._idle_at) > now  # it has read what it had before that was predicted
+        early = max(self._free_at, self._idle_at) > now  # it has prefilled what it had before that was predicted
         if before is not None and not self.prompts and not early and _alike(before, snapshot):
             return  # nothing that policies see
         self.changed()
@@ -229,7 +229,7 @@ class Life:
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
             free_blocks=self._free_blocks(unseen),
-            reading=len(self.prompts),
+            prefilling=len(self.prompts),
             pending_tokens=unseen + (0 if seen is None else seen.waiting_tokens + seen.prefill_tokens),
             requests=max(len(self.homes), 0 if seen is None else seen.running + seen.waiting),
             decoding=len(self.begun),

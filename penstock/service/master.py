@@ -86,7 +86,7 @@ class _InFlight:
 
     demand: Demand
     placed: Placed
-    reader: Life
+    prefiller: Life
     home: Life
     keys: list[bytes]
 
@@ -371,12 +371,12 @@ class Master:
         queued = self._queue.pop(key) or self._backlog.pop(key)
         assert queued is not None
         demand, place = queued.demand, queued.place
-        reader = self._lives[decision.prefill]
-        home = reader if decision.decode is None else self._lives[decision.decode]
+        prefiller = self._lives[decision.prefill]
+        home = prefiller if decision.decode is None else self._lives[decision.decode]
         placed = Placed(
             place.request_id,
             place.generation,
-            reader.peer,
+            prefiller.peer,
             None if decision.decode is None else home.peer,
             decision.policy,
             decision.reason,
@@ -384,9 +384,9 @@ class Master:
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
         )
-        self._in_flight[key] = _InFlight(demand, placed, reader, home, place.keys)
-        self.index.expect(reader.name, place.keys)
-        reader.read(now, demand)
+        self._in_flight[key] = _InFlight(demand, placed, prefiller, home, place.keys)
+        self.index.expect(prefiller.name, place.keys)
+        prefiller.add_prompt(now, demand)
         home.house(demand)
         if self._recorder is not None:
             self._recorder.decided(now, view, demand, place.request_id, key[0], decision)
@@ -407,7 +407,7 @@ class Master:
     def _begin(self, now: float, key: Key) -> None:
         flight = self._in_flight.get(key)
         if flight is not None:
-            flight.reader.was_read(now, key)
+            flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
 
     def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
@@ -417,9 +417,9 @@ class Master:
             self._recorder.ended(now, key[1], key[0], outcome)
         if over is None:
             return
-        over.reader.was_read(now, key)
+        over.prefiller.prompt_done(now, key)
         over.home.leave(key)
-        self.index.unexpect(over.reader.name, over.keys)
+        self.index.unexpect(over.prefiller.name, over.keys)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
             if self._policies.priorities is not None:
@@ -523,7 +523,7 @@ class Master:
         for life in self._lives.values():
             homes = {key for key, flight in self._in_flight.items() if flight.home is life}
             assert life.homes.keys() == homes, "requests are miscounted"
-            assert all(self._in_flight[key].reader is life for key in life.prompts), "a request that is over"
+            assert all(self._in_flight[key].prefiller is life for key in life.prompts), "a request that is over"
             life.check()
         self._roster.check()
         self._queue.check()

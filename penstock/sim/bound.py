@@ -1,12 +1,12 @@
 """What a scheduler that knows everything could reach at most: every arrival, every output's length, all in advance.
 
-Two kinds of machine time are bought, by each request that is kept: to read its prompt, between its arrival and the
+Two kinds of machine time are bought, by each request that is kept: to prefill its prompt, between its arrival and the
 target of its first token; and to decode, between then and the end of its last token's. All instances together are one
 machine of that many instance-seconds per second. So for any prices of machine time, one for each moment and none below
 0, the count of requests that can be kept is at most (linear programming's weak duality)
 
     sum over moments of price * capacity
-    + sum over requests of max(0, 1 - time to read * least price while it may be read
+    + sum over requests of max(0, 1 - time to prefill * least price while it may be prefilled
                                     - time to decode * least price while it may decode)
 
 whatever the prices are. They are sought by gradient descent: good ones make the bound tight, and bad ones only loose.
@@ -228,15 +228,15 @@ def reusable_by_request(requests: Sequence[WorkRequest]) -> list[int]:
 
 
 def _seconds(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
-    """Least machine time to read each prompt, and to decode; with the tangent and the way to pay for the fixed part
+    """Least machine time to prefill each prompt, and to decode; with the tangent and the way to pay for the fixed part
     that take most."""
     best: tuple[float, Floats, Floats] | None = None
     for line in (_line(group, share) for share in SHARES):
-        read, decode = _variable(line, lengths)
-        for pay_read, pay_decode in _fixed(line, group, lengths):
-            need = read + pay_read, decode + pay_decode
+        prefill, decode = _variable(line, lengths)
+        for pay_prefill, pay_decode in _fixed(line, group, lengths):
+            need = prefill + pay_prefill, decode + pay_decode
             # of those that are likely to be kept
-            total = float(np.sort(need[0] + need[1])[: max(1, int(0.9 * len(read)))].sum())
+            total = float(np.sort(need[0] + need[1])[: max(1, int(0.9 * len(prefill)))].sum())
             if best is None or total > best[0]:
                 best = total, *need
     assert best is not None
@@ -246,9 +246,9 @@ def _seconds(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
 def _variable(line: _Line, lengths: _Lengths) -> tuple[Floats, Floats]:
     """Without the fixed parts of steps."""
     new, d = lengths.new, lengths.decodes
-    read = line.token * new + line.row + line.pair * new * (lengths.cached + new / 2)
+    prefill = line.token * new + line.row + line.pair * new * (lengths.cached + new / 2)
     decode = d * (line.token + line.row) + line.kv * d * (lengths.prompt + (d + 1) / 2)
-    return read, decode
+    return prefill, decode
 
 
 def _fixed(line: _Line, group: Group, lengths: _Lengths) -> list[tuple[Floats, Floats]]:
@@ -274,9 +274,9 @@ def _alone(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
     """Least seconds to a first token, and per token after it, of each request on an instance of its own."""
     first, each = np.zeros_like(lengths.at), np.zeros_like(lengths.at)
     for line in (_line(group, share) for share in SHARES):
-        read, decode = _variable(line, lengths)
+        prefill, decode = _variable(line, lengths)
         chunks = np.ceil(lengths.new / group.token_budget)
-        first = np.maximum(first, read + chunks * line.step + line.drawing)
+        first = np.maximum(first, prefill + chunks * line.step + line.drawing)
         each = np.maximum(each, decode / np.maximum(lengths.decodes, 1) + line.step + line.drawing)
     return first, np.where(lengths.decodes > 0, each, 0.0)
 
@@ -286,9 +286,11 @@ def _work(requests: Sequence[WorkRequest], groups: Sequence[Group], max_tokens: 
     lengths = _lengths(requests, longest, max_tokens, any(group.prefix_cache for group in groups))
     needs = [_seconds(group, lengths) for group in groups]
     # an instance-second of a group is worth so many of the first group's; any numbers are right, these make it tight
-    sums = [float(read.sum() + decode.sum()) for read, decode in needs]
+    sums = [float(prefill.sum() + decode.sum()) for prefill, decode in needs]
     worth = [sums[0] / each if each else 1.0 for each in sums]
-    read, decode = (np.min([w * need[kind] for w, need in zip(worth, needs, strict=True)], axis=0) for kind in (0, 1))
+    prefill, decode = (
+        np.min([w * need[kind] for w, need in zip(worth, needs, strict=True)], axis=0) for kind in (0, 1)
+    )
     alone = [_alone(group, lengths) for group in groups]
     first, each = (np.min([times[kind] for times in alone], axis=0) for kind in (0, 1))
     free = np.isinf(lengths.ttft)  # whenever it runs, it is not late
@@ -300,7 +302,7 @@ def _work(requests: Sequence[WorkRequest], groups: Sequence[Group], max_tokens: 
         free=int(np.sum(free & (each <= lengths.tpot * (1 + 1e-9)))),
         capacity=sum(w * group.count for w, group in zip(worth, groups, strict=True)),
         windows=[
-            _Window(lengths.at[possible], ready[possible], read[possible]),
+            _Window(lengths.at[possible], ready[possible], prefill[possible]),
             _Window((lengths.at + first)[possible], ended[possible], decode[possible]),
         ],
     )

@@ -33,7 +33,7 @@ class Outcomes:
         received: tokens that it got.
         cached: tokens of its prompt that were found in a cache.
         task, error: words; "" where there is none.
-        handed_over: whether another instance generated than the one that read its prompt.
+        handed_over: whether another instance generated than the one that prefilled its prompt.
         recovered: whether it was interrupted and went on elsewhere.
         regret: by stage, how much worse its place was than the best candidate, in the policy's own costs.
         targets: of each task of online requests, (TTFT, TPOT) in seconds, as its first request had them.

@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A deployment: all instances do everything, or some read prompts and others decode."""
+    """A deployment: all instances do everything, or some prefill and others decode."""
 
     parts: tuple[Part, ...]
 
@@ -111,7 +111,7 @@ class Candidate:
 
 def candidates(kinds: Sequence[Kind], available: Mapping[str, int]) -> list[Candidate]:
     """Every deployment that takes no more devices than there are, cheapest first: of one kind or of two, of which
-    two on one device only where one reads prompts and the other decodes."""
+    two on one device only where one prefills prompts and the other decodes."""
 
     def counts(kind: Kind) -> range:
         return range(1, available[kind.device] // kind.size + 1)
@@ -122,10 +122,10 @@ def candidates(kinds: Sequence[Kind], available: Mapping[str, int]) -> list[Cand
             found += [
                 Candidate((Part(one, "any", n), Part(other, "any", m))) for n, m in product(counts(one), counts(other))
             ]
-    for reader, writer in product(kinds, repeat=2):
+    for prefiller, writer in product(kinds, repeat=2):
         found += [
-            Candidate((Part(reader, "prefill", n), Part(writer, "decode", m)))
-            for n, m in product(counts(reader), counts(writer))
+            Candidate((Part(prefiller, "prefill", n), Part(writer, "decode", m)))
+            for n, m in product(counts(prefiller), counts(writer))
         ]
     fitting = [c for c in found if all(taken <= available[device] for device, taken in c.devices.items())]
     return sorted(fitting, key=lambda c: (c.cost, c.disaggregated, len(c.parts), c.title))
@@ -185,7 +185,7 @@ class Estimate:
 
     Attributes:
         attainment: share of requests that keep both targets.
-        reading: share of the time of those that read prompts that this takes.
+        prefilling: share of the time of those that prefill that this takes.
         sequences: that decode at once on an instance; and `room` for so many: by memory, or by max-num-seqs.
         compute, memory: how busy a decoding step keeps them.
     """
@@ -195,7 +195,7 @@ class Estimate:
     ttft_p90: float
     tpot_p50: float
     tpot_p90: float
-    reading: float
+    prefilling: float
     sequences: float
     room: float
     room_by_memory: bool
@@ -228,17 +228,17 @@ def estimate(candidate: Candidate, asked: Demands, alone: dict[tuple[str, int], 
     Args:
         alone: (device, size) -> seconds that each prompt takes on an idle instance; filled as needed.
     """
-    readers = [p for p in candidate.parts if p.pool != "decode"]
+    prefillers = [p for p in candidate.parts if p.pool != "decode"]
     writers = [p for p in candidate.parts if p.pool != "prefill"]
     seconds = {id(p): _alone(p.kind, asked, alone) for p in candidate.parts}
-    reading = _shares(readers, asked.rate, {id(p): float(seconds[id(p)].mean()) for p in readers})
+    prefilling = _shares(prefillers, asked.rate, {id(p): float(seconds[id(p)].mean()) for p in prefillers})
     writing = _shares(writers, asked.rate, {id(p): _decode_weight(p.kind, asked) for p in writers})
     decoding = []
     for part in writers:
-        busy = reading[id(part)] * float(seconds[id(part)].mean()) if part.pool == "any" else 0.0
+        busy = prefilling[id(part)] * float(seconds[id(part)].mean()) if part.pool == "any" else 0.0
         decoding.append(_decode(part.kind.group, asked, writing[id(part)], busy))
     beside = {id(p): d for p, d in zip(writers, decoding, strict=True) if p.pool == "any"}
-    ttft = _queue(readers, asked, seconds, beside)
+    ttft = _queue(prefillers, asked, seconds, beside)
     worst = max(decoding, key=lambda d: d.high_ms)
     in_time = float(np.mean(ttft <= asked.ttft))
     in_pace = sum(writing[id(p)] * p.count / asked.rate * _kept(d) for p, d in zip(writers, decoding, strict=True))
@@ -248,7 +248,7 @@ def estimate(candidate: Candidate, asked: Demands, alone: dict[tuple[str, int], 
         ttft_p90=float(np.percentile(ttft, 90)) * 1e3,
         tpot_p50=worst.ms,
         tpot_p90=worst.high_ms,
-        reading=max(reading[id(p)] * float(seconds[id(p)].mean()) for p in readers),
+        prefilling=max(prefilling[id(p)] * float(seconds[id(p)].mean()) for p in prefillers),
         sequences=worst.sequences,
         room=worst.room,
         room_by_memory=worst.room_by_memory,
@@ -334,12 +334,12 @@ def _kept(decoding: _Decoding) -> float:
 
 
 def _queue(
-    readers: Sequence[Part], asked: Demands, seconds: Mapping[int, Floats], beside: Mapping[int, _Decoding]
+    prefillers: Sequence[Part], asked: Demands, seconds: Mapping[int, Floats], beside: Mapping[int, _Decoding]
 ) -> Floats:
-    """Seconds to each first token, when whichever instance is free first reads the next prompt."""
+    """Seconds to each first token, when whichever instance is free first prefills the next prompt."""
     served: list[Floats] = []
     free: list[tuple[float, int, int]] = []  # at, number, part
-    for at, part in enumerate(readers):
+    for at, part in enumerate(prefillers):
         group, own = part.kind.group, seconds[id(part)]
         if id(part) in beside:  # every step of a prompt has the decodes in it
             count = round(min(beside[id(part)].sequences, beside[id(part)].room))
@@ -464,7 +464,9 @@ def explain(guess: Estimate, verdict: Verdict | None, ttft_ms: float, tpot_ms: f
         cause = f"{what} room for {guess.room:,.0f} sequences per instance, and more would decode at once"
     else:
         bound = "compute" if guess.compute >= guess.memory else "memory bandwidth"
-        cause = f"prompts take {min(guess.reading, 9.99):.0%} of the readers' time, and decoding is bound by {bound}"
+        cause = (
+            f"prompts take {min(guess.prefilling, 9.99):.0%} of the prefillers' time, and decoding is bound by {bound}"
+        )
     over_ttft, over_tpot = seen.ttft_p90 / ttft_ms, seen.tpot_p90 / tpot_ms
     name, ratio = ("TTFT", over_ttft) if over_ttft >= over_tpot else ("TPOT", over_tpot)
     how = f"{ratio:.0%} of its target" if ratio < 10 else "far beyond its target"

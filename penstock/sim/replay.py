@@ -41,7 +41,7 @@ def first_token(view: ClusterView, demand: Demand, load: InstanceLoad) -> float:
     return ready - view.now + load.prefill_seconds(computed, demand.prompt_tokens - computed)
 
 
-def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
+def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Who could be given the prompt."""
     able = fitting(view, demand)
     return [load for load in able if load.pool != "decode"] or able
@@ -101,10 +101,10 @@ def _insist(policy: DispatchPolicy, rng: Random, view: ClusterView, later: Later
 def _regret(view: ClusterView, demand: Demand, decision: Decision, waited: float = 0.0) -> float:
     """Seconds that the first token comes later than from the best instance, at once."""
     chosen = next(load for load in view.instances if load.name == decision.prefill)
-    best = min((first_token(view, demand, load) for load in readers(view, demand)), default=inf)
+    best = min((first_token(view, demand, load) for load in prefillers(view, demand)), default=inf)
     late = replace(view, now=view.now + waited)
     cost = waited + first_token(late, demand, chosen)
-    return max(0.0, cost - best)  # below the best is who is no reader: one that it excludes, or that only decodes
+    return max(0.0, cost - best)  # below the best is who is no prefiller: one that it excludes, or that only decodes
 
 
 def replay(recorded: Iterable[Decided], make: Callable[[], DispatchPolicy], rng: Random) -> Iterable[Redecided]:

@@ -124,18 +124,18 @@ def summarise(account: Account) -> dict[str, Any]:
 def offline_work(these: Outcomes, end: float) -> dict[str, Any]:
     """What offline requests came to while there were online ones, all null when there were no offline ones.
 
-    `offline_tokens_per_s` counts what was generated and what was read of prompts, of requests that were over by the
-    last online one's end; the other two are its parts. What was found in a cache was not read.
+    `offline_tokens_per_s` counts what was generated and what was prefilled of prompts, of requests that were over by
+    the last online one's end; the other two are its parts. What was found in a cache was not prefilled.
     """
     came = int(these.offline.sum())
-    names = ("offline_tokens_per_s", "offline_generated_tokens_per_s", "offline_read_tokens_per_s")
+    names = ("offline_tokens_per_s", "offline_generated_tokens_per_s", "offline_prefill_tokens_per_s")
     if not came:
         return dict.fromkeys(("offline_requests", "offline_left", *names))
     until = max(these.ended[these.online].tolist(), default=end)
     done = these.offline & these.over & these.good & (these.ended <= until)
     generated = int(these.received[done].sum())
-    read = int((these.prompt[done] - these.cached[done]).sum())
-    rates = [tokens / until if until else None for tokens in (generated + read, generated, read)]
+    prefilled = int((these.prompt[done] - these.cached[done]).sum())
+    rates = [tokens / until if until else None for tokens in (generated + prefilled, generated, prefilled)]
     return {
         "offline_requests": int(done.sum()),
         "offline_left": came - int(done.sum()),

@@ -337,7 +337,8 @@ class _Parser:
         return tuple(group for _, group in pairs)
 
     def _check_pools(self, pairs: Sequence[tuple[Spot, Group]]) -> None:
-        """What is read in the pool "prefill" must go on somewhere, and what "decode" goes on with must be read."""
+        """What is prefilled in the pool "prefill" must go on somewhere, and what "decode" goes on with must be
+        prefilled."""
         pools = {group.pool for _, group in pairs}
         for at, group in pairs:
             other = {"prefill": "decode", "decode": "prefill"}.get(group.pool)

@@ -1,5 +1,5 @@
-"""A tiny master for dispatch policies: it applies what they decide to instances that read prompts one after another and
-then decode, and holds against them what no policy may do."""
+"""A tiny master for dispatch policies: it applies what they decide to instances that prefill prompts one after another
+and then decode, and holds against them what no policy may do."""
 
 import random
 from collections.abc import Callable
@@ -100,7 +100,7 @@ class Machine:
             blocks = sum(-(-d.prompt_tokens // BLOCK_TOKENS) for d in self.homes.values())
             self.seen = replace(
                 self.load,
-                reading=len(self.prompts),
+                prefilling=len(self.prompts),
                 pending_tokens=sum(d.prompt_tokens for d in self.prompts.values()),
                 requests=len(self.homes),
                 decoding=len(self.begun),
@@ -189,30 +189,30 @@ class ToyMaster:
         waiting = self.online.pop(decision.key) or self.offline.pop(decision.key)
         assert waiting is not None, "nobody waits for that"
         one = waiting.demand
-        reader = self.machines[decision.prefill]
+        prefiller = self.machines[decision.prefill]
         home = self.machines[decision.decode or decision.prefill]
-        self._check(one, decision, reader.view(), home.view())
+        self._check(one, decision, prefiller.view(), home.view())
         self.placed[one.key] = (now, decision)
-        seconds = reader.view().prefill_seconds(one.prompt_tokens)
-        reader.free_at = max(now, reader.free_at) + seconds
-        reader.prompts[one.key] = home.homes[one.key] = one
-        reader.seen = home.seen = None
-        self._at(reader.free_at, lambda: self._begin(one, reader, home))
+        seconds = prefiller.view().prefill_seconds(one.prompt_tokens)
+        prefiller.free_at = max(now, prefiller.free_at) + seconds
+        prefiller.prompts[one.key] = home.homes[one.key] = one
+        prefiller.seen = home.seen = None
+        self._at(prefiller.free_at, lambda: self._begin(one, prefiller, home))
 
-    def _check(self, one: Demand, decision: Decision, reader: InstanceLoad, home: InstanceLoad) -> None:
+    def _check(self, one: Demand, decision: Decision, prefiller: InstanceLoad, home: InstanceLoad) -> None:
         able = [
             m.load
             for m in self.machines.values()
             if one.tokens <= m.load.max_model_len and m.load.name not in one.exclude
         ]
-        for load in (reader, home):
+        for load in (prefiller, home):
             assert one.tokens <= load.max_model_len, "too short for it"
             assert load.name not in one.exclude, "it was excluded"
         if self.subject.minds_pools:
-            assert reader.pool != "decode" or all(i.pool == "decode" for i in able), "it only decodes"
+            assert prefiller.pool != "decode" or all(i.pool == "decode" for i in able), "it only decodes"
         if decision.decode is not None:
-            assert home.name in reader.peers, "not linked"
-            assert hands_over(reader.pool, home.pool), "the wrong pool"
+            assert home.name in prefiller.peers, "not linked"
+            assert hands_over(prefiller.pool, home.pool), "the wrong pool"
         assert decision.prefill in decision.costs["prefill"], "what did it cost?"
         assert decision.decode is None or decision.decode in decision.costs["decode"], "what did it cost?"
         online = home.requests - home.offline_requests
@@ -221,11 +221,11 @@ class ToyMaster:
             assert held <= home.num_blocks * BLOCK_TOKENS, "memory"
             assert online < home.max_sequences, "sequences"
 
-    def _begin(self, one: Demand, reader: Machine, home: Machine) -> None:
-        del reader.prompts[one.key]
+    def _begin(self, one: Demand, prefiller: Machine, home: Machine) -> None:
+        del prefiller.prompts[one.key]
         home.begun.add(one.key)
-        reader.seen = home.seen = None
-        self._at(reader.free_at + one.max_tokens * TOKEN_SECONDS, lambda: self._end(one, home))
+        prefiller.seen = home.seen = None
+        self._at(prefiller.free_at + one.max_tokens * TOKEN_SECONDS, lambda: self._end(one, home))
 
     def _end(self, one: Demand, home: Machine) -> None:
         del home.homes[one.key]

@@ -20,7 +20,7 @@ SLOW = StepTime(replace(TIMES.device, host_bandwidth=TIMES.device.host_bandwidth
 
 
 def decide(name, instances, hits=(), loads=()):
-    """Who reads a prompt, with a hit on some of which some have it below the device."""
+    """Who prefills a prompt, with a hit on some of which some have it below the device."""
     one = demand(
         "r",
         PROMPT,
@@ -66,7 +66,7 @@ def test_who_would_load_for_longer_than_another_computes_is_passed_over(name):
 
 
 def test_decodes_do_not_slow_a_load_down():
-    """As they do a prompt that is read."""
+    """As they do a prompt that is prefilled."""
     busy = instance("busy", requests=60, decoding=60, held_tokens=20_000, tpot=0.02)
     there, below = (decide("unified", [busy], ["busy"], loads)[0].predicted_ttft for loads in ((), ["busy"]))
     assert below - there == pytest.approx(busy.load_seconds(HIT))

@@ -75,10 +75,10 @@ def test_scorpio_keeps_to_the_instance_of_the_round_and_to_its_strictest_tpot():
 
 
 def test_scorpio_holds_back_what_its_instance_could_not_begin_within_a_step():
-    reading = instance("a", free_at=0.5, pending_tokens=8000)
-    assert drain(Scorpio(), [reading], demand("r", 500, ttft=9.0)) == []
-    assert Scorpio().decide(view([reading], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.5)
-    assert drain(Scorpio(), [reading], demand("r", 100, ttft=9.0)) == [("r", "a", None)]
+    prefilling = instance("a", free_at=0.5, pending_tokens=8000)
+    assert drain(Scorpio(), [prefilling], demand("r", 500, ttft=9.0)) == []
+    assert Scorpio().decide(view([prefilling], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.5)
+    assert drain(Scorpio(), [prefilling], demand("r", 100, ttft=9.0)) == [("r", "a", None)]
 
 
 def test_scorpio_goes_round_the_decoders_too():
@@ -95,7 +95,7 @@ def test_aladdin_fills_the_fullest_that_keeps_every_target():
     assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "half", None)]
     assert drain(Aladdin(), loads, demand("r", ttft=5.0, tpot=0.05)) == [("r", "queued", None)], "it has the time"
     assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=half.decode_seconds)) == [("r", "idle", None)]
-    # as much to read as the running ones have not saved
+    # as much to prefill as the running ones have not saved
     assert drain(Aladdin(), loads, demand("r", 40_000, ttft=9.0, tpot=0.05)) == [("r", "idle", None)]
 
 
@@ -109,10 +109,10 @@ def test_aladdin_packs_decoders():
 
 def test_annealing_finds_an_order_that_keeps_more_targets_than_either_it_begins_with():
     load = instance("a", token_budget=512)
-    read = load.prefill_seconds(20_000)
-    # by arrival the short ones are late; by deadline the first two long ones are read for nothing
-    long = [demand(f"long{i}", 20_000, ttft=0.5 * read + i * 1e-3) for i in range(2)]
-    short = [demand(f"short{i}", 500, ttft=0.7 * read + i * 1e-3) for i in range(4)]
+    prefill = load.prefill_seconds(20_000)
+    # by arrival the short ones are late; by deadline the first two long ones are prefilled for nothing
+    long = [demand(f"long{i}", 20_000, ttft=0.5 * prefill + i * 1e-3) for i in range(2)]
+    short = [demand(f"short{i}", 500, ttft=0.7 * prefill + i * 1e-3) for i in range(4)]
     rng = random.Random(0)
     decision = Annealing(iterations=400).decide(view([load], *long, *short), rng)
     assert decision.key[1].startswith("short")
@@ -122,5 +122,5 @@ def test_annealing_spreads_over_instances_and_sends_no_more_than_a_step_ahead():
     loads = [instance(f"a{i}") for i in range(4)]
     placed = drain(Annealing(), loads, *(demand(f"r{i}", 8000, ttft=1.0) for i in range(4)))
     assert {name for _, name, _ in placed} == {"a0", "a1", "a2", "a3"}
-    reading = instance("a", free_at=0.3, pending_tokens=8000)
-    assert Annealing().decide(view([reading], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.3)
+    prefilling = instance("a", free_at=0.3, pending_tokens=8000)
+    assert Annealing().decide(view([prefilling], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.3)

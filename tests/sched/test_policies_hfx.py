@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates
-from penstock.sched.cluster.foresight import read_seconds
+from penstock.sched.cluster.foresight import prefill_seconds_alone
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.steptime import StepTime
 from tests.helpers.policies import OUTPUT, SUBJECTS, TIMES, ToyMaster, demand, instance, linked
@@ -45,7 +45,7 @@ def test_a_batch_is_paid_for_within_half_of_the_strictest_ttft():
     assert 0 < share < 1
 
     def paid_for(count):
-        return read_seconds(load, 1000 * count) / share
+        return prefill_seconds_alone(load, 1000 * count) / share
 
     assert paid_for(len(decisions)) <= 0.5 < paid_for(len(decisions) + 1)
     assert mature_at == pytest.approx(paid_for(len(decisions)))
@@ -63,7 +63,7 @@ def test_what_is_dispatched_counts_among_the_tpots_that_are_to_be_kept():
 def test_nothing_goes_where_the_strictest_tpot_is_used_up_and_an_idle_one_takes_it():
     full = instance("full", tpot=0.004, **BUSY)
     assert full.decode_seconds > full.tpot
-    late_at = 1.0 - read_seconds(full, 256)
+    late_at = 1.0 - prefill_seconds_alone(full, 256)
     verdict = HFX().decide(view([full], demand("r", ttft=1.0, tpot=0.1)), RNG)
     assert verdict == Later(pytest.approx(late_at))
     assert HFX().decide(view([full, instance("idle")], demand("r", ttft=1.0, tpot=0.1)), RNG).prefill == "idle"
@@ -81,16 +81,16 @@ def test_nothing_more_until_maturity_and_then_whoever_matured_first():
     second = policy.decide(view(both, demand("r1", 2000, ttft=1.0), now=0.001), RNG)
     assert (first.prefill, second.prefill) == ("a", "b")
     later = policy.decide(view(both, demand("r2", 100, ttft=1.0), now=0.002), RNG)
-    b_at = 0.001 + read_seconds(both[1], 2000)
+    b_at = 0.001 + prefill_seconds_alone(both[1], 2000)
     assert later == Later(pytest.approx(b_at))
-    a_at = read_seconds(both[0], 4000)
+    a_at = prefill_seconds_alone(both[0], 4000)
     assert b_at < a_at
     assert policy.decide(view(both, demand("r2", 100, ttft=1.0), now=later.at), RNG).prefill == "b"
     assert policy.decide(view(both, demand("r3", 100, ttft=1.0), now=a_at + 1), RNG).prefill == "b", "it matured before"
     assert policy.decide(view(both, demand("r4", 100, ttft=1.0), now=a_at + 1.001), RNG).prefill == "a"
 
 
-def test_an_instance_that_this_policy_never_saw_is_mature_when_its_prompts_are_read():
+def test_an_instance_that_this_policy_never_saw_is_mature_when_its_prompts_are_prefilled():
     busy = instance("a", free_at=3.0)
     assert HFX().decide(view([busy], demand("r", ttft=1.0)), RNG) == Later(3.0)
     assert HFX().decide(view([busy], demand("r", ttft=9.0)), RNG) == Later(3.0)
@@ -129,7 +129,7 @@ def test_an_idle_instance_takes_a_prompt_of_any_length_whatever_the_first_one_is
             assert names(drain(HFX(), order, asked)[0]) == ["r"], tokens
 
 
-def test_without_any_target_a_batch_is_what_one_step_reads():
+def test_without_any_target_a_batch_is_what_one_step_prefills():
     decisions, _ = drain(HFX(), [instance("a", token_budget=1000)], *(demand(f"r{i}", 300) for i in range(9)))
     assert len(decisions) == 3
 
@@ -142,11 +142,15 @@ def test_a_prefill_batch_keeps_the_first_deadline_and_ends_before_the_next():
     assert decisions[0].key[1] == "soon"
     assert {(d.prefill, d.decode) for d in decisions} == {("p", "d")}
     assert len(decisions) == 41, "with the most urgent one gone the rest has the time"
-    ends_at = read_seconds(pair[0], 2000 * 41)
+    ends_at = prefill_seconds_alone(pair[0], 2000 * 41)
     assert policy.decide(view(pair, demand("next", ttft=9.0), now=0.001), RNG) == Later(pytest.approx(ends_at))
     soon = [replace(d, key=("f", f"s{i}")) for i, d in enumerate([queue[-1]] * 60)]
     decisions, _ = drain(HFX(), pair, *soon)
-    assert read_seconds(pair[0], 2000 * len(decisions)) <= 0.5 < read_seconds(pair[0], 2000 * (len(decisions) + 1))
+    assert (
+        prefill_seconds_alone(pair[0], 2000 * len(decisions))
+        <= 0.5
+        < prefill_seconds_alone(pair[0], 2000 * (len(decisions) + 1))
+    )
 
 
 def test_the_decoder_is_the_one_that_keeps_its_tempo_and_has_room():
@@ -163,22 +167,22 @@ def test_the_decoder_is_the_one_that_keeps_its_tempo_and_has_room():
     assert HFX().decide(view([unlinked], demand("r", ttft=1.0)), RNG).reason == "no-decode: fine: no route"
 
 
-def test_one_that_only_decodes_is_asked_to_read_when_nobody_else_may():
+def test_one_that_only_decodes_is_asked_to_prefill_when_nobody_else_may():
     pair = linked(instance("p", "prefill", max_model_len=2048), instance("d", "decode", max_model_len=8192))
     plain, _ = drain(HFX(), pair, demand("a", 500, ttft=9.0), demand("b", 500, ttft=9.0))
-    assert [set(d.costs["prefill"]) for d in plain] == [{"p"}, {"p"}], "no regret about who may not read"
+    assert [set(d.costs["prefill"]) for d in plain] == [{"p"}, {"p"}], "no regret about who may not prefill"
     for queue in ([demand("long", 4000)], [replace(demand("barred", 500), exclude=frozenset({"p"}))]):
         decisions, _ = drain(HFX(), pair, *queue, demand("short", 500))
         assert {d.key[1]: d.prefill for d in decisions} == {queue[0].key[1]: "d", "short": "p"}
 
 
-def test_offline_work_waits_until_nothing_is_to_be_read_and_goes_to_whoever_has_least_to_do():
+def test_offline_work_waits_until_nothing_is_to_be_prefilled_and_goes_to_whoever_has_least_to_do():
     offline = [demand("batch", offline=True)]
-    reading = instance("a", idle_at=2.0, requests=1)
+    prefilling = instance("a", idle_at=2.0, requests=1)
     busy = instance("b", requests=5, tpot=0.1)
-    look = ClusterView(now=0.0, instances=[reading], offline=offline, rates=RATES)
+    look = ClusterView(now=0.0, instances=[prefilling], offline=offline, rates=RATES)
     assert HFX().decide(look, RNG) == Later(2.0)
-    look = replace(look, instances=[reading, busy, instance("c", requests=3, tpot=0.1)])
+    look = replace(look, instances=[prefilling, busy, instance("c", requests=3, tpot=0.1)])
     assert HFX().decide(look, RNG).prefill == "c"
     assert HFX().decide(replace(look, queue=[demand("online", ttft=1.0)]), RNG).key[1] == "online"
 

@@ -26,9 +26,9 @@ def decide(instances, *queue, policy=None, seed=0, **rates):
 
 
 def busy(name, seconds, **values):
-    """It has prompts to read for so long."""
+    """It has prompts to prefill for so long."""
     tokens = int(seconds * 60_000)
-    return instance(name, free_at=NOW + seconds, idle_at=NOW + seconds, pending_tokens=tokens, reading=1, **values)
+    return instance(name, free_at=NOW + seconds, idle_at=NOW + seconds, pending_tokens=tokens, prefilling=1, **values)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -54,7 +54,7 @@ def test_places_everything_once_where_it_fits(name, data):
 
 def test_a_hit_is_worth_what_it_saves():
     instances = [busy("holder", 0.1), instance("idle")]
-    # reading 8192 tokens takes some 130 ms
+    # prefilling 8192 tokens takes some 130 ms
     assert decide(instances, demand("r", 8192, hits={"holder": 8128})).prefill == "holder"
     assert decide(instances, demand("r", 8192, hits={"holder": 2048})).prefill == "idle"
     costs = decide(instances, demand("r", 8192, hits={"holder": 8128})).costs["prefill"]
@@ -101,7 +101,7 @@ def talk(policy, instances, first, **values):
 def test_a_conversation_returns_while_that_pays(wait, holder):
     policy, instances = make_rtp_llm(), [instance("home"), instance("other")]
     talk(policy, instances, "home")
-    # what is computed again elsewhere takes 130 ms, twice, and reading it there as long again
+    # what is computed again elsewhere takes 130 ms, twice, and prefilling it there as long again
     turn = demand("next", 8192, chat="c", hits={"home": 8000})
     decision = decide([busy("home", wait), busy("other", 0.0)], turn, policy=policy)
     assert decision.prefill == holder
@@ -131,7 +131,7 @@ def test_the_longest_silent_conversation_is_forgotten():
 
 
 def pairs(**decoders):
-    """One that reads for the named decoders."""
+    """One that prefills for the named decoders."""
     return linked(instance("p", "prefill"), *(instance(n, "decode", **values) for n, values in decoders.items()))
 
 

@@ -98,7 +98,7 @@ def test_hfx_switches_a_role_where_one_stage_has_too_many_and_the_other_too_few(
     assert isinstance(scaler.decide(view(*prefills, slow, rates=rates), FLEET)[0], Start)
     quiet = Rates(arrivals=0, completions=30)
     changes = []
-    for second in range(101, 160):  # nothing more to read, and still too slow to decode
+    for second in range(101, 160):  # nothing more to prefill, and still too slow to decode
         changes = scaler.decide(view(*prefills, slow, now=float(second), rates=quiet), replace(FLEET, absent=[]))
         if changes:
             break

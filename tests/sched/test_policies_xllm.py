@@ -33,9 +33,10 @@ def online(key="r", prompt_tokens=2000, **values):
     return demand(key, prompt_tokens, **({"arrived": NOW} | ONLINE | values))
 
 
-def reading(seconds, **values):
-    """It has prompts to read for so long."""
-    ahead = {"free_at": NOW + seconds, "idle_at": NOW + seconds, "reading": 1, "pending_tokens": int(seconds * 65_000)}
+def prefilling(seconds, **values):
+    """It has prompts to prefill for so long."""
+    tokens = int(seconds * 65_000)
+    ahead = {"free_at": NOW + seconds, "idle_at": NOW + seconds, "prefilling": 1, "pending_tokens": tokens}
     return ahead | ONLINE | values
 
 
@@ -63,7 +64,7 @@ def moved(instances, moves):
 
 
 class ElasticMaster(ToyMaster):
-    """Pools may change, and a decoder may read a prompt that it keeps."""
+    """Pools may change, and a decoder may prefill a prompt that it keeps."""
 
     def _apply(self, now, decision):
         for move in decision.moves:
@@ -71,8 +72,8 @@ class ElasticMaster(ToyMaster):
             machine.load, machine.seen = replace(machine.load, pool=move.pool), None
         super()._apply(now, decision)
 
-    def _check(self, one, decision, reader, home):
-        super()._check(one, decision, replace(reader, pool="any") if decision.decode is None else reader, home)
+    def _check(self, one, decision, prefiller, home):
+        super()._check(one, decision, replace(prefiller, pool="any") if decision.decode is None else prefiller, home)
 
 
 def run(make, data) -> ElasticMaster:
@@ -101,43 +102,43 @@ def test_places_everything_once_and_keeps_decoders(data):
         assert after >= min(before, 2 if len(seen.instances) > 3 else 1)
 
 
-def test_the_reader_with_the_earliest_first_token_gets_it():
-    decision = decide(cluster(p0=reading(0.15), p1=reading(0.05), d0={}, d1={}), online())
+def test_the_prefiller_with_the_earliest_first_token_gets_it():
+    decision = decide(cluster(p0=prefilling(0.15), p1=prefilling(0.05), d0={}, d1={}), online())
     assert decision.prefill == "p1"
     assert decision.costs["prefill"]["p1"] < decision.costs["prefill"]["p0"]
     assert not decision.moves
 
 
-def test_readers_that_still_decode_are_asked_only_when_the_others_are_late():
+def test_prefillers_that_still_decode_are_asked_only_when_the_others_are_late():
     turned = {"p1": BUSY, "d0": {}, "d1": {}}
-    assert decide(cluster(p0=reading(0.1), **turned), online()).prefill == "p0"
-    assert decide(cluster(p0=reading(0.5), **turned), online()).prefill == "p1"
+    assert decide(cluster(p0=prefilling(0.1), **turned), online()).prefill == "p0"
+    assert decide(cluster(p0=prefilling(0.5), **turned), online()).prefill == "p1"
 
 
-def test_the_lightest_decoder_becomes_a_reader_when_readers_are_late():
+def test_the_lightest_decoder_becomes_a_prefiller_when_prefillers_are_late():
     loads = {"d0": BUSY, "d1": BUSY | {"held_tokens": 10_000}, "d2": BUSY}
-    decision = decide(cluster(p0=reading(0.9), **loads), online())
+    decision = decide(cluster(p0=prefilling(0.9), **loads), online())
     assert decision.prefill == "d1"
     assert [(move.name, move.pool) for move in decision.moves] == [("d1", "prefill")]
     assert decision.reason == "converted"
     # but not for who has no target
-    assert decide(cluster(p0=reading(0.9), **loads), online(ttft=inf)).prefill == "p0"
+    assert decide(cluster(p0=prefilling(0.9), **loads), online(ttft=inf)).prefill == "p0"
 
 
-def test_decoders_that_still_read_leave_first():
-    loads = {"d0": BUSY, "d1": BUSY | reading(0.05, held_tokens=30_000), "d2": BUSY}
-    decision = decide(cluster(p0=reading(0.9), **loads), online())
+def test_decoders_that_still_prefill_leave_first():
+    loads = {"d0": BUSY, "d1": BUSY | prefilling(0.05, held_tokens=30_000), "d2": BUSY}
+    decision = decide(cluster(p0=prefilling(0.9), **loads), online())
     assert [move.name for move in decision.moves] == ["d1"]
 
 
 @pytest.mark.parametrize(("decoders", "stay"), [(5, 2), (2, 1)])
 def test_a_burst_turns_all_but_the_last_decoders_at_once(decoders, stay):
     policy = make_xllm()[0]
-    instances = cluster(p0=reading(3.0), **{f"d{k}": {} for k in range(decoders)})
+    instances = cluster(p0=prefilling(3.0), **{f"d{k}": {} for k in range(decoders)})
     for number in range(20):
         decision = decide(instances, online(str(number)), policy=policy)
         instances = [
-            replace(i, **reading(max(0.0, i.free_at - NOW) + 0.3)) if i.name == decision.prefill else i
+            replace(i, **prefilling(max(0.0, i.free_at - NOW) + 0.3)) if i.name == decision.prefill else i
             for i in moved(instances, decision.moves)
         ]
     assert sum(i.pool == "decode" for i in instances) == stay
@@ -145,30 +146,30 @@ def test_a_burst_turns_all_but_the_last_decoders_at_once(decoders, stay):
 
 def test_nobody_leaves_decoders_that_cannot_do_without():
     strained = BUSY | {"interval": 0.08}
-    instances = cluster(p0=reading(0.9), d0=strained, d1=strained, d2=strained)
+    instances = cluster(p0=prefilling(0.9), d0=strained, d1=strained, d2=strained)
     assert not decide(instances, online(prompt_tokens=6000)).moves
     at_ease = [replace(i, interval=0.01) if i.name == "d2" else i for i in instances]
     assert [move.name for move in decide(at_ease, online(prompt_tokens=6000)).moves] == ["d0"]
 
 
-def test_the_last_decoders_read_what_fits_into_a_step():
-    instances = cluster(p0=reading(0.9), p1=reading(0.9), d0=BUSY, d1=BUSY | reading(0.04))
+def test_the_last_decoders_prefill_what_fits_into_a_step():
+    instances = cluster(p0=prefilling(0.9), p1=prefilling(0.9), d0=BUSY, d1=BUSY | prefilling(0.04))
     decision = decide(instances, online())
     assert (decision.prefill, decision.decode, decision.moves) == ("d0", None, [])
     assert decision.reason == "spare-decoder"
     assert decide(instances, online(prompt_tokens=6000)).prefill == "p0"  # its step would be too long
 
 
-def test_when_nobody_is_in_time_it_is_read_where_that_is_soonest():
-    instances = cluster(p0=reading(5.0), p1=reading(4.0), d0=BUSY | reading(6.0), d1=BUSY | reading(7.0))
+def test_when_nobody_is_in_time_it_is_prefilled_where_that_is_soonest():
+    instances = cluster(p0=prefilling(5.0), p1=prefilling(4.0), d0=BUSY | prefilling(6.0), d1=BUSY | prefilling(7.0))
     decision = decide(instances, online())
     assert decision.prefill == "p1"
     assert decision.reason.startswith("late")
     assert decision.predicted_ttft > 4.0
 
 
-def test_it_decodes_where_it_was_read_while_that_keeps_its_pace():
-    idle = cluster(p0={}, p1=reading(0.3), d0={}, d1={})
+def test_it_decodes_where_it_was_prefilled_while_that_keeps_its_pace():
+    idle = cluster(p0={}, p1=prefilling(0.3), d0={}, d1={})
     assert decide(idle, online(prompt_tokens=500)).decode is None
     assert decide(idle, online(prompt_tokens=500, tpot=0.01)).decode == "d0"
     # with as much again it would not
@@ -193,23 +194,24 @@ def test_memory_counts_what_comes_and_not_what_offline_work_holds():
     assert decide(cluster(p0={}, d0=full | offline, d1=full), replace(one, tpot=0.1)).decode == "d0"
 
 
-def test_a_reader_becomes_a_decoder_when_no_decoder_keeps_the_pace():
+def test_a_prefiller_becomes_a_decoder_when_no_decoder_keeps_the_pace():
     slow = BUSY | {"interval": 0.08}
-    decision = decide(cluster(p0=reading(0.02), p1=BUSY | {"pending_tokens": 0}, d0=slow), online(prompt_tokens=4000))
+    loads = cluster(p0=prefilling(0.02), p1=BUSY | {"pending_tokens": 0}, d0=slow)
+    decision = decide(loads, online(prompt_tokens=4000))
     assert (decision.prefill, decision.decode) == ("p0", "p1")
     assert [(move.name, move.pool) for move in decision.moves] == [("p1", "decode")]
-    # unless the readers that stay would be late
-    decision = decide(cluster(p0=reading(3.0), p1=BUSY, d0=slow), online(prompt_tokens=4000))
+    # unless the prefillers that stay would be late
+    decision = decide(cluster(p0=prefilling(3.0), p1=BUSY, d0=slow), online(prompt_tokens=4000))
     assert not decision.moves
 
 
 def test_without_roles_pools_stay_as_they_are():
-    instances = cluster(p0=reading(0.9), d0={}, d1={}, d2={})
+    instances = cluster(p0=prefilling(0.9), d0={}, d1={}, d2={})
     assert not decide(instances, online(), policy=Xllm()).moves
 
 
 def test_instances_of_any_do_both():
-    decision = decide(cluster(a0=reading(0.1), a1={}), online())
+    decision = decide(cluster(a0=prefilling(0.1), a1={}), online())
     assert (decision.prefill, decision.decode) == ("a1", None)
 
 
@@ -221,7 +223,7 @@ def names(moves):
 
 
 def test_turning_is_having_work_of_the_other_pool():
-    turned = {i.name for i in cluster(p0=BUSY, p1=reading(1.0), d0=BUSY, d1=reading(1.0), a0=BUSY) if turning(i)}
+    turned = {i.name for i in cluster(p0=BUSY, p1=prefilling(1.0), d0=BUSY, d1=prefilling(1.0), a0=BUSY) if turning(i)}
     assert turned == {"p0", "d1"}
     (offline,) = cluster(p0={"requests": 3, "decoding": 3, "offline_requests": 3})
     assert not turning(offline)
@@ -231,18 +233,18 @@ def test_turning_is_having_work_of_the_other_pool():
     "trouble",
     [{"interval": 0.06}, {"held_tokens": int(0.95 * 8192 * BLOCK_TOKENS), "tpot": 9.0}, {"requests": 250}],
 )
-def test_a_reader_helps_decoders_in_trouble(trouble):
+def test_a_prefiller_helps_decoders_in_trouble(trouble):
     loads = {"d0": BUSY | trouble, "d1": BUSY | trouble}
     # first one that decodes already
     assert names(XllmRoles().decide(view(cluster(p0={}, p1=BUSY, **loads)))) == [("p1", "decode")]
-    assert names(XllmRoles().decide(view(cluster(p0=reading(0.1), p1={}, **loads)))) == [("p1", "decode")]
-    # the last reader stays, and those that are needed
+    assert names(XllmRoles().decide(view(cluster(p0=prefilling(0.1), p1={}, **loads)))) == [("p1", "decode")]
+    # the last prefiller stays, and those that are needed
     assert not XllmRoles().decide(view(cluster(p0={}, **loads)))
-    assert not XllmRoles().decide(view(cluster(p0=reading(2.0), p1=reading(2.0), **loads)))
+    assert not XllmRoles().decide(view(cluster(p0=prefilling(2.0), p1=prefilling(2.0), **loads)))
     assert not XllmRoles().decide(view(cluster(p0={}, p1={}, d0=BUSY, d1=BUSY | trouble)))
 
 
-def test_an_idle_reader_helps_busy_decoders_after_a_while():
+def test_an_idle_prefiller_helps_busy_decoders_after_a_while():
     half = BUSY | {"held_tokens": int(0.6 * 8192 * BLOCK_TOKENS), "tpot": 1.0}
     instances, roles = cluster(p0={}, p1={}, d0=half, d1=half), XllmRoles()
     assert not roles.decide(view(instances))
@@ -252,15 +254,15 @@ def test_an_idle_reader_helps_busy_decoders_after_a_while():
     assert not roles.decide(view(easy, now=NOW + DWELL))
 
 
-def test_late_readers_get_a_decoder_by_the_clock_as_well():
-    assert names(XllmRoles().decide(view(cluster(p0=reading(1.5), d0={}, d1=BUSY, d2=BUSY)))) == [("d0", "prefill")]
+def test_late_prefillers_get_a_decoder_by_the_clock_as_well():
+    assert names(XllmRoles().decide(view(cluster(p0=prefilling(1.5), d0={}, d1=BUSY, d2=BUSY)))) == [("d0", "prefill")]
 
 
 def test_who_has_moved_stays_a_while_unless_a_target_is_missed():
     half = BUSY | {"held_tokens": int(0.6 * 8192 * BLOCK_TOKENS), "tpot": 1.0}
     policy, roles = make_xllm()
     # the dispatch policy has moved d0
-    first = decide(cluster(p0=reading(0.9), d0={}, d1=half, d2=half), online(), policy=policy)
+    first = decide(cluster(p0=prefilling(0.9), d0={}, d1=half, d2=half), online(), policy=policy)
     assert names(first.moves) == [("d0", "prefill")]
     instances = moved(cluster(p0={"pending_tokens": 100}, d0={}, d1=half, d2=half), first.moves)
     at = NOW + 0.01
@@ -270,7 +272,7 @@ def test_who_has_moved_stays_a_while_unless_a_target_is_missed():
     assert names(roles.decide(view(missed, now=at + DWELL / 2))) == [("d0", "decode")]
 
 
-def test_a_decoder_with_nothing_online_reads_offline_prompts():
+def test_a_decoder_with_nothing_online_prefills_offline_prompts():
     offline = [demand("o", 2000, offline=True)]
     quiet = {"requests": 5, "offline_requests": 5, "decoding": 5, "held_tokens": 9_000, "offline_tokens": 9_000}
     instances = cluster(p0={}, d0=BUSY, d1=quiet, d2=BUSY)
@@ -308,7 +310,9 @@ def flood(colocation, instances, lengths) -> list[InstanceLoad]:
         def after(i, decision=decision, home=home, tokens=tokens):
             if i.name == decision.prefill:
                 seconds = max(0.0, i.idle_at - NOW) + i.prefill_seconds(tokens)
-                i = replace(i, idle_at=NOW + seconds, pending_tokens=i.pending_tokens + tokens, reading=i.reading + 1)
+                i = replace(
+                    i, idle_at=NOW + seconds, pending_tokens=i.pending_tokens + tokens, prefilling=i.prefilling + 1
+                )
             if i.name == home:
                 counted = {"offline_requests": i.offline_requests + 1, "offline_tokens": i.offline_tokens + tokens}
                 i = replace(i, requests=i.requests + 1, held_tokens=i.held_tokens + tokens, **counted)
@@ -345,7 +349,7 @@ def test_online_work_never_goes_to_those_apart():
     for number in range(10):
         assert decide(instances, online(str(number)), policy=policy).prefill not in apart
     roles = ColocatedRoles(XllmRoles(), Separate(0.5))
-    loads = cluster(p0=reading(5.0), p1={}, p2=reading(5.0), d0={}, d1={}, d2={}, d3=BUSY, d4=BUSY)
+    loads = cluster(p0=prefilling(5.0), p1={}, p2=prefilling(5.0), d0={}, d1={}, d2={}, d3=BUSY, d4=BUSY)
     granted = {i.name for i in Separate(0.5).online(view(loads))}
     assert {move.name for move in roles.decide(view(loads))} <= granted
 
@@ -359,11 +363,11 @@ def test_online_first_leaves_the_gaps_to_offline_work():
     assert isinstance(OnlineFirst().decide(both), Later)
 
 
-def test_offline_prompts_are_read_by_relaxed_instances_in_gaps():
+def test_offline_prompts_are_prefilled_by_relaxed_instances_in_gaps():
     work = offline_work(2000)
-    decision = LatencyPools().decide(view(cluster(p0=reading(0.1), p1=BUSY, d0={}), offline=work))
+    decision = LatencyPools().decide(view(cluster(p0=prefilling(0.1), p1=BUSY, d0={}), offline=work))
     assert decision.prefill == "p1"
-    later = LatencyPools().decide(view(cluster(p0=reading(0.1), p1=reading(0.1), d0={}), offline=work))
+    later = LatencyPools().decide(view(cluster(p0=prefilling(0.1), p1=prefilling(0.1), d0={}), offline=work))
     assert isinstance(later, Later)
     assert isinstance(LatencyPools().decide(view(cluster(p0={}, d0={}), [online()], work)), Later)
 

@@ -37,8 +37,8 @@ class Plain:
 
     def make(self, view):
         waiting = sorted(view.queue, key=lambda d: (d.priority, d.deadline, d.arrived))
-        reader = view.instances[0]
-        self.seconds = {d.key: self.seconds.get(d.key) or reader.queued_seconds(d.prompt_tokens) for d in waiting}
+        prefiller = view.instances[0]
+        self.seconds = {d.key: self.seconds.get(d.key) or prefiller.queued_seconds(d.prompt_tokens) for d in waiting}
         kept, longest = set(), []
         end = sum(i.free_at - view.now for i in view.instances if i.free_at > view.now)
         for place, one in enumerate(waiting):

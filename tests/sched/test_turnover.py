@@ -1,4 +1,4 @@
-"""What reading costs those who look for something in a cache (`unified`)."""
+"""What prefilling costs those who look for something in a cache (`unified`)."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_it_costs_nothing_where_nothing_is_found():
     assert turnover.cost("a", 2) == 0.0
 
 
-def test_it_costs_more_where_more_was_read():
+def test_it_costs_more_where_more_was_prefilled():
     turnover = Turnover()
     for _ in range(3):
         turnover.note(0.0, "a", 1000, 750)
@@ -27,7 +27,7 @@ def test_it_costs_more_where_more_was_read():
 
 
 @pytest.mark.parametrize("later", [HORIZON, 3 * HORIZON, 2 * FAR * HORIZON, 1e9])
-def test_what_was_read_long_ago_counts_less(later):
+def test_what_was_prefilled_long_ago_counts_less(later):
     turnover = Turnover()
     turnover.note(5.0, "a", 1000, 500)
     turnover.note(5.0 + later, "b", 1000, 500)
@@ -39,14 +39,14 @@ def test_no_instance_is_spared_new_prompts():
     """Although one of them is the first of equals each time."""
     policy, names = Unified(), ["a", "b", "c"]
     loads = [instance(name) for name in names]
-    read = dict.fromkeys(names, 0)
+    prefill = dict.fromkeys(names, 0)
     for number in range(60):
         found = {"a": 9_984} if number % 2 else {}
         wanted = demand(f"{number}", prompt_tokens=10_000, arrived=1.0 + number, ttft=10.0, hits=found)
         view = ClusterView(now=1.0 + number, instances=[*loads], queue=(wanted,))
         decision = policy.decide(view, None)
         if not found:
-            read[decision.prefill] += 1
+            prefill[decision.prefill] += 1
         else:
             assert decision.prefill == "a"
-    assert min(read.values()) > 5, read
+    assert min(prefill.values()) > 5, prefill

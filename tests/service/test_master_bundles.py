@@ -107,12 +107,12 @@ class Days:
         self.did(FromFrontend("f", Join("f", 1)))
         left = dict.fromkeys(self.lives, 200)
         for request_id, state in list(self.running.items()):
-            peers, to_read, to_draw, arrived, first = state
-            reader = peers[0].name
-            if to_read:
-                read = min(to_read, left[reader])
-                left[reader] -= read
-                state[1] = to_read - read
+            peers, to_prefill, to_draw, arrived, first = state
+            prefiller = peers[0].name
+            if to_prefill:
+                read = min(to_prefill, left[prefiller])
+                left[prefiller] -= read
+                state[1] = to_prefill - read
                 if not state[1]:
                     state[4] = self.now
                     self.did(FromFrontend("f", Begun([request_id])))

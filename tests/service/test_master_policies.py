@@ -146,11 +146,11 @@ def test_a_decision_counts_before_the_next_is_made_and_until_the_first_token():
     cluster.policy.to = None
     cluster.place("t")
     seen = cluster.policy.seen[-1].instances[0]
-    assert (seen.reading, seen.decoding, seen.ttft, seen.tpot) == (2, 0, 0.5, 0.05)
+    assert (seen.prefilling, seen.decoding, seen.ttft, seen.tpot) == (2, 0, 0.5, 0.05)
     assert seen.free_at > cluster.now
     cluster.say(Begun(["r", "s"]))
     seen = cluster.policy.seen[-1].instances[0]
-    assert (seen.reading, seen.decoding, seen.pending_tokens) == (0, 2, 0)
+    assert (seen.prefilling, seen.decoding, seen.pending_tokens) == (0, 2, 0)
     assert seen.free_at <= cluster.now
     cluster.say(Ended(["s"], [Outcome("s", 400.0, 40.0, 10.0, 7)]))
     view = cluster.policy.seen[-1]

@@ -106,7 +106,7 @@ def test_offline_work_is_what_was_over_while_there_were_online_requests():
     found = offline_work(outcomes_of(records), 30.0)
     assert (found["offline_requests"], found["offline_left"]) == (1, 3)
     assert found["offline_generated_tokens_per_s"] == pytest.approx(0.5)
-    assert found["offline_read_tokens_per_s"] == pytest.approx(3.6)
+    assert found["offline_prefill_tokens_per_s"] == pytest.approx(3.6)
     assert found["offline_tokens_per_s"] == pytest.approx(4.1)
     assert set(offline_work(outcomes_of(records[:1]), 30.0).values()) == {None}
     assert offline_work(outcomes_of(records[1:]), 30.0)["offline_requests"] == 2

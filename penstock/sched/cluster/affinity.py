@@ -10,7 +10,7 @@ KEPT = 65536  # conversations
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where the last turn of a conversation was read, and where it decoded."""
+    """Where the last turn of a conversation was prefilled, and where it decoded."""
 
     prefill: str
     decode: str

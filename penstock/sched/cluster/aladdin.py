@@ -1,10 +1,10 @@
 """Aladdin: pack sequences onto as few instances as keep their targets (arXiv 2405.06856), best fit first.
 
-There: a sequence goes to the fullest instance on which (a) its prompt is read within its TTFT behind what waits, (b)
-reading all that waits there costs the running sequences no more than they have saved against their average time per
-token, (c) the step with it stays within the strictest TPOT, and (d) memory lasts to everyone's end, by the mean output
-length of what was completed lately. In disaggregated pools (a) is for instances that read and (c) and (d) for those
-that decode. Sequences come in order of arrival.
+There: a sequence goes to the fullest instance on which (a) its prompt is prefilled within its TTFT behind what waits,
+(b) prefilling all that waits there costs the running sequences no more than they have saved against their average time
+per token, (c) the step with it stays within the strictest TPOT, and (d) memory lasts to everyone's end, by the mean
+output length of what was completed lately. In disaggregated pools (a) is for instances that prefill and (c) and (d) for
+those that decode. Sequences come in order of arrival.
 
 Not there, for want of a lever:
 - Its other half, how many instances of how many devices there are, is scaling: pair it with a `ScalingPolicy`.
@@ -14,7 +14,7 @@ Not there, for want of a lever:
 - The paper has one target for all; the strictest of an instance stands for it here.
 
 With the number of instances given, what fits nowhere waits; once it cannot keep its TTFT it goes, after all that can,
-where nothing is to be read.
+where nothing is to be prefilled.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class Aladdin:
             # (a); nothing stands before one that is late, and it stands before nobody
             if load.name == barred or load.free_at > (start if hurried else view.now):
                 continue
-            if not candidates.may_read(demand, load):
+            if not candidates.may_prefill(demand, load):
                 continue
             home, steps = self._home(candidates, demand, load, hurried, barred)
             if home is None:
                 if load.pool == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
-                    return None  # whoever reads, nobody takes over
+                    return None  # whoever prefills, nobody takes over
                 continue
             self._turns.took(demand)
             return read_and_home(self.name, view, demand, load, home, costs, steps)
@@ -159,7 +159,7 @@ class Aladdin:
         return self._foresight.keeps_pace(load, demand, hurried) and has_room(load, demand, view.rates.output_tokens)
 
     def _pays(self, view: ClusterView, load: InstanceLoad, demand: Demand, hurried: bool) -> bool:
-        """Whether the running sequences have saved what reading takes."""
+        """Whether the running sequences have saved what prefilling takes."""
         strictest = self._foresight.strictest(load, demand, hurried)
         if not load.decoding or strictest == inf:
             return True

@@ -11,7 +11,7 @@ Not there:
   least as good, and costs no more as long as the plan is bounded: the `window` sequences with the nearest deadlines
   that can be kept, over as many instances that are free first.
 - It plans batches of a static engine; ours batches continuously, so a plan is an order for each instance, and the next
-  one is sent when the instance has less than a step of prompts to read.
+  one is sent when the instance has less than a step of prompts to prefill.
 - The predictor of output lengths is the mean of what was completed lately.
 
 A plan holds until a sequence comes that is not in it, an instance leaves, or `horizon` seconds have passed.
@@ -60,8 +60,8 @@ class Annealing:
         due = self._turns.due(candidates)
         barred = None
         if due is not None:
-            readers = sorted(candidates.readers(due), key=lambda i: i.free_at)[: self._window]
-            for load in readers:
+            prefillers = sorted(candidates.prefillers(due), key=lambda i: i.free_at)[: self._window]
+            for load in prefillers:
                 if (decision := self._send(candidates, due, load, None)) is not None:
                     return decision
             barred = self._turns.kept_for(candidates, due)
@@ -99,7 +99,7 @@ class Annealing:
             if demand is not due
         )
         urgent = (view.queue[place] for _, _, place in ranked)
-        return list(islice((demand for demand in urgent if candidates.readers(demand)), self._window))
+        return list(islice((demand for demand in urgent if candidates.prefillers(demand)), self._window))
 
     def _holds(self, view: ClusterView, demands: Mapping[Key, Demand], present: Mapping[str, InstanceLoad]) -> bool:
         planned = {key for keys in self._plan.values() for key in keys}
@@ -132,10 +132,10 @@ class Annealing:
         able: dict[str, InstanceLoad] = {}
         searched: list[Sequence[InstanceLoad]] = []
         for demand in window:
-            readers = candidates.readers(demand)
-            if not any(readers is before for before in searched):
-                searched.append(readers)
-                able |= {i.name: i for i in nsmallest(self._window, readers, key=lambda i: (i.free_at, i.requests))}
+            prefillers = candidates.prefillers(demand)
+            if not any(prefillers is before for before in searched):
+                searched.append(prefillers)
+                able |= {i.name: i for i in nsmallest(self._window, prefillers, key=lambda i: (i.free_at, i.requests))}
         problem = _Problem(self._foresight, self._prompts, candidates, window, list(able.values()))
         by_deadline = sorted(range(len(window)), key=lambda place: window[place].deadline)
         plan = min(problem.deal(range(len(window))), problem.deal(by_deadline), key=problem.energy_of)
@@ -164,13 +164,13 @@ class _Problem:
         self._read = [prompts.seconds(d.prompt_tokens) for d in window]
         self._left = [d.deadline - now for d in window]
         self._tpots = [d.tpot for d in window]
-        # (seconds of a step, what one more adds, the strictest TPOT) where what is read stays
+        # (seconds of a step, what one more adds, the strictest TPOT) where what is prefilled stays
         paces = [foresight.pace(i) for i in instances]
         self._decodes = [
             (0.0, 0.0, inf) if i.pool == "prefill" and i.peers else (pace.step, pace.sequence, i.tpot)
             for i, pace in zip(instances, paces, strict=True)
         ]
-        self._may = [{i for i, load in enumerate(instances) if candidates.may_read(d, load)} for d in window]
+        self._may = [{i for i, load in enumerate(instances) if candidates.may_prefill(d, load)} for d in window]
 
     def deal(self, order: Iterable[int]) -> Plan:
         """Each to the instance that is free of the ones before it first."""

@@ -32,7 +32,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     view: `peers` and `unlinked` change with the cluster.
 
     Attributes:
-        pool: which work it is meant for now. One of "decode" that still reads prompts, or one of "prefill" on which
+        pool: which work it is meant for now. One of "decode" that still prefills prompts, or one of "prefill" on which
             sequences still decode, is turning: it finishes what it has (xLLM's pools P->D and D->P).
         times: predicts its steps, with the factors that were learned from measured ones.
         token_budget: tokens in one step at most.
@@ -40,12 +40,12 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         max_model_len: prompt and output tokens of one sequence together.
         num_blocks: KV blocks that it may hold.
         free_blocks: of those that nobody holds or was promised, by the newest report.
-        reading: sequences whose prompts it is still to compute.
+        prefilling: sequences whose prompts it is still to compute.
         pending_tokens: prompt tokens that are still to be computed there.
         requests: sequences that wait, run, or will decode there.
         decoding: those of them whose first token was drawn.
         held_tokens: tokens whose KV is there or will be.
-        free_at: when the online prompts that it has will be read, as predicted; in the past when it has none.
+        free_at: when the online prompts that it has will be prefilled, as predicted; in the past when it has none.
         idle_at: the same, of all prompts.
         ttft, tpot: the strictest targets of its online sequences in flight, seconds; inf without any.
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
@@ -62,7 +62,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     num_blocks: int = 0
     free_blocks: int = 0
-    reading: int = 0
+    prefilling: int = 0
     pending_tokens: int = 0
     requests: int = 0
     decoding: int = 0
@@ -85,8 +85,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         return self.times.step_ms(decodes=self.requests, kv_tokens=self.held_tokens) / 1e3
 
     def queued_seconds(self, tokens: int, cached: int = 0) -> float:
-        """Predicted time by which a prompt makes a queue of prompts longer: short ones are read together, so they pay
-        for their tokens and not each for a step. Arguments as for `prefill_seconds`."""
+        """Predicted time by which a prompt makes a queue of prompts longer: short ones are prefilled together, so they
+        pay for their tokens and not each for a step. Arguments as for `prefill_seconds`."""
         if tokens >= self.token_budget:
             return self.prefill_seconds(tokens, cached)
         alone = self.prefill_seconds(tokens)
@@ -94,7 +94,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         return min(alone, together) + (self.prefill_seconds(tokens, cached) - alone if cached else 0.0)
 
     def prefill_seconds(self, tokens: int, cached: int = 0) -> float:
-        """Predicted time to read a prompt in chunks beside what decodes here, without waiting.
+        """Predicted time to prefill a prompt in chunks beside what decodes here, without waiting.
 
         Args:
             tokens: to compute.
@@ -113,12 +113,12 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
 
     def load_seconds(self, tokens: int) -> float:
         """Predicted time to bring so many tokens of a prompt from below the device. That occupies nobody: meanwhile
-        others are read, and decode."""
+        others are prefilled, and decode."""
         return self.times.load_ms(tokens) / 1e3
 
     def begins_at(self, now: float, demand: Demand) -> float:
-        """When it begins to read a prompt, as predicted: the prompts before it are read by then, and what of it lies
-        below the device is there."""
+        """When it begins to prefill a prompt, as predicted: the prompts before it are prefilled by then, and what of it
+        lies below the device is there."""
         if self.name in demand.loads:
             return max(now + self.load_seconds(demand.to_load(self.name)), self.free_at)
         return max(now, self.free_at)
@@ -221,7 +221,7 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: of the demand.
-        prefill: the instance that reads the prompt.
+        prefill: the instance that prefills the prompt.
         decode: the one that takes over after it; None when nobody does.
         reason: a class of reasons, and after a colon the details, if any: "no-decode: d0 is not linked".
         costs: what the policy held against each candidate, the chosen one included, by stage and name; lower is

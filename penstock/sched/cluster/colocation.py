@@ -29,7 +29,7 @@ from penstock.sched.cluster.base import (
     fitting,
 )
 from penstock.sched.cluster.dispatch import hands_over
-from penstock.sched.cluster.stages import readers
+from penstock.sched.cluster.stages import prefillers
 
 AHEAD = 0.5  # seconds of prompts that an instance has ahead of it at most, to be given an offline one
 AGAIN = 0.1  # seconds until asked again when nothing has room
@@ -99,10 +99,11 @@ class OnlineFirst:
 class LatencyPools:
     """xLLM's: "prefill" and "any" are relaxed, "decode" is strict.
 
-    Offline prompts are read by relaxed instances while these have no online one. A strict instance with room pulls:
-    offline sequences that are read now decode there, while its predicted step keeps the strictest online TPOT, and of
-    the oldest in the queue the one is taken that brings that step toward the balance of arithmetic and memory: short
-    contexts where memory is the bound, long ones where arithmetic is. Otherwise they decode where they were read.
+    Offline prompts are prefilled by relaxed instances while these have no online one. A strict instance with room
+    pulls: offline sequences that are prefilled now decode there, while its predicted step keeps the strictest online
+    TPOT, and of the oldest in the queue the one is taken that brings that step toward the balance of arithmetic and
+    memory: short contexts where memory is the bound, long ones where arithmetic is. Otherwise they decode where they
+    were prefilled.
 
     The paper also moves sequences that run already; these only choose where new ones go.
     """
@@ -125,21 +126,21 @@ class LatencyPools:
         decoders = (i for i in view.instances if i.pool == "decode")
         strict = nsmallest(COMPARED, decoders, key=lambda i: (i.held_tokens, i.name))
         for demand in self._ranked(view, strict):
-            gaps = [i for i in readers(view, demand) if i.free_at <= view.now and _ahead(view, i) <= AHEAD]
+            gaps = [i for i in prefillers(view, demand) if i.free_at <= view.now and _ahead(view, i) <= AHEAD]
             gaps = nsmallest(COMPARED, gaps, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
             pulling = [i for i in strict if self._takes(i, demand)]
-            for reader in gaps:
-                linked = (i for i in pulling if i.name in reader.peers and hands_over(reader.pool, i.pool))
+            for prefiller in gaps:
+                linked = (i for i in pulling if i.name in prefiller.peers and hands_over(prefiller.pool, i.pool))
                 home = next(linked, None)
-                if home is None and not self._takes(reader, demand):
+                if home is None and not self._takes(prefiller, demand):
                     continue
                 self._passed = 0 if demand.key == self._oldest else self._passed + 1
                 costs: dict[Stage, dict[str, float]] = {"prefill": {i.name: 1e3 * _ahead(view, i) for i in gaps}}
                 if home is not None:
-                    costs["decode"] = {i.name: 1e3 * _step_with(i, demand) for i in (home, reader)}
+                    costs["decode"] = {i.name: 1e3 * _step_with(i, demand) for i in (home, prefiller)}
                 return Decision(
                     key=demand.key,
-                    prefill=reader.name,
+                    prefill=prefiller.name,
                     decode=None if home is None else home.name,
                     policy=self.name,
                     reason="offline-relaxed" if home is None else "offline-pulled",
@@ -219,7 +220,7 @@ COLOCATION: dict[str, Callable[[], Colocation]] = {
 
 
 def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ahead: float) -> Decision | Later:
-    """The oldest offline sequence to the instance that reads it first, if one has room and so many seconds at most
+    """The oldest offline sequence to the instance that prefills it first, if one has room and so many seconds at most
     ahead of it. It decodes there, or on the emptiest of those that take over."""
     for demand in view.offline[:1]:
         able: Sequence[InstanceLoad] = [i for i in instances if _may_hold(i, demand)]
@@ -241,7 +242,7 @@ def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ah
 
 
 def _ahead(view: ClusterView, instance: InstanceLoad) -> float:
-    """Seconds until its prompts are read, online and offline."""
+    """Seconds until its prompts are prefilled, online and offline."""
     return max(0.0, instance.idle_at - view.now)
 
 
@@ -251,9 +252,9 @@ def _may_hold(instance: InstanceLoad, demand: Demand) -> bool:
 
 def _has_room(instance: InstanceLoad, demand: Demand) -> bool:
     """Whether its memory bears one more beside what its sequences will come to; an empty one bears any."""
-    if not instance.requests and not instance.reading:
+    if not instance.requests and not instance.prefilling:
         return True
-    if instance.requests + instance.reading + 1 > ROOM * instance.max_sequences:
+    if instance.requests + instance.prefilling + 1 > ROOM * instance.max_sequences:
         return False
     output = min(demand.max_tokens, OUTPUT)
     coming = demand.prompt_tokens + output * (instance.requests + 1)

@@ -42,8 +42,8 @@ class Comparison(Protocol):
 class Immediate:
     """A `DispatchPolicy` that lets nobody wait.
 
-    Instances of "prefill" and "any" read prompts; one of "any" may keep what it has read. When a pool has nobody to
-    give, the other one does all of the work, and the reason says so.
+    Instances of "prefill" and "any" prefill prompts; one of "any" may keep what it has prefilled. When a pool has
+    nobody to give, the other one does all of the work, and the reason says so.
     """
 
     wants_keys = False
@@ -60,10 +60,10 @@ class Immediate:
         return Later()
 
     def _place(self, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision:
-        readers: Sequence[InstanceLoad] = able
+        prefillers: Sequence[InstanceLoad] = able
         if np.count_nonzero(self._only_decode.of(able)):
-            readers = [i for i in able if i.pool != "decode"] or able
-        prefill, prefill_costs = self._comparison.choose("prefill", demand, readers, rng)
+            prefillers = [i for i in able if i.pool != "decode"] or able
+        prefill, prefill_costs = self._comparison.choose("prefill", demand, prefillers, rng)
         costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
         takers: list[InstanceLoad] = []
         if prefill.peers:
@@ -90,6 +90,6 @@ def why(prefill: InstanceLoad, decode: str | None) -> str:
     if prefill.pool == "any":
         return "colocated"
     if prefill.pool == "decode":
-        return "no-prefill: no instance that reads prompts can be given more"
+        return "no-prefill: no instance that prefills prompts can be given more"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
     return f"no-decode: {reasons or 'no instance that decodes can be given more'}"

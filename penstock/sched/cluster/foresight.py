@@ -28,7 +28,7 @@ class Pace:
         sequence: that one more adds.
         token: that each token of its context adds.
         alone: a step of one sequence by itself. Whoever wants less is out of reach, and nobody is held back for it.
-        read: that each token of a prompt takes in a full step with nothing else.
+        prefill: that each token of a prompt takes in a full step with nothing else.
         full: share of the memory or of the sequences that is in use, whichever is more.
     """
 
@@ -36,7 +36,7 @@ class Pace:
     sequence: float
     token: float
     alone: float
-    read: float
+    prefill: float
     full: float
 
 
@@ -129,8 +129,8 @@ class Foresight:
         lively: bool = True,
         barred: str | None = None,
     ) -> tuple[InstanceLoad | None, dict[str, float]]:
-        """Who decodes after `prefill`, itself unless it only reads: of those with room that keep the pace, the one with
-        the shortest step; None when there is nobody. With the steps in seconds of those that were looked at.
+        """Who decodes after `prefill`, itself unless it only prefills: of those with room that keep the pace, the one
+        with the shortest step; None when there is nobody. With the steps in seconds of those that were looked at.
 
         Args:
             barred: one that may not be taken.
@@ -154,7 +154,7 @@ def _pace(load: InstanceLoad) -> Pace:
         sequence=step(load.requests + 1, load.held_tokens) - now,
         token=(step(load.requests, load.held_tokens + PROBE) - now) / PROBE,
         alone=step(1, 0),
-        read=read_seconds(load, load.token_budget) / load.token_budget,
+        prefill=prefill_seconds_alone(load, load.token_budget) / load.token_budget,
         full=fullness(load),
     )
 
@@ -196,11 +196,11 @@ class Refusals:
 
     def __init__(self, view: ClusterView) -> None:
         self._output = int(view.rates.output_tokens)
-        self._staged = not any(i.pool == "any" for i in view.instances)  # so that all readers have the same takers
+        self._staged = not any(i.pool == "any" for i in view.instances)  # so that all prefillers have the same takers
         self._known: list[tuple[int, float]] = []  # (tokens, TPOT)
 
     def note(self, demand: Demand, lively: bool, prefill: InstanceLoad) -> None:
-        """Nobody took over from this reader."""
+        """Nobody took over from this prefiller."""
         if self._staged and prefill.pool == "prefill" and not prefill.unlinked and not demand.exclude:
             self._known.append(self._needs(demand, lively))
 
@@ -215,7 +215,7 @@ class Refusals:
 
 
 class Prompts:
-    """Seconds to read prompts on one instance that has nothing else to do, each length once."""
+    """Seconds to prefill prompts on one instance that has nothing else to do, each length once."""
 
     def __init__(self) -> None:
         self._load: InstanceLoad | None = None
@@ -243,10 +243,10 @@ class Prompts:
         known = self._seconds.get(tokens)
         if known is None:
             assert self._load is not None
-            known = self._seconds[tokens] = read_seconds(self._load, tokens)
+            known = self._seconds[tokens] = prefill_seconds_alone(self._load, tokens)
         return known
 
 
-def read_seconds(load: InstanceLoad, tokens: int) -> float:
-    """To read a prompt there if nothing else were."""
+def prefill_seconds_alone(load: InstanceLoad, tokens: int) -> float:
+    """To prefill a prompt there if nothing else were."""
     return load.times.prefill_ms(tokens, budget=load.token_budget) / 1e3

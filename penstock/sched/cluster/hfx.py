@@ -3,22 +3,23 @@
 Each iteration of an instance's decodes takes d, and the strictest TPOT S on it leaves S - d of it as slack. Prompts
 that take p are paid for by that slack after p * S / (S - d): then the instance is *mature* and may be given more. How
 much, its budget, follows from the strictest TTFT target T: one that arrives right after a dispatch waits until maturity
-and is read as long itself. Our engines read prompts in chunks beside the decodes, so p S / (S - d) is all there is:
+and is prefilled as long itself. Our engines prefill prompts in chunks beside the decodes, so p S / (S - d) is all there
+is:
 
     2 p(n) S / (S - d) <= T
 
 Faithful: the instance that matured first is filled up with the most urgent sequences that fit (deadline less predicted
-prefill); disaggregated, an instance that reads is mature when its batch ends, and its budget is what the strictest
+prefill); disaggregated, an instance that prefills is mature when its batch ends, and its budget is what the strictest
 waiting target leaves; one that decodes takes whatever keeps its strictest TPOT. Saved slack is not counted.
 
 Not in the paper, or not as it is there:
 - p is the step model's, as of one prompt of so many tokens, and not linear in n: that overstates attention between
   prompts a little, and does not understate long ones.
-- Who decodes is decided together with who reads, because our decoders reserve before a prompt is read. An iteration's
-  end as the decoder's maturity is left to its engine, which takes newcomers in exactly there.
+- Who decodes is decided together with who prefills, because our decoders reserve before a prompt is prefilled. An
+  iteration's end as the decoder's maturity is left to its engine, which takes newcomers in exactly there.
 - An iteration is not split, so a batch takes at least one: max(p S / (S - d), p beside the decodes).
 - T is the strictest among what waits and can still be kept and what is in flight. Without any a batch is what one step
-  reads.
+  prefills.
 - A prompt that is larger than the budget of an idle instance goes to the mature instance that ends it first, alone.
 - Nobody is dropped: what can no longer keep its target, or has none, goes after all that can, in order of arrival;
   it is owed nothing more, so its own TPOT holds nobody back. `Turns` keeps it from waiting for ever.
@@ -42,7 +43,7 @@ import numpy.typing as npt
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
 from penstock.sched.cluster.columns import LineColumns
 from penstock.sched.cluster.dispatch import why
-from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, read_seconds
+from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, prefill_seconds_alone
 from penstock.sched.cluster.stages import Candidates
 from penstock.sched.cluster.turns import Turns, fill_gap
 
@@ -70,13 +71,13 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Reader:
+class Prefiller:
     """A mature instance at one moment.
 
     Attributes:
         since: when it became mature.
         tokens: of prompts that it was given at this very moment.
-        hands_over: whether others decode what it reads.
+        hands_over: whether others decode what it prefills.
         rest: seconds that prompts may still take on it.
     """
 
@@ -118,7 +119,7 @@ class HFX:
         line = _Line(*self._columns.of(view.queue))
         starts = line.deadline - self.prompts.of(line.prompt_tokens)
         in_time, others = _rank(view.now, starts)
-        if _readers_do(view, line):
+        if _prefillers_do(view, line):
             mature = [(since, place) for since, place in mature if view.instances[place].pool != "decode"]
         moment = _Moment(self, candidates, mature, line, in_time)
         due = self._turns.due(candidates)
@@ -173,8 +174,9 @@ class _Line(NamedTuple):
     excluded: _Values  # instances
 
 
-def _readers_do(view: ClusterView, line: _Line) -> bool:
-    """Whether for everyone who waits there is an instance that is not for decodes alone, so that those read nobody."""
+def _prefillers_do(view: ClusterView, line: _Line) -> bool:
+    """Whether for everyone who waits there is an instance that is not for decodes alone, so that those prefill
+    nobody."""
     longest = max((i.max_model_len for i in view.instances if i.pool != "decode"), default=0)
     return not line.excluded.any() and bool((line.prompt_tokens + line.max_tokens).max() <= longest)
 
@@ -201,7 +203,7 @@ class _Moment:
         self._view = view = candidates.view
         self._line = line
         self._mature = mature
-        self._readers: list[Reader] = []  # of the mature instances, those that could take something
+        self._prefillers: list[Prefiller] = []  # of the mature instances, those that could take something
         self._widest = 0.0  # the largest `rest` among them
         waiting = line.ttft[in_time] if len(in_time) else line.ttft
         self._ttft = min(float(waiting.min()), *(i.ttft for i in view.instances))
@@ -229,14 +231,14 @@ class _Moment:
         needed = tokens + np.minimum(output, self._line.max_tokens[places])
         fits = np.zeros(len(places), bool)
         most = -inf
-        open_ones = ((r.rest, self._room(r.load)) for r in self._readers if r.load.name != barred)
+        open_ones = ((r.rest, self._room(r.load)) for r in self._prefillers if r.load.name != barred)
         for rest, there in sorted(open_ones, reverse=True):
             if there > most:  # otherwise one with as much time has as much room
                 fits |= (more <= rest) & (needed <= there)
                 most = there
         lengths = range(int(tokens.max(initial=0)) + 1)
-        for reader in self._readers:
-            fits |= tokens >= bisect_left(lengths, True, key=partial(self._exceeds, reader.load))
+        for prefiller in self._prefillers:
+            fits |= tokens >= bisect_left(lengths, True, key=partial(self._exceeds, prefiller.load))
         return fits
 
     def place(self, demand: Demand, lively: bool, owed: bool = False, barred: str | None = None) -> Decision | None:
@@ -249,30 +251,30 @@ class _Moment:
         """
         more = self._more(demand.prompt_tokens)
         if self._mature or more <= self._widest:
-            for reader in self._each():
+            for prefiller in self._each():
                 if self._refusals.cover(demand, lively):
                     return None
                 if (
-                    more <= reader.rest
-                    and reader.load.name != barred
-                    and self._candidates.may_read(demand, reader.load)
+                    more <= prefiller.rest
+                    and prefiller.load.name != barred
+                    and self._candidates.may_prefill(demand, prefiller.load)
                 ):
-                    decision = self._join(reader, demand, lively, barred)
+                    decision = self._join(prefiller, demand, lively, barred)
                     if decision is not None:
                         return decision
         return self._alone(demand, lively, barred) if owed or self._is_too_large(demand) else None
 
-    def _each(self) -> Iterator[Reader]:
-        yield from self._readers
+    def _each(self) -> Iterator[Prefiller]:
+        yield from self._prefillers
         while self._mature:
             since, place = self._mature.pop()
             load = self._view.instances[place]
             share = self._own_share(load)
             if share > 0 and self._smallest <= self._room(load):
-                reader = self._reader(since, load, share)
-                self._readers.append(reader)
-                self._widest = max(self._widest, reader.rest)
-                yield reader
+                prefiller = self._prefiller(since, load, share)
+                self._prefillers.append(prefiller)
+                self._widest = max(self._widest, prefiller.rest)
+                yield prefiller
 
     def _own_share(self, load: InstanceLoad) -> float:
         """What its decodes leave to prompts before any demand is added."""
@@ -281,28 +283,28 @@ class _Moment:
         pace = self._policy.foresight.pace(load)
         return 1 - pace.step / load.tpot if pace.alone < load.tpot else 1.0
 
-    def _reader(self, since: float, load: InstanceLoad, share: float) -> Reader:
+    def _prefiller(self, since: float, load: InstanceLoad, share: float) -> Prefiller:
         batch = self._policy.batches.get(load.name)
         tokens = batch.tokens if batch is not None and batch.opened == self._view.now else 0
-        reader = Reader(load, since, tokens, hands_over=load.pool == "prefill" and bool(load.peers))
-        reader.rest = self._limit(reader) * share - (read_seconds(load, tokens) if tokens else 0.0)
-        return reader
+        prefiller = Prefiller(load, since, tokens, hands_over=load.pool == "prefill" and bool(load.peers))
+        prefiller.rest = self._limit(prefiller) * share - (prefill_seconds_alone(load, tokens) if tokens else 0.0)
+        return prefiller
 
-    def _limit(self, reader: Reader) -> float:
-        """Seconds until a batch has to be read and paid for."""
-        if reader.hands_over and self._ttft < inf:
+    def _limit(self, prefiller: Prefiller) -> float:
+        """Seconds until a batch has to be prefilled and paid for."""
+        if prefiller.hands_over and self._ttft < inf:
             return self._left
-        return self._most(reader.load)
+        return self._most(prefiller.load)
 
     def _most(self, load: InstanceLoad) -> float:
         """The same when nothing urgent waits."""
         if self._ttft == inf:
-            return read_seconds(load, load.token_budget)
+            return prefill_seconds_alone(load, load.token_budget)
         return self._ttft if load.pool == "prefill" and load.peers else self._ttft / 2
 
     def _is_too_large(self, demand: Demand) -> bool:
         """For any batch of the first idle instance that it may go to, or else of the first that it may."""
-        able = [r.load for r in self._readers if self._candidates.may_read(demand, r.load)]
+        able = [r.load for r in self._prefillers if self._candidates.may_prefill(demand, r.load)]
         load = next((i for i in able if not i.requests), able[0] if able else None)
         return load is not None and self._exceeds(load, demand.prompt_tokens)
 
@@ -310,7 +312,7 @@ class _Moment:
         """Whether such a prompt is larger than any batch there: by what it takes there, or by `_more`, which no batch
         takes it without, and which is longer where the first instance is slower."""
         most = self._most(load)
-        return self._more(tokens) > most or read_seconds(load, tokens) > most
+        return self._more(tokens) > most or prefill_seconds_alone(load, tokens) > most
 
     def _more(self, tokens: int) -> float:
         """Seconds that a prompt adds to a batch at least, as a step's time is convex in its tokens; as on the view's
@@ -321,29 +323,29 @@ class _Moment:
         """Tokens that a sequence may need; where others take over, it is their room that matters."""
         return inf if load.peers else most_tokens(load, self._view.rates.output_tokens)
 
-    def _share(self, reader: Reader, demand: Demand, lively: bool) -> float:
+    def _share(self, prefiller: Prefiller, demand: Demand, lively: bool) -> float:
         """Of the instance's time that decodes leave to prompts, once this demand's TPOT counts too."""
-        if reader.hands_over or not reader.load.requests:
+        if prefiller.hands_over or not prefiller.load.requests:
             return 1.0
         foresight = self._policy.foresight
-        strictest = foresight.strictest(reader.load, demand, lively)
-        return 1.0 if strictest == inf else 1 - foresight.pace(reader.load).step / strictest
+        strictest = foresight.strictest(prefiller.load, demand, lively)
+        return 1.0 if strictest == inf else 1 - foresight.pace(prefiller.load).step / strictest
 
-    def _join(self, reader: Reader, demand: Demand, lively: bool, barred: str | None) -> Decision | None:
-        share = self._share(reader, demand, lively)
+    def _join(self, prefiller: Prefiller, demand: Demand, lively: bool, barred: str | None) -> Decision | None:
+        share = self._share(prefiller, demand, lively)
         if share <= 0:
             return None
-        seconds = self._paid(reader, reader.tokens + demand.prompt_tokens, share)
-        if seconds > self._limit(reader):
+        seconds = self._paid(prefiller, prefiller.tokens + demand.prompt_tokens, share)
+        if seconds > self._limit(prefiller):
             return None
-        return self._give(reader, demand, lively, seconds, barred)
+        return self._give(prefiller, demand, lively, seconds, barred)
 
-    def _paid(self, reader: Reader, tokens: int, share: float) -> float:
-        """Seconds until prompts are read and paid for. An iteration is not split: with less than its slack to read it
-        takes no less than all of its decodes and the prompts."""
-        load = reader.load
-        slack = read_seconds(load, tokens) / share
-        if reader.hands_over or not load.requests:
+    def _paid(self, prefiller: Prefiller, tokens: int, share: float) -> float:
+        """Seconds until prompts are prefilled and paid for. An iteration is not split: with less than its slack to
+        prefill it takes no less than all of its decodes and the prompts."""
+        load = prefiller.load
+        slack = prefill_seconds_alone(load, tokens) / share
+        if prefiller.hands_over or not load.requests:
             return slack
         beside = load.times.prefill_ms(
             tokens, budget=load.token_budget, decodes=load.requests, kv_tokens=load.held_tokens
@@ -353,34 +355,40 @@ class _Moment:
     def _alone(self, demand: Demand, lively: bool, barred: str | None) -> Decision | None:
         """To the mature instance that ends it first, unless that was given something just now."""
         able: list[tuple[float, int]] = []
-        readers = list(self._each())
-        for place, reader in enumerate(readers):
-            if not reader.tokens and reader.load.name != barred and self._candidates.may_read(demand, reader.load):
-                share = self._share(reader, demand, lively)
+        prefillers = list(self._each())
+        for place, prefiller in enumerate(prefillers):
+            if (
+                not prefiller.tokens
+                and prefiller.load.name != barred
+                and self._candidates.may_prefill(demand, prefiller.load)
+            ):
+                share = self._share(prefiller, demand, lively)
                 if share > 0:
-                    able.append((self._policy.foresight.pace(reader.load).read / share, place))
+                    able.append((self._policy.foresight.pace(prefiller.load).prefill / share, place))
         for _, place in nsmallest(TRIED, able):
-            reader = readers[place]
-            seconds = self._paid(reader, demand.prompt_tokens, self._share(reader, demand, lively))
-            if (decision := self._give(reader, demand, lively, seconds, barred)) is not None:
+            prefiller = prefillers[place]
+            seconds = self._paid(prefiller, demand.prompt_tokens, self._share(prefiller, demand, lively))
+            if (decision := self._give(prefiller, demand, lively, seconds, barred)) is not None:
                 return decision
         return None
 
     def _give(
-        self, reader: Reader, demand: Demand, lively: bool, seconds: float, barred: str | None
+        self, prefiller: Prefiller, demand: Demand, lively: bool, seconds: float, barred: str | None
     ) -> Decision | None:
         """If it has a place to decode.
 
         Args:
-            seconds: until all that the instance is given at this moment is read and paid for.
+            seconds: until all that the instance is given at this moment is prefilled and paid for.
         """
-        load, now = reader.load, self._view.now
+        load, now = prefiller.load, self._view.now
         home, steps = self._home(load, demand, lively, barred)
         if home is None:
             return None
-        self._policy.batches[load.name] = Batch(now, reader.since, reader.tokens + demand.prompt_tokens, now + seconds)
+        self._policy.batches[load.name] = Batch(
+            now, prefiller.since, prefiller.tokens + demand.prompt_tokens, now + seconds
+        )
         decode = home.name if home is not load else None
-        costs: dict[Stage, Mapping[str, float]] = {"prefill": {r.load.name: -r.rest for r in self._readers}}
+        costs: dict[Stage, Mapping[str, float]] = {"prefill": {r.load.name: -r.rest for r in self._prefillers}}
         if steps:
             costs["decode"] = steps
         return Decision(

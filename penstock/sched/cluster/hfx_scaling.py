@@ -9,7 +9,7 @@ its work fits elsewhere. Disaggregated, each stage is looked at by itself, and a
 over to the other instead of being stopped.
 
 A stage's own rates: what the first has completed is what arrived less what its backlog grew by, and arrives at the
-second. The second has no queue of its own, since its instances reserve before a prompt is read; its urgency is the
+second. The second has no queue of its own, since its instances reserve before a prompt is prefilled; its urgency is the
 share of them that could not take one more sequence without missing a TPOT or their memory, and a queue that waits for
 them is not held against the first.
 
@@ -57,19 +57,21 @@ class HFXScaling:
         self._rho_out, self._rho_in, self._w_out, self._u_in = rho_out, rho_in, w_out, u_in
         self._least_events = least_events
         self._cooldowns = Cooldowns(out, back)
-        self._backlogs: deque[tuple[float, int]] = deque()  # when, sequences whose prompts were not read
+        self._backlogs: deque[tuple[float, int]] = deque()  # when, sequences whose prompts were not prefilled
 
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
-        read = self._read(view)
+        prefilled = self._prefilled(view)
         pools = stages(view)
         wishes: dict[Pool, Wish] = {}
         if "decode" in pools:
-            wishes["decode"] = self._wish(pools["decode"], read, view.rates.completions, _overfull(pools["decode"]))
+            wishes["decode"] = self._wish(
+                pools["decode"], prefilled, view.rates.completions, _overfull(pools["decode"])
+            )
             waits_for_decode = wishes["decode"].more > 0
             for pool, loads in pools.items():
                 if pool != "decode":
                     w = 0.0 if waits_for_decode else urgency(view)
-                    wishes[pool] = self._wish(loads, view.rates.arrivals, read, w)
+                    wishes[pool] = self._wish(loads, view.rates.arrivals, prefilled, w)
         else:
             for pool, loads in pools.items():
                 wishes[pool] = self._wish(loads, view.rates.arrivals, view.rates.completions, urgency(view))
@@ -77,9 +79,9 @@ class HFXScaling:
         self._cooldowns.note(view.now, changes, pools)
         return changes
 
-    def _read(self, view: ClusterView) -> int:
-        """Prompts that were read in the window."""
-        backlog = len(view.queue) + sum(i.reading for i in view.instances)
+    def _prefilled(self, view: ClusterView) -> int:
+        """Prompts that were prefilled in the window."""
+        backlog = len(view.queue) + sum(i.prefilling for i in view.instances)
         self._backlogs.append((view.now, backlog))
         while self._backlogs[0][0] < view.now - view.rates.window:
             self._backlogs.popleft()

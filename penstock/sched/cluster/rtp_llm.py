@@ -1,14 +1,16 @@
 """Cache-aware dispatch by predicted cost in milliseconds (RTP-LLM, section 5).
 
-The cost of a reader is what a prompt waits there until the prompts before it are read, as predicted, and what reading
-its uncached rest takes. A sequence goes to one of those near the least, by lot, so that a burst does not herd; a
-conversation goes back to whoever has its KV while that pays. Decoders admit by blocks: when nobody has room for what a
-sequence will come to, it waits here, where it can still go anywhere, and not in an engine that would have to preempt.
+The cost of a prefiller is what a prompt waits there until the prompts before it are prefilled, as predicted, and what
+prefilling its uncached rest takes. A sequence goes to one of those near the least, by lot, so that a burst does not
+herd; a conversation goes back to whoever has its KV while that pays. Decoders admit by blocks: when nobody has room for
+what a sequence will come to, it waits here, where it can still go anywhere, and not in an engine that would have to
+preempt.
 
 Not as in the paper:
 - Similar lengths go together within a window of all that waits, the oldest's first. With a data-parallel size of 1, as
   our engines have, and nothing waiting there is no choice left to make.
-- Expected availability is the sum of what is to be read and not the maximum: engines read prompts one after another.
+- Expected availability is the sum of what is to be prefilled and not the maximum: engines prefill prompts one after
+  another.
 - `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2), without
   its remote term: nobody has a remote cache yet.
 """
@@ -28,9 +30,11 @@ from penstock.sched.cluster.affinity import ChatAffinity, returns
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
 from penstock.sched.cluster.columns import Column
 from penstock.sched.cluster.dispatch import why
-from penstock.sched.cluster.stages import readers, takers
+from penstock.sched.cluster.stages import prefillers, takers
 
-COMPARED = 16  # readers with the least to do, readers with the longest hits, and decoders, that are looked at closely
+COMPARED = (
+    16  # prefillers with the least to do, prefillers with the longest hits, and decoders, that are looked at closely
+)
 WINDOW = 256  # sequences of the queue that are grouped by length at most
 TRIED = 4  # sequences, while those before them find no room
 PASSED = 16  # sequences that may go before one that finds none
@@ -46,20 +50,20 @@ class Offer:
     """What an instance would make of a prompt; milliseconds.
 
     Attributes:
-        wait: until it begins to read.
+        wait: until it begins to prefill.
         saved: by its cache.
         hit: tokens in that.
     """
 
     instance: InstanceLoad
     wait: float
-    read: float
+    prefill: float
     saved: float = 0.0
     hit: int = 0
 
     @property
     def cost(self) -> float:
-        return self.wait + self.read
+        return self.wait + self.prefill
 
 
 # offers, prompt tokens -> the cost of each; and how far above the least the lot decides
@@ -106,7 +110,7 @@ class RtpLlm:
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         tried = 0
         for demand in self._in_order(view):
-            able = readers(view, demand)
+            able = prefillers(view, demand)
             if not able:
                 continue
             decision = self._place(view, demand, able, rng)
@@ -150,13 +154,13 @@ class RtpLlm:
         first = back or rng.choice(near)
         decode_costs: dict[str, float] = {}
         before = None if homes is None else homes.decode
-        for reader in (first, *sorted((o for o in offers if o is not first), key=lambda o: o.cost)[:TRIED]):
-            home = _home(view, demand, reader.instance, output, before, decode_costs)
+        for prefiller in (first, *sorted((o for o in offers if o is not first), key=lambda o: o.cost)[:TRIED]):
+            home = _home(view, demand, prefiller.instance, output, before, decode_costs)
             if home is not None:
                 break
         else:
             return None
-        decode = None if home is reader.instance else home.name
+        decode = None if home is prefiller.instance else home.name
         by_stage: dict[Stage, dict[str, float]] = {
             "prefill": {o.instance.name: cost for o, cost in zip(offers, costs, strict=True)}
         }
@@ -164,12 +168,12 @@ class RtpLlm:
             by_stage["decode"] = decode_costs
         return Decision(
             key=demand.key,
-            prefill=reader.instance.name,
+            prefill=prefiller.instance.name,
             decode=decode,
             policy=self.name,
-            reason="chat: its KV is there" if reader is back else why(reader.instance, decode),
+            reason="chat: its KV is there" if prefiller is back else why(prefiller.instance, decode),
             costs=by_stage,
-            predicted_ttft=view.now - demand.arrived + reader.cost / 1e3,
+            predicted_ttft=view.now - demand.arrived + prefiller.cost / 1e3,
         )
 
     def _offers(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], output: int) -> list[Offer]:
@@ -182,7 +186,7 @@ class RtpLlm:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
             chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
-        # those that have nobody to hand over to have to keep what they read
+        # those that have nobody to hand over to have to keep what they prefill
         offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
         if not offering:
             offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
@@ -195,9 +199,9 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     tokens = demand.to_compute(instance.name)
     hit = demand.prompt_tokens - tokens
     wait = (instance.begins_at(view.now, demand) - view.now) * 1e3
-    read = instance.prefill_seconds(tokens, hit) * 1e3
-    saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - read if hit else 0.0
-    return Offer(instance, wait, read, saved, hit)
+    prefill = instance.prefill_seconds(tokens, hit) * 1e3
+    saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
+    return Offer(instance, wait, prefill, saved, hit)
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:
@@ -212,17 +216,17 @@ def _holder(offers: Sequence[Offer], name: str) -> Offer | None:
 def _home(
     view: ClusterView,
     demand: Demand,
-    reader: InstanceLoad,
+    prefiller: InstanceLoad,
     output: int,
     before: str | None,
     costs: dict[str, float],
 ) -> InstanceLoad | None:
     """Who decodes: where the conversation decoded before, else where the next step is shortest, with what each would
     take in ms; None when nobody has room."""
-    others = takers(view, demand, reader)
+    others = takers(view, demand, prefiller)
     if not others:
-        return reader if _has_room(reader, demand, output) else None
-    able = [reader, *others] if reader.pool == "any" else others
+        return prefiller if _has_room(prefiller, demand, output) else None
+    able = [prefiller, *others] if prefiller.pool == "any" else others
     compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
     if before is not None and all(i.name != before for i in compared):
         compared += [i for i in able if i.name == before]

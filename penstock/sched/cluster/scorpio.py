@@ -11,9 +11,9 @@ Not there, for want of a lever:
   admit what the engine then cannot keep.
 - The predictor of output lengths is the mean of what was completed lately, and matters for memory only.
 
-What waits is held back until its instance has less than a step of prompts to read: an order by deadline is worth
-something only before the engine's queue. In disaggregated pools the round goes over instances that read, and a second
-one over those that decode; where the next in turn may not take a sequence, the lightest that may does.
+What waits is held back until its instance has less than a step of prompts to prefill: an order by deadline is worth
+something only before the engine's queue. In disaggregated pools the round goes over instances that prefill, and a
+second one over those that decode; where the next in turn may not take a sequence, the lightest that may does.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Scorpio:
         own = self._own.of(view.queue)[0]
         for place in np.flatnonzero(own < 0).tolist():
             demand = view.queue[place]
-            if able := candidates.readers(demand):
+            if able := candidates.prefillers(demand):
                 name = self._assigned[demand.key] = able[self._turn % len(able)].name
                 own[place] = self._places[name]
                 self._turn += 1

@@ -31,8 +31,8 @@ class _Hopeful(NamedTuple):
     """One that may be in time, in order of deadline.
 
     Attributes:
-        latest: when it has to be read, with the margin.
-        seconds: that it takes to be read.
+        latest: when it has to be prefilled, with the margin.
+        seconds: that it takes to be prefilled.
     """
 
     priority: int
@@ -76,7 +76,7 @@ class SlackOrder:
         self._numbered = 0  # so far, in order of arrival
         self._hopeful: list[_Hopeful] = []  # sorted, as is the next
         self._hopeless: list[_Late] = []  # who has left is still here for a while
-        self._seconds: dict[Key, float] = {}  # that each takes to be read
+        self._seconds: dict[Key, float] = {}  # that each takes to be prefilled
         self._overdue: Key | None = None  # whose turn it is although it is late
         self._owed = 0.0  # seconds of work that is in time, before the next such turn
 

@@ -1,4 +1,4 @@
-"""Who may read a sequence's prompt, and who may go on from there."""
+"""Who may prefill a sequence's prompt, and who may go on from there."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceL
 from penstock.sched.cluster.dispatch import hands_over, why
 
 
-def readers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
+def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Instances of "prefill" and "any"; when those have nobody to give, all. Empty when nobody could hold it."""
     able = fitting(view, demand)
     return [i for i in able if i.pool != "decode"] or able
 
 
 def takers(view: ClusterView, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
-    """To whom the reader can hand over; one of "any" may as well keep what it has read."""
+    """To whom the prefiller can hand over; one of "any" may as well keep what it has prefilled."""
     return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.pool, i.pool)]
 
 
@@ -24,34 +24,34 @@ def read_and_home(
     policy: str,
     view: ClusterView,
     demand: Demand,
-    reader: InstanceLoad,
+    prefiller: InstanceLoad,
     home: InstanceLoad,
     costs: Mapping[str, float],
     home_costs: Mapping[str, float],
 ) -> Decision:
-    """It is read by one instance behind the prompts that are there, and decodes at another or at the same.
+    """It is prefilled by one instance behind the prompts that are there, and decodes at another or at the same.
 
     Args:
         costs, home_costs: of the candidates for each stage; none where a stage had no choice.
     """
-    decode = home.name if home is not reader else None
+    decode = home.name if home is not prefiller else None
     both: dict[Stage, Mapping[str, float]] = {"prefill": costs}
     if home_costs:
         both["decode"] = home_costs
-    begins = max(view.now, reader.free_at)
+    begins = max(view.now, prefiller.free_at)
     return Decision(
         key=demand.key,
-        prefill=reader.name,
+        prefill=prefiller.name,
         decode=decode,
         policy=policy,
-        reason=why(reader, decode),
+        reason=why(prefiller, decode),
         costs=both,
-        predicted_ttft=begins + reader.prefill_seconds(demand.prompt_tokens) - demand.arrived,
+        predicted_ttft=begins + prefiller.prefill_seconds(demand.prompt_tokens) - demand.arrived,
     )
 
 
 class Candidates:
-    """`readers` and `takers` of one view, found once for all demands to which the same instances are long enough: a
+    """`prefillers` and `takers` of one view, found once for all demands to which the same instances are long enough: a
     queue of hundreds over a thousand instances is looked through in a millisecond.
 
     Args:
@@ -62,23 +62,23 @@ class Candidates:
         self.view = view
         self._weight = weight
         self._lengths = sorted({i.max_model_len for i in view.instances})
-        self._readers: dict[int, Sequence[InstanceLoad]] = {}
+        self._prefillers: dict[int, Sequence[InstanceLoad]] = {}
         self._decoders: dict[int, Sequence[InstanceLoad]] = {}
 
-    def readers(self, demand: Demand) -> Sequence[InstanceLoad]:
+    def prefillers(self, demand: Demand) -> Sequence[InstanceLoad]:
         """In the order of the view."""
         if demand.exclude:
-            return readers(self.view, demand)
+            return prefillers(self.view, demand)
         group = bisect_left(self._lengths, demand.tokens)
-        if group not in self._readers:
-            self._readers[group] = readers(self.view, demand)
-        return self._readers[group]
+        if group not in self._prefillers:
+            self._prefillers[group] = prefillers(self.view, demand)
+        return self._prefillers[group]
 
-    def may_read(self, demand: Demand, load: InstanceLoad) -> bool:
-        """Whether an instance is among the readers."""
+    def may_prefill(self, demand: Demand, load: InstanceLoad) -> bool:
+        """Whether an instance is among the prefillers."""
         if demand.tokens > load.max_model_len or load.name in demand.exclude:
             return False
-        return load.pool != "decode" or self.readers(demand)[0].pool == "decode"
+        return load.pool != "decode" or self.prefillers(demand)[0].pool == "decode"
 
     def takers(self, demand: Demand, prefill: InstanceLoad) -> Iterator[InstanceLoad]:
         """Found as they are asked for."""
@@ -97,8 +97,8 @@ class Candidates:
         return next(self.takers(demand, prefill), None) is not None
 
     def homes(self, demand: Demand, prefill: InstanceLoad) -> Iterator[InstanceLoad]:
-        """Where a sequence may decode that `prefill` reads: itself unless it only reads, and who takes over; never
-        empty."""
+        """Where a sequence may decode that `prefill` prefills: itself unless it only prefills, and who takes over;
+        never empty."""
         if prefill.pool != "prefill" or not self.hands_over(demand, prefill):
             yield prefill
         yield from self.takers(demand, prefill)

@@ -16,8 +16,8 @@ class ThresholdScaling:
 
     Args:
         high, low: share of the memory or of the sequences in use, the mean over a stage.
-        waiting: sequences that wait to be read, for each instance of a stage that reads; it does not shrink while
-            any wait.
+        waiting: sequences that wait to be prefilled, for each instance of a stage that prefills; it does not shrink
+            while any wait.
         out, back: cooldowns in seconds.
     """
 
@@ -47,8 +47,8 @@ class ThresholdScaling:
     def _wish(self, view: ClusterView, pool: Pool, loads: Sequence[InstanceLoad], starting: int) -> Wish:
         count = len(loads)
         full = sum(max(held(i), (i.requests - i.offline_requests) / i.max_sequences) for i in loads) / count
-        waits = 0 if pool == "decode" else len(view.queue) + sum(i.reading for i in loads)
-        reason = f"{full:.0%} full, {waits} to be read by {count}"
+        waits = 0 if pool == "decode" else len(view.queue) + sum(i.prefilling for i in loads)
+        reason = f"{full:.0%} full, {waits} to be prefilled by {count}"
         wanted = ceil(count * max(full / self._high, waits / count / self._waiting))
         if wanted > count:
             return Wish(max(0, wanted - count - starting), reason)

@@ -1,23 +1,25 @@
-"""What reading a prompt pushes out of an instance's cache (`unified`).
+"""What prefilling a prompt pushes out of an instance's cache (`unified`).
 
-A cache keeps what was used last, so where more is read everything is forgotten sooner. If one instance is given most of
-what is new, say because it is predicted to be a little faster, the others keep what nobody asks for any longer, and
-less is found in all of them together. So a second of reading is dearer where more was read lately, and the more so the
-larger the share of the prompts that is found at all.
+A cache keeps what was used last, so where more is prefilled everything is forgotten sooner. If one instance is given
+most of what is new, say because it is predicted to be a little faster, the others keep what nobody asks for any longer,
+and less is found in all of them together. So a second of prefilling is dearer where more was prefilled lately, and the
+more so the larger the share of the prompts that is found at all.
 """
 
 from __future__ import annotations
 
 from math import exp
 
-HORIZON = 60.0  # seconds after which what was read counts only 1/e
+HORIZON = 60.0  # seconds after which what was prefilled counts only 1/e
 LATELY = 50  # prompts by which the share that is found is known
-WEIGHT = 1.0  # seconds that a second of reading costs others where everything is found, and all instances read alike
+WEIGHT = (
+    1.0  # seconds that a second of prefilling costs others where everything is found, and all instances prefill alike
+)
 FAR = 100.0  # horizons after which numbers are made small again
 
 
 class Turnover:
-    """How much each instance has read lately, and how much was found instead."""
+    """How much each instance has prefilled lately, and how much was found instead."""
 
     def __init__(self) -> None:
         self._read: dict[str, float] = {}  # tokens; instead of the old ones losing weight the new ones have more
@@ -26,7 +28,7 @@ class Turnover:
         self._asked = self._found = 0.0  # tokens of the last prompts
 
     def cost(self, name: str, among: int) -> float:
-        """What a second of reading on an instance costs whoever looks for something there later, in seconds.
+        """What a second of prefilling on an instance costs whoever looks for something there later, in seconds.
 
         Args:
             among: instances.
@@ -54,6 +56,6 @@ class Turnover:
         self._found = self._found * rest + prompt_tokens - computed
 
     def _rescale(self, factor: float) -> None:
-        # who has read nothing for ever so long comes to 0, and is forgotten
+        # who has prefilled nothing for ever so long comes to 0, and is forgotten
         self._read = {name: tokens * factor for name, tokens in self._read.items() if tokens * factor}
         self._total = sum(self._read.values())

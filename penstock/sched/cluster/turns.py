@@ -12,7 +12,7 @@ from penstock.sched.cluster.foresight import Foresight, has_room, room
 from penstock.sched.cluster.stages import Candidates
 
 PATIENCE = 16  # decisions that may pass over the sequence that has waited longest
-SHOWN = 4  # offline sequences, and instances to read them, that are tried for a gap
+SHOWN = 4  # offline sequences, and instances to prefill them, that are tried for a gap
 
 
 class Turns:
@@ -26,7 +26,7 @@ class Turns:
 
     def due(self, candidates: Candidates) -> Demand | None:
         """Who has to be tried first now; None when nobody has waited for long."""
-        oldest = next((d for d in candidates.view.queue if candidates.readers(d)), None)
+        oldest = next((d for d in candidates.view.queue if candidates.prefillers(d)), None)
         if oldest is None:
             return None
         if oldest.key != self._oldest:
@@ -35,7 +35,7 @@ class Turns:
 
     def kept_for(self, candidates: Candidates, demand: Demand) -> str:
         """The instance that is to be kept free of others until one that is due goes there: the roomiest."""
-        able = candidates.readers(demand)
+        able = candidates.prefillers(demand)
         homes = list(candidates.takers(demand, able[0])) or able
         output = candidates.view.rates.output_tokens
         return max(homes, key=lambda i: (room(i, output), -i.requests)).name
@@ -47,13 +47,13 @@ class Turns:
 
 
 def fill_gap(foresight: Foresight, candidates: Candidates, policy: str) -> Decision | Later:
-    """Offline work goes where no prompt is to be read, one at a time, and only beside online sequences that it does not
-    slow down too much: to whom has the least to do."""
+    """Offline work goes where no prompt is to be prefilled, one at a time, and only beside online sequences that it
+    does not slow down too much: to whom has the least to do."""
     view = candidates.view
     at = inf
     for demand in view.offline[:SHOWN]:
         idle: list[InstanceLoad] = []
-        for load in candidates.readers(demand):
+        for load in candidates.prefillers(demand):
             if load.idle_at <= view.now:
                 idle.append(load)
             else:

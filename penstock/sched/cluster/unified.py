@@ -4,16 +4,16 @@ Every sequence has a deadline, so there is a best moment to bind it to an instan
 Until then it waits in one queue, and everything that is learned meanwhile counts. The rules:
 
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
-- It is given none for which there is no room beside what its sequences will come to: what is preempted is read twice,
-  and whoever waits here can still go anywhere. The first in order that finds no room gets the next that the roomiest
-  instance has: others do not overtake it there.
+- It is given none for which there is no room beside what its sequences will come to: what is preempted is prefilled
+  twice, and whoever waits here can still go anywhere. The first in order that finds no room gets the next that the
+  roomiest instance has: others do not overtake it there.
 - Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
-- A prompt goes where it keeps its deadline, and of these where it is read soon and with little computing, so to its
-  prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to where
-  it is read first.
+- A prompt goes where it keeps its deadline, and of these where it is prefilled soon and with little computing, so to
+  its prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to
+  where it is prefilled first.
 - It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
-  steps stay shortest. Pools are not looked at: engines that pace their steps by slack read and decode at once.
-- Offline work is given out only as far as it fits beside that: a little to read, and decodes while steps stay well
+  steps stay shortest. Pools are not looked at: engines that pace their steps by slack prefill and decode at once.
+- Offline work is given out only as far as it fits beside that: a little to prefill, and decodes while steps stay well
   under the strictest target and memory is left.
 """
 
@@ -62,7 +62,7 @@ class Unified:
     def __init__(self) -> None:
         self._order = SlackOrder()
         self._turnover = Turnover()
-        self._readers: dict[str, _Reader] = {}
+        self._prefillers: dict[str, _Prefiller] = {}
         self._free_at, self._requests = Column(attrgetter("free_at")), Column(attrgetter("requests"))
         self._headrooms, self._places = Headrooms(), Places()
         self._kept: tuple[Key | None, str] = None, ""  # an instance for somebody
@@ -111,9 +111,9 @@ class Unified:
             if i.name == barred:
                 continue
             compute = demand.to_compute(i.name)
-            reader = self._reader(i)
-            alone = reader.alone(compute, demand.prompt_tokens - compute)
-            done = i.begins_at(view.now, demand) + reader.paced(alone, demand.tpot)
+            prefiller = self._prefiller(i)
+            alone = prefiller.alone(compute, demand.prompt_tokens - compute)
+            done = i.begins_at(view.now, demand) + prefiller.paced(alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
             # what it computes others wait for as well, and look for in vain what it pushes out of a cache: that counts
@@ -151,10 +151,10 @@ class Unified:
             self._kept = demand.key, able[int(rooms.argmax())].name
         return self._kept[1]
 
-    def _reader(self, instance: InstanceLoad) -> _Reader:
-        known = self._readers.get(instance.name)
+    def _prefiller(self, instance: InstanceLoad) -> _Prefiller:
+        known = self._prefillers.get(instance.name)
         if known is None or known.instance is not instance:
-            known = self._readers[instance.name] = _Reader(instance)
+            known = self._prefillers[instance.name] = _Prefiller(instance)
         return known
 
     def _compared(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Sequence[InstanceLoad]:
@@ -202,8 +202,8 @@ class Unified:
         return None
 
 
-class _Reader:
-    """How fast an instance reads prompts. Remembered for as long as its load is the same object."""
+class _Prefiller:
+    """How fast an instance prefills prompts. Remembered for as long as its load is the same object."""
 
     def __init__(self, instance: InstanceLoad) -> None:
         self.instance = instance
@@ -211,7 +211,7 @@ class _Reader:
         self._alone: dict[tuple[int, int], float] = {}
 
     def alone(self, tokens: int, cached: int) -> float:
-        """Predicted seconds to read a prompt as if it did not have to wait for what decodes there."""
+        """Predicted seconds to prefill a prompt as if it did not have to wait for what decodes there."""
         known = self._alone.get((tokens, cached))
         if known is None:
             known = self._alone[tokens, cached] = self.instance.prefill_seconds(tokens, cached)
@@ -221,7 +221,7 @@ class _Reader:
         """The same on an engine that keeps the TPOT of what decodes there.
 
         In every span of the strictest target S, steps that decode take d of it and prompts get the rest: p S / (S - d)
-        (HFX, 3.3.1, for prompts read in chunks).
+        (HFX, 3.3.1, for prompts prefilled in chunks).
 
         Args:
             alone: p.
@@ -233,17 +233,17 @@ class _Reader:
 
 
 def _home(
-    view: ClusterView, demand: Demand, reader: InstanceLoad, able: Sequence[InstanceLoad]
+    view: ClusterView, demand: Demand, prefiller: InstanceLoad, able: Sequence[InstanceLoad]
 ) -> tuple[str | None, Mapping[str, float]]:
-    """Who decodes after the prompt; None: the reader does."""
-    if _holds(reader, demand) and _step_with(reader, demand) <= MARGIN * min(reader.tpot, demand.tpot):
+    """Who decodes after the prompt; None: the prefiller does."""
+    if _holds(prefiller, demand) and _step_with(prefiller, demand) <= MARGIN * min(prefiller.tpot, demand.tpot):
         return None, {}
-    others = [i for i in able if i.name in reader.peers and _holds(i, demand)]
+    others = [i for i in able if i.name in prefiller.peers and _holds(i, demand)]
     if not others:
         return None, {}
-    costs = {i.name: _step_with(i, demand) * 1e3 for i in (reader, *others)}
+    costs = {i.name: _step_with(i, demand) * 1e3 for i in (prefiller, *others)}
     best = min(others, key=lambda i: (costs[i.name], i.name))
-    worse = costs[best.name] >= costs[reader.name] and _holds(reader, demand)
+    worse = costs[best.name] >= costs[prefiller.name] and _holds(prefiller, demand)
     return (None if worse else best.name), costs
 
 

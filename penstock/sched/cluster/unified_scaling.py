@@ -2,13 +2,13 @@
 
 From the rates, the mean prompt and output, and the step model follows for N instances what each would see:
 
-    f     share of its time that reading prompts takes
+    f     share of its time that prefilling prompts takes
     B     sequences that decode at once; each stays for its output times a step, and a step is longer the more there
           are and the more of it goes to prompts:  B = r * output * D,  D = d(B) / (1 - f)
     wait  for the prompts before it (an M/D/1 queue on f), and for what waits already, shared out and worked off in what
           arrivals leave of the time
 
-and from these its *strain*: the largest of f, D over the strictest TPOT, KV over the memory, and wait + reading over
+and from these its *strain*: the largest of f, D over the strictest TPOT, KV over the memory, and wait + prefilling over
 the strictest TTFT; over 1 a target or the memory is predicted to be missed. It is never sized from execution time
 alone: a queue that has built up counts as wait.
 
@@ -29,7 +29,7 @@ from math import inf
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Pool
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
-from penstock.sched.cluster.foresight import read_seconds
+from penstock.sched.cluster.foresight import prefill_seconds_alone
 from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, stages, urgency
 
 ROUNDS = 12  # of the fixed point of B
@@ -42,7 +42,7 @@ class Traffic:
         rate: sequences per second.
         prompt, output: tokens, the means.
         ttft, tpot: the strictest targets in seconds.
-        backlog: prompt tokens without a place, or sent and not yet read.
+        backlog: prompt tokens without a place, or sent and not yet prefilled.
     """
 
     rate: float
@@ -163,16 +163,16 @@ def strain(pool: Pool, loads: Sequence[InstanceLoad], traffic: Traffic, count: i
     a target that is just kept."""
     load = loads[0]
     rate = traffic.rate / count
-    reading = read_seconds(load, max(1, round(traffic.prompt))) if traffic.prompt else 0.0
-    busy = rate * _adds(load, traffic.prompt, reading) if pool != "decode" else 0.0
+    prefilling = prefill_seconds_alone(load, max(1, round(traffic.prompt))) if traffic.prompt else 0.0
+    busy = rate * _adds(load, traffic.prompt, prefilling) if pool != "decode" else 0.0
     if busy >= 1:
         return inf
     most = 0.0
     if pool != "decode":
         # what waits now is worked off in the time that arrivals leave
         drain = traffic.backlog * _token_seconds(load) / count
-        wait = (busy * reading / 2 + drain) / (1 - busy)
-        most = max(busy, (wait + reading) / traffic.ttft)
+        wait = (busy * prefilling / 2 + drain) / (1 - busy)
+        most = max(busy, (wait + prefilling) / traffic.ttft)
     if pool != "prefill":
         batch, step = _decoding(load, traffic, rate, busy)
         context = traffic.prompt + traffic.output / 2
@@ -183,12 +183,12 @@ def strain(pool: Pool, loads: Sequence[InstanceLoad], traffic: Traffic, count: i
 
 def _token_seconds(load: InstanceLoad) -> float:
     """For each token of a step that is full of prompts."""
-    return read_seconds(load, load.token_budget) / load.token_budget
+    return prefill_seconds_alone(load, load.token_budget) / load.token_budget
 
 
-def _adds(load: InstanceLoad, prompt: float, reading: float) -> float:
-    """Seconds that a prompt adds to steps that run anyway: less than reading it by itself, when it is short."""
-    return max(prompt * _token_seconds(load), reading - read_seconds(load, 1))
+def _adds(load: InstanceLoad, prompt: float, prefilling: float) -> float:
+    """Seconds that a prompt adds to steps that run anyway: less than prefilling it by itself, when it is short."""
+    return max(prompt * _token_seconds(load), prefilling - prefill_seconds_alone(load, 1))
 
 
 def _decoding(load: InstanceLoad, traffic: Traffic, rate: float, busy: float) -> tuple[float, float]:

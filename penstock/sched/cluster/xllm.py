@@ -1,14 +1,14 @@
 """Greedy under predicted latency, over pools that change while it decides (xLLM, section 3.2).
 
-A prompt goes to the reader (pool P) with the earliest first token; where that is late, to one that still decodes
-(D->P); where that is late as well, a decoder becomes a reader at once and takes it. It decodes where it was read if
-that keeps its target, else on the decoder with the fewest tokens.
+A prompt goes to the prefiller (pool P) with the earliest first token; where that is late, to one that still decodes
+(D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. It decodes where it was
+prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
 Not in the paper:
 - "Late" is long before the target (`SOON`): who asks for help when the target is about to be missed gets it too late.
-- When no more decoders may leave, those who can read a prompt within one step of their TPOT target help as well.
+- When no more decoders may leave, those who can prefill a prompt within one step of their TPOT target help as well.
   xLLM's public code does something like it.
-- When nobody can be in time, the prompt goes where it is read first.
+- When nobody can be in time, the prompt goes where it is prefilled first.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from msgspec.structs import replace
 from penstock.core.wire.engine import Pool
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
 from penstock.sched.cluster.dispatch import why
-from penstock.sched.cluster.stages import readers, takers
+from penstock.sched.cluster.stages import prefillers, takers
 from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
-SOON = 0.2  # share of a TTFT target that readers may need before others help
+SOON = 0.2  # share of a TTFT target that prefillers may need before others help
 OUTPUT = 256  # tokens, where nothing has ended yet
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """Who reads a prompt.
+class _Prefiller:
+    """Who prefills a prompt.
 
     Attributes:
         ttft: seconds from the client's arrival, as predicted.
-        help: how it came to read although readers are late; "" when it is one of them.
+        help: how it came to prefill although prefillers are late; "" when it is one of them.
     """
 
     instance: InstanceLoad
@@ -66,41 +66,41 @@ class Xllm:
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         for demand in chain(view.queue, view.offline):
-            if able := readers(view, demand):
+            if able := prefillers(view, demand):
                 return self._place(view, demand, able)
         return Later()
 
     def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad]) -> Decision:
         costs: dict[Stage, dict[str, float]] = {"prefill": {}, "decode": {}}
-        reader = self._reader(view, demand, able, costs["prefill"])
+        prefiller = self._prefiller(view, demand, able, costs["prefill"])
         moves: list[Move] = []
-        if reader.help == "converted":
-            moves.append(Move(name=reader.instance.name, pool="prefill", reason="late-prompts"))
-        taker = self._taker(view, demand, reader, costs["decode"], moves)
+        if prefiller.help == "converted":
+            moves.append(Move(name=prefiller.instance.name, pool="prefill", reason="late-prompts"))
+        taker = self._taker(view, demand, prefiller, costs["decode"], moves)
         if self._roles is not None:
             for move in moves:
                 self._roles.moved(move.name, view)
-        decode = None if taker.name == reader.instance.name else taker.name
+        decode = None if taker.name == prefiller.instance.name else taker.name
         return Decision(
             key=demand.key,
-            prefill=reader.instance.name,
+            prefill=prefiller.instance.name,
             decode=decode,
             policy=self.name,
-            reason=_reason(demand, reader, decode),
+            reason=_reason(demand, prefiller, decode),
             costs=costs,
-            predicted_ttft=reader.ttft,
+            predicted_ttft=prefiller.ttft,
             moves=moves,
         )
 
     # --- the prompt
 
-    def _reader(
+    def _prefiller(
         self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], costs: dict[str, float]
-    ) -> _Reader:
-        """Who reads it; what was held against whom goes into `costs`."""
+    ) -> _Prefiller:
+        """Who prefills it; what was held against whom goes into `costs`."""
         if able[0].pool == "decode":
-            return _soonest(view, demand, able, costs)  # no pool reads prompts
-        found: list[_Reader] = []
+            return _soonest(view, demand, able, costs)  # no pool prefills prompts
+        found: list[_Prefiller] = []
         clear: list[InstanceLoad] = []
         turned: list[InstanceLoad] = []
         for i in able:
@@ -123,13 +123,13 @@ class Xllm:
     # --- the tokens after it
 
     def _taker(
-        self, view: ClusterView, demand: Demand, reader: _Reader, costs: dict[str, float], moves: list[Move]
+        self, view: ClusterView, demand: Demand, prefiller: _Prefiller, costs: dict[str, float], moves: list[Move]
     ) -> InstanceLoad:
         """Who decodes; whoever has to become a decoder for that is added to `moves`."""
-        here = reader.instance
+        here = prefiller.instance
         pool: Pool = "prefill" if moves else here.pool
         tokens = demand.prompt_tokens + min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
-        # as if as much again came to be read while it decodes
+        # as if as much again came to be prefilled while it decodes
         again = 2 * demand.to_compute(here.name)
         costs[here.name] = 1e3 * step_seconds(here, sequences=1, kv_tokens=demand.prompt_tokens, prompt=again)
         if _bears(demand, here, tokens, costs[here.name]):
@@ -153,16 +153,16 @@ class Xllm:
 
 def _soonest(
     view: ClusterView, demand: Demand, candidates: Iterable[InstanceLoad], costs: dict[str, float], help: str = ""
-) -> _Reader:
+) -> _Prefiller:
     """Of those that wait least, the one with the earliest first token."""
     compared = nsmallest(COMPARED, candidates, key=lambda i: (max(i.free_at, view.now), i.pending_tokens))
-    found = [_Reader(i, _ttft(view, demand, i), help) for i in compared]
-    costs.update((reader.instance.name, reader.ttft * 1e3) for reader in found)
+    found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
+    costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)
 
 
-def _by_ttft(reader: _Reader) -> float:
-    return reader.ttft
+def _by_ttft(prefiller: _Prefiller) -> float:
+    return prefiller.ttft
 
 
 def _ttft(view: ClusterView, demand: Demand, instance: InstanceLoad) -> float:
@@ -177,7 +177,7 @@ def _may_hold(demand: Demand, instance: InstanceLoad) -> bool:
 
 
 def _can_spare(demand: Demand, instance: InstanceLoad) -> bool:
-    """Whether its sequences keep their targets although it reads this, with all that it already has, in one step."""
+    """Whether its sequences keep their targets although it prefills this, with all that it already has, in one step."""
     limit = MARGIN * min(instance.tpot, demand.tpot)
     return step_seconds(instance, sequences=1, prompt=demand.to_compute(instance.name)) <= limit
 
@@ -190,11 +190,11 @@ def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float) 
     return fullness(instance, sequences=1, tokens=tokens) <= FULL
 
 
-def _reason(demand: Demand, reader: _Reader, decode: str | None) -> str:
-    if reader.help:
-        return reader.help
-    if reader.ttft > demand.ttft:
-        return "late: nobody can read it in time"
-    if decode is None and reader.instance.pool == "prefill":
-        return "stays: it keeps its target where it is read"
-    return why(reader.instance, decode)
+def _reason(demand: Demand, prefiller: _Prefiller, decode: str | None) -> str:
+    if prefiller.help:
+        return prefiller.help
+    if prefiller.ttft > demand.ttft:
+        return "late: nobody can prefill it in time"
+    if decode is None and prefiller.instance.pool == "prefill":
+        return "stays: it keeps its target where it is prefilled"
+    return why(prefiller.instance, decode)

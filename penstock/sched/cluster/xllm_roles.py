@@ -1,10 +1,10 @@
-"""xLLM's elastic pools: which instances read prompts and which decode, changed without a pause (xLLM, section 3.2).
+"""xLLM's elastic pools: which instances prefill and which decode, changed without a pause (xLLM, section 3.2).
 
-Being meant for another pool changes nothing about what runs on an instance: one of "decode" that still reads prompts,
-or one of "prefill" on which sequences still decode, is turning (the paper's pools P->D and D->P). So a move costs
-nothing by itself, and the dispatch policy makes one in the very decision that needs it; `XllmRoles.decide` does the
-rest by the clock. What keeps pools from swinging to and fro is that nobody is taken from a side that then falls short
-itself, and that a moved instance stays for a while unless a target is being missed.
+Being meant for another pool changes nothing about what runs on an instance: one of "decode" that still prefills
+prompts, or one of "prefill" on which sequences still decode, is turning (the paper's pools P->D and D->P). So a move
+costs nothing by itself, and the dispatch policy makes one in the very decision that needs it; `XllmRoles.decide` does
+the rest by the clock. What keeps pools from swinging to and fro is that nobody is taken from a side that then falls
+short itself, and that a moved instance stays for a while unless a target is being missed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def step_seconds(instance: InstanceLoad, *, sequences: int = 0, kv_tokens: int =
     """Predicted time of its steps with so much more: all its sequences decode beside the prompts that it has.
 
     Args:
-        prompt: tokens to read, more than those it already has to.
+        prompt: tokens to prefill, more than those it already has to.
     """
     chunk = min(instance.token_budget, instance.pending_tokens + prompt)
     return (
@@ -88,16 +88,16 @@ class XllmRoles:
         """At most one move in either direction."""
         self._watch(view)
         decoders = [i for i in view.instances if i.pool == "decode"]
-        readers = [i for i in view.instances if i.pool == "prefill"]
-        if not decoders or not readers:
+        prefillers = [i for i in view.instances if i.pool == "prefill"]
+        if not decoders or not prefillers:
             return ()
         if all(strained(d) for d in decoders):
             return self._move(self.to_decode(view, missing=True), "decode", view, "decode-short")
-        if self._late(view, readers):
+        if self._late(view, prefillers):
             return self._move(self.to_prefill(view, missing=True), "prefill", view, "late-prompts")
-        if idle := [r for r in readers if view.now - self._idle_since.get(r.name, view.now) >= self._dwell]:
-            if all(self._busy(d) for d in decoders) and len(readers) > 1:
-                return self._move(self._lightest_reader(idle, view, False), "decode", view, "idle-prefill")
+        if idle := [r for r in prefillers if view.now - self._idle_since.get(r.name, view.now) >= self._dwell]:
+            if all(self._busy(d) for d in decoders) and len(prefillers) > 1:
+                return self._move(self._lightest_prefiller(idle, view, False), "decode", view, "idle-prefill")
         elif view.offline and not view.queue:
             idle = [d for d in decoders if not online(d)]
             return self._move(self.to_prefill(view, missing=False, among=idle), "prefill", view, "offline-prompts")
@@ -108,7 +108,7 @@ class XllmRoles:
     def to_prefill(
         self, view: ClusterView, *, missing: bool, among: Sequence[InstanceLoad] | None = None
     ) -> InstanceLoad | None:
-        """Who leaves the decoders: the one with the fewest tokens, first of those that still read prompts. None when
+        """Who leaves the decoders: the one with the fewest tokens, first of those that still prefill. None when
         the others would be too few, or too busy to do without it.
 
         Args:
@@ -129,17 +129,17 @@ class XllmRoles:
         return min(able, key=lambda i: (not i.pending_tokens, i.held_tokens, i.name), default=None)
 
     def to_decode(self, view: ClusterView, *, missing: bool) -> InstanceLoad | None:
-        """Who leaves the readers: first of those that still decode. None when those who stay would be late."""
-        readers = [i for i in view.instances if i.pool == "prefill"]
-        return self._lightest_reader(readers, view, missing)
+        """Who leaves the prefillers: first of those that still decode. None when those who stay would be late."""
+        prefillers = [i for i in view.instances if i.pool == "prefill"]
+        return self._lightest_prefiller(prefillers, view, missing)
 
-    def _lightest_reader(
+    def _lightest_prefiller(
         self, candidates: Sequence[InstanceLoad], view: ClusterView, missing: bool
     ) -> InstanceLoad | None:
-        readers = [i for i in view.instances if i.pool in ("prefill", "any")]
+        prefillers = [i for i in view.instances if i.pool in ("prefill", "any")]
         able = [i for i in candidates if missing or self._settled(i, view)]
         leaver = min(able, key=lambda i: (not turning(i), i.pending_tokens, i.name), default=None)
-        staying = [i for i in readers if i is not leaver]
+        staying = [i for i in prefillers if i is not leaver]
         return leaver if staying and not self._late(view, staying) else None
 
     def moved(self, name: str, view: ClusterView) -> None:
@@ -163,15 +163,15 @@ class XllmRoles:
         return view.now - self._moved.get(instance.name, -inf) >= self._dwell
 
     def _watch(self, view: ClusterView) -> None:
-        """Since when which readers have nothing to read."""
+        """Since when which prefillers have nothing to prefill."""
         idle = {i.name for i in view.instances if i.pool == "prefill" and not i.pending_tokens}
         self._idle_since = {name: self._idle_since.get(name, view.now) for name in idle}
 
     @staticmethod
-    def _late(view: ClusterView, readers: Sequence[InstanceLoad]) -> bool:
+    def _late(view: ClusterView, prefillers: Sequence[InstanceLoad]) -> bool:
         """Whether nobody of them would be in time for a prompt that comes now."""
         target = min((i.ttft for i in view.instances), default=inf)
-        return all(i.free_at - view.now > MARGIN * target for i in readers)
+        return all(i.free_at - view.now > MARGIN * target for i in prefillers)
 
     @staticmethod
     def _busy(instance: InstanceLoad) -> bool:
