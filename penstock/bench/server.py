@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bench.client import Client, error_message
-from penstock.bench.summary import Summary
+from penstock.bench.metrics import Summary
 from penstock.bench.words import WORDS
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.requests import safe_ids

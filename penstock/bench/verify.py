@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from penstock.bench.client import Client
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord
 from penstock.bench.server import Model, chat_tokens, text_of
 from penstock.core.digest import offline
 from penstock.core.errors import ConfigError

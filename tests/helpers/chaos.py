@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from penstock.bench.client import Call, Client
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord
 from penstock.bench.server import Model, find_model
 from penstock.bench.verify import Verification, verify
 from penstock.core.layout import KVLayout

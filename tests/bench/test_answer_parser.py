@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.record import RequestRecord
-from penstock.bench.stream import AnswerTally, spread
+from penstock.bench.client import AnswerParser, spread
+from penstock.bench.metrics import RequestRecord
 
 
 def encode(*events, done=True):
@@ -36,7 +36,7 @@ def usage(prompt, completion, cached=0):
 def tally(*pieces):
     """The record after (time, bytes) pieces and the end of the stream."""
     record = RequestRecord(number=0, start=0.0, sent=0.0, prompt_tokens=11)
-    counted = AnswerTally(record)
+    counted = AnswerParser(record)
     for time, data in pieces:
         counted.feed(time, data)
     counted.close()
