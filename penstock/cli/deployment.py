@@ -143,7 +143,7 @@ TABLES = Tables(
         Option("after", integer(0), 0, "frames that pass before nothing does"),
         Option("for-s", number(0), None, "seconds that it lasts; by default for ever"),
     ),
-    keeper=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
+    kv_pool=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
     restart=(
         Option("backoff", number(0, 3600), 0.5, "seconds until a process that died starts again; doubles each time"),
         Option(

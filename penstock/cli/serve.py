@@ -164,7 +164,7 @@ def engine_settings(address: str, options: dict[str, Any], server: ServerOptions
         "parent": os.getpid(),
         "pool": "any",
         "options": options,
-        "keeper": None,
+        "kv_pool": None,
         "transport": None,
         "log_level": server.log_level,
         "log_format": server.log_format,

@@ -37,7 +37,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import OpenPool, Pool, private_pool
+from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
 PREFIX = "modelled:"
@@ -95,7 +95,7 @@ class BuiltModelled:
     layout: KVLayout
     shape: ModelShape
     device_model: DeviceModel
-    pool: Pool
+    pool: KVPool
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
@@ -104,7 +104,7 @@ class BuiltModelled:
         self.pool.close()
 
 
-def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool = private_pool) -> BuiltModelled:
+def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool = memfd_pool) -> BuiltModelled:
     """Raises ConfigError on an option or a folder that cannot be served."""
     _check(options)
     device, directory = _device(options.device), Path(options.model)
@@ -145,7 +145,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         max_model_len=model_len,
         searches=False,
     )
-    blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.keeper)
+    blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.client)
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype)

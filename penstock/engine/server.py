@@ -43,8 +43,8 @@ from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
-from penstock.transfer.carrier import Arrival, LinkDown
-from penstock.transfer.transports import Transport
+from penstock.transfer.carrier import LinkDown, ReceivedMessage
+from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
 HEARTBEAT = 0.5  # seconds between signs of life while idle
@@ -81,7 +81,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._clients: dict[str, _Client] = {}
-        self._transport: Transport | None = None
+        self._transport: KVTransport | None = None
         self._handoffs: Handoffs | None = None
         self._stopping = False
         self._changed = True  # something has, since the masters were told
@@ -96,7 +96,7 @@ class EngineServer:
         engine: Engine,
         ready: Ready,
         orphaned: Callable[[], bool] = lambda: False,
-        transport: Transport | None = None,
+        transport: KVTransport | None = None,
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
     ) -> None:
@@ -291,7 +291,7 @@ class EngineServer:
         del self._clients[client]
         self._intake.forsake(client)
 
-    def _on_peer(self, arrival: Arrival | LinkDown) -> None:
+    def _on_peer(self, arrival: ReceivedMessage | LinkDown) -> None:
         assert self._handoffs is not None
         if isinstance(arrival, LinkDown):
             # a peer that ends is everyday life, and the master says what it means; a refusal needs somebody to act

@@ -63,7 +63,7 @@ def make_engine(
     if model.device.type == "cuda":
         cache = KVCache.on_device(layout, blocks, model.device)
     else:
-        memory = PoolMemory.private(blocks, layout.block_bytes)
+        memory = PoolMemory.memfd(blocks, layout.block_bytes)
         if address_mode == "table":
             cache = KVCache.over_pool(layout, memory)
         else:

@@ -1,4 +1,4 @@
-"""The keeper's process: python -m penstock.cli.keeper JSON. Started by `penstock up`, not by people.
+"""The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
 
 JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "log_level", "log_format"}.
 SIGTERM asks it to end: it does as soon as no engine is attached. It ends at once when its parent has gone.
@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.obs.logs import setup_logging
-from penstock.transfer.keeper import KeeperServer
+from penstock.transfer.kv_pool_server import KVPoolServer
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -30,9 +30,9 @@ def main(settings: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        server = KeeperServer(settings["path"], settings["orphan_seconds"])
+        server = KVPoolServer(settings["path"], settings["orphan_seconds"])
     except ConfigError as error:
-        print(f"penstock: keeper: {error}", file=sys.stderr)
+        print(f"penstock: kv-pool: {error}", file=sys.stderr)
         return 2
     try:
         server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0))

@@ -1,4 +1,4 @@
-"""A keeper in a thread, and what tests write through its clients."""
+"""A KV pool server in a thread, and what tests write through its clients."""
 
 import contextlib
 import threading
@@ -7,13 +7,13 @@ import time
 from penstock.core.clock import ManualClock
 from penstock.core.layout import KVLayout
 from penstock.kv.keys import KEY_BYTES
-from penstock.transfer.keeper import KeeperServer
-from penstock.transfer.keeper_client import KeeperClient, keeper_status
+from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
+from penstock.transfer.kv_pool_server import KVPoolServer
 
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
 ROOT = b"r" * KEY_BYTES
 EMPTY = {"free": 0, "orphaned": 0, "pools": 0, "clients": 0, "resident_bytes": 0}
-BLOCKS = 1 << 20  # room in the keeper's pool for blocks of this size
+BLOCKS = 1 << 20  # room in the KV pool server's pool for blocks of this size
 
 
 def key(number: int) -> bytes:
@@ -29,13 +29,13 @@ def eventually(condition):
     return value
 
 
-class Keeper:
+class PoolServer:
     """A server in a thread, and everything that a test attached to it."""
 
     def __init__(self, path):
         self.path = path
         self.clock = ManualClock()
-        self.server = KeeperServer(path, orphan_seconds=60, clock=self.clock)
+        self.server = KVPoolServer(path, orphan_seconds=60, clock=self.clock)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stopped.is_set, 0.005))
         self._thread.start()
@@ -44,12 +44,12 @@ class Keeper:
 
     def attach(self, name, quota=8, layout=LAYOUT, incarnation=None):
         self._lives += 1
-        client = KeeperClient.attach(self.path, name, incarnation or self._lives, layout, quota)
+        client = KVPoolClient.attach(self.path, name, incarnation or self._lives, layout, quota)
         self._open.callback(client.close)
         return client
 
     def counts(self):
-        report = keeper_status(self.path)
+        report = pool_status(self.path)
         assert report.broken == ""
         report.counts.pop("open_files")
         return report.counts

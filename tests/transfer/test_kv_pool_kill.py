@@ -1,4 +1,4 @@
-"""kill -9 of the keeper's clients at any instant, and the keeper's own process."""
+"""kill -9 of the KV pool server's clients at any instant, and the KV pool server's own process."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from penstock.core.errors import Unavailable
 from penstock.core.layout import KVLayout
-from penstock.transfer.keeper_client import KeeperClient, keeper_status
+from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
 
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=1 << 16)
 QUOTA = 24
@@ -22,11 +22,11 @@ QUOTA = 24
 BUSY = """
 import random, sys
 from penstock.core.layout import KVLayout
-from penstock.transfer.pool import keeper_pool
+from penstock.transfer.pool import shared_pool
 path, name, incarnation = sys.argv[1], sys.argv[2], int(sys.argv[3])
 layout = KVLayout(**%r)
-pool = keeper_pool(path, name, incarnation)(layout, %d)
-keeper, memory, records = pool.keeper, pool.memory, pool.keeper.records
+pool = shared_pool(path, name, incarnation)(layout, %d)
+client, memory, records = pool.client, pool.memory, pool.client.records
 def check(block, key):
     assert bytes(memory.block(block)) == key * (layout.block_bytes // len(key)), "a block is not what it was"
 def offered(key):
@@ -51,7 +51,7 @@ while True:
         record = records.get(dice.randrange(%d))
         if record is None or record.block in mine or not offered(record.key):
             continue
-        if keeper.hold([(record.block, record.generation)], [block]):
+        if client.hold([(record.block, record.generation)], [block]):
             del mine[block]
             mine[record.block] = record.key
             check(record.block, record.key)
@@ -65,7 +65,7 @@ while True:
         give = dice.sample(list(mine), dice.randint(1, 6))
         for given in give:
             del mine[given]
-        mine.update(dict.fromkeys(keeper.exchange(give, len(give))))
+        mine.update(dict.fromkeys(client.exchange(give, len(give))))
 """
 
 
@@ -81,34 +81,34 @@ def eventually(condition):
     return value
 
 
-def start_keeper(path, parent=None, orphan_seconds=60.0):
+def start_server(path, parent=None, orphan_seconds=60.0):
     settings = {"path": path, "parent": parent or os.getpid(), "orphan_seconds": orphan_seconds}
     settings |= {"log_level": "WARNING", "log_format": "text"}
-    return subprocess.Popen([sys.executable, "-m", "penstock.cli.keeper", json.dumps(settings)])
+    return subprocess.Popen([sys.executable, "-m", "penstock.cli.kv_pool", json.dumps(settings)])
 
 
 def listening(path):
     try:
-        keeper_status(path)
+        pool_status(path)
     except Unavailable:
         return False
     return True
 
 
 @pytest.fixture
-def keeper(tmp_path):
+def server(tmp_path):
     """(path, process), and whatever a test added to the list is killed."""
-    path = str(tmp_path / "keeper")
-    process = start_keeper(path, orphan_seconds=1.0)
+    path = str(tmp_path / "kv-pool")
+    process = start_server(path, orphan_seconds=1.0)
     eventually(lambda: listening(path))
     yield path, process
     process.kill()
     process.wait()
 
 
-def test_killed_at_any_instant_nothing_leaks(keeper):
-    path, process = keeper
-    open_files = keeper_status(path).counts["open_files"]
+def test_killed_at_any_instant_nothing_leaks(server):
+    path, process = server
+    open_files = pool_status(path).counts["open_files"]
     shm = set(os.listdir("/dev/shm"))
     code = BUSY % (layout_fields(), QUOTA, QUOTA, 2 * QUOTA)
     dice = random.Random(5)
@@ -136,26 +136,26 @@ def test_killed_at_any_instant_nothing_leaks(keeper):
             time.sleep(dice.uniform(0.01, 0.08))  # the instant: any
             name = dice.choice(["a", "b"])
             kill(name)
-            assert keeper_status(path).broken == ""
+            assert pool_status(path).broken == ""
             start(name)
-            assert keeper_status(path).broken == ""
+            assert pool_status(path).broken == ""
         assert max(inherited) > 0, "nothing was ever inherited"
         assert any(said), "nothing was ever held together"
     finally:
         for name in engines:
             kill(name)
     # the orphans' time passes, and the pool goes with the last of them
-    eventually(lambda: keeper_status(path).counts["pools"] == 0)
-    counts = keeper_status(path).counts
+    eventually(lambda: pool_status(path).counts["pools"] == 0)
+    counts = pool_status(path).counts
     assert counts.pop("open_files") == open_files
     assert counts == {"free": 0, "orphaned": 0, "pools": 0, "clients": 0, "resident_bytes": 0}
     eventually(lambda: set(os.listdir("/dev/shm")) <= shm)  # other tests, beside this one, make and unlink theirs
     assert process.poll() is None
 
 
-def test_asked_to_end_it_waits_for_its_clients(keeper):
-    path, process = keeper
-    client = KeeperClient.attach(path, "a", 1, LAYOUT, 4)
+def test_asked_to_end_it_waits_for_its_clients(server):
+    path, process = server
+    client = KVPoolClient.attach(path, "a", 1, LAYOUT, 4)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     block = client.exchange([], 1)
@@ -168,27 +168,27 @@ def test_asked_to_end_it_waits_for_its_clients(keeper):
 
 
 def test_it_ends_with_its_parent(tmp_path):
-    path = str(tmp_path / "keeper")
-    process = start_keeper(path, parent=os.getpid() + 1)  # somebody who is not its parent
+    path = str(tmp_path / "kv-pool")
+    process = start_server(path, parent=os.getpid() + 1)  # somebody who is not its parent
     assert process.wait(20) == 0
     assert not os.path.exists(path)
 
 
-def test_a_path_that_cannot_be_listened_at_is_exit_code_2(keeper):
-    path, _ = keeper
-    assert start_keeper(path).wait(20) == 2
+def test_a_path_that_cannot_be_listened_at_is_exit_code_2(server):
+    path, _ = server
+    assert start_server(path).wait(20) == 2
 
 
-def test_a_killed_keeper_is_replaced_under_the_same_path(keeper):
-    path, process = keeper
-    client = KeeperClient.attach(path, "a", 1, LAYOUT, 4)
+def test_a_killed_server_is_replaced_under_the_same_path(server):
+    path, process = server
+    client = KVPoolClient.attach(path, "a", 1, LAYOUT, 4)
     process.kill()
     process.wait()
     with pytest.raises(Unavailable):
         client.exchange([], 1)
     client.close()
-    successor = start_keeper(path)
+    successor = start_server(path)
     eventually(lambda: listening(path))
-    KeeperClient.attach(path, "a", 2, LAYOUT, 4).close()
+    KVPoolClient.attach(path, "a", 2, LAYOUT, 4).close()
     successor.terminate()
     assert successor.wait(20) == 0

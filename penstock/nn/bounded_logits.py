@@ -10,8 +10,8 @@ from penstock.nn.packed import LANES, PackedWeight
 LEAST = 16 << 20  # bytes of weights; fewer stay in caches
 
 
-class Sketch:
-    """What `native/sketch.h` has of a weight, which must not change afterwards.
+class BoundedLogits:
+    """What `native/bounded_logits.h` has of a weight, which must not change afterwards.
 
     Attributes:
         codes: [outs, ins] whole numbers.
@@ -25,19 +25,19 @@ class Sketch:
         self.bounds = torch.zeros(3, self.codes.groups * LANES)
 
     @classmethod
-    def of(cls, weight: PackedWeight) -> Sketch | None:
+    def of(cls, weight: PackedWeight) -> BoundedLogits | None:
         """None where it cannot be computed with, and of weights that are not finite."""
         outs, ins = weight.shape
-        if missing() is not None or not native.value("penstock_can_sketch", "n")(ins):
+        if missing() is not None or not native.value("penstock_can_bound_logits", "n")(ins):
             return None
-        sketch = cls(weight)
-        build = native.value(f"penstock_sketch_{native.SUFFIX[weight.dtype]}", "pnnpp")
-        codes, bounds = sketch.codes.memory.data_ptr(), sketch.bounds.data_ptr()
-        return sketch if build(weight.memory.data_ptr(), outs, ins, codes, bounds) else None
+        bounded = cls(weight)
+        build = native.value(f"penstock_bounded_logits_{native.SUFFIX[weight.dtype]}", "pnnpp")
+        codes, bounds = bounded.codes.memory.data_ptr(), bounded.bounds.data_ptr()
+        return bounded if build(weight.memory.data_ptr(), outs, ins, codes, bounds) else None
 
 
 def missing() -> str | None:
-    """Why there are no sketches on this machine, or None."""
+    """Why logits cannot be bounded on this machine, or None."""
     if (reason := native.missing()) is not None:
         return reason
-    return None if native.value("penstock_can_sketch", "n")(1) else "no AVX-512 VNNI instructions"
+    return None if native.value("penstock_can_bound_logits", "n")(1) else "no AVX-512 VNNI instructions"

@@ -1,4 +1,4 @@
-"""Between an engine and the keeper of its host's KV pool: requests, each answered in order, on one Unix connection."""
+"""Between an engine and the KV pool server of its host: requests, each answered in order, on one Unix connection."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Hold(msgspec.Struct, tag=True, frozen=True):
     give: list[int]
 
 
-class Status(msgspec.Struct, tag=True, frozen=True):
+class CountPool(msgspec.Struct, tag=True, frozen=True):
     """Check every invariant and say who holds how much. May be asked without attaching."""
 
 
-KeeperRequest = Claim | Attach | Exchange | Hold | Status
+KVPoolRequest = Claim | Attach | Exchange | Hold | CountPool
 
 
 class Claimed(msgspec.Struct, tag=True, frozen=True):
@@ -85,18 +85,18 @@ class Held(msgspec.Struct, tag=True, frozen=True):
     ok: bool
 
 
-class StatusReport(msgspec.Struct, tag=True, frozen=True):
+class PoolCounts(msgspec.Struct, tag=True, frozen=True):
     """Blocks by state: "free", "orphaned", "held:NAME" per instance; beside them "pools", "clients", "open_files"."""
 
     counts: dict[str, int]
     broken: str = ""
 
 
-class KeeperRefused(msgspec.Struct, tag=True, frozen=True):
+class KVPoolRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-KeeperReply = Claimed | Attached | Exchanged | Held | StatusReport | KeeperRefused
+KVPoolReply = Claimed | Attached | Exchanged | Held | PoolCounts | KVPoolRefused
 
-decode_request = decoder(KeeperRequest).decode
-decode_reply = decoder(KeeperReply).decode
+decode_request = decoder(KVPoolRequest).decode
+decode_reply = decoder(KVPoolReply).decode

@@ -1,4 +1,4 @@
-"""The keeper: owns the KV pools of a host, so that blocks outlive the engines that wrote them.
+"""The KV pool server: owns the KV pools of a host, so that blocks outlive the engines that wrote them.
 
 One thread, one Unix socket, one connection per attached instance. A connection that ends is a life that ended, however
 it came about: what that instance had published waits for its next life, everything else is free at once. It waits for a
@@ -23,25 +23,25 @@ from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.core.wire import PROTOCOL
-from penstock.core.wire.keeper import (
+from penstock.core.wire.kv_pool import (
     Attach,
     Attached,
     Claim,
     Claimed,
+    CountPool,
     Exchange,
     Exchanged,
     Held,
     Hold,
-    KeeperRefused,
-    KeeperReply,
-    KeeperRequest,
-    Status,
-    StatusReport,
+    KVPoolRefused,
+    KVPoolReply,
+    KVPoolRequest,
+    PoolCounts,
     decode_request,
 )
 from penstock.kv.depot import Depot
 from penstock.transfer.addresses import NO_ROOM
-from penstock.transfer.keeper_link import READ_BYTES, BadFrame, Inbox, frame
+from penstock.transfer.kv_pool_frames import READ_BYTES, BadFrame, Inbox, frame
 from penstock.transfer.memory import PAGE, PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Records
 
@@ -50,7 +50,7 @@ POOL_BLOCKS = 1 << 20  # blocks of a pool at most
 MAX_CLIENTS = 512
 TICK = 0.5  # seconds between two looks at what ends by time
 
-log = logging.getLogger("penstock.keeper")
+log = logging.getLogger("penstock.kv_pool")
 
 
 class BadRequest(ValueError):
@@ -68,9 +68,9 @@ class HostPool:
     def __init__(self, layout: KVLayout, num_blocks: int, orphan_seconds: float) -> None:
         self.layout = layout
         self.depot = Depot(num_blocks)
-        self.memory = PoolMemory.private(num_blocks, layout.block_bytes)
+        self.memory = PoolMemory.memfd(num_blocks, layout.block_bytes)
         try:
-            self._table = PoolMemory.private(num_blocks, RECORD_BYTES)
+            self._table = PoolMemory.memfd(num_blocks, RECORD_BYTES)
         except OSError:
             self.memory.close()
             raise
@@ -170,11 +170,11 @@ class _Connection:
         self.incarnation = 0
 
 
-class KeeperServer:
+class KVPoolServer:
     """Serves until told to stop; see `run`.
 
     Args:
-        path: of the Unix socket. A file left there by a keeper that was killed is replaced.
+        path: of the Unix socket. A file left there by a KV pool server that was killed is replaced.
         orphan_seconds: how long a dead instance's published blocks wait for its next life.
 
     Raises:
@@ -276,7 +276,7 @@ class KeeperServer:
             log.warning("a client is disconnected: %s: %s", connection.instance or "not attached", error)
             self._disconnect(connection, "it sent rubbish")
 
-    def _send(self, connection: _Connection, reply: KeeperReply, fds: Sequence[int] = ()) -> None:
+    def _send(self, connection: _Connection, reply: KVPoolReply, fds: Sequence[int] = ()) -> None:
         connection.outbox.append((memoryview(frame(reply)), fds))
         self._write(connection)
 
@@ -314,9 +314,9 @@ class KeeperServer:
 
     # --- requests
 
-    def _answer(self, connection: _Connection, request: KeeperRequest) -> None:
+    def _answer(self, connection: _Connection, request: KVPoolRequest) -> None:
         pool = connection.pool
-        if isinstance(request, Status):
+        if isinstance(request, CountPool):
             self._send(connection, self._report())
         elif isinstance(request, Claim):
             if connection.instance:
@@ -353,7 +353,7 @@ class KeeperServer:
                 self._retire(pool)
         except (ConfigError, OSError) as error:
             log.warning("%s is refused: %s", name, error)
-            self._send(connection, KeeperRefused(str(error)))
+            self._send(connection, KVPoolRefused(str(error)))
             return
         connection.pool, connection.instance, connection.incarnation = pool, name, request.incarnation
         log.info(
@@ -370,7 +370,7 @@ class KeeperServer:
             num_blocks = min(POOL_BLOCKS, POOL_BYTES // layout.block_bytes)
             pool = self._pools[layout.model, layout.group] = HostPool(layout, num_blocks, self._orphan_seconds)
         elif difference := pool.layout.difference(layout):
-            raise ConfigError(f"the keeper holds this model's KV in another layout: {difference}")
+            raise ConfigError(f"the KV pool server holds this model's KV in another layout: {difference}")
         return pool
 
     def _end_earlier_life(self, name: str, incarnation: int) -> None:
@@ -384,7 +384,7 @@ class KeeperServer:
             del self._pools[pool.layout.model, pool.layout.group]
             pool.close()
 
-    def _report(self) -> StatusReport:
+    def _report(self) -> PoolCounts:
         counts = {"free": 0, "orphaned": 0}
         broken = ""
         for pool in self._pools.values():
@@ -402,7 +402,7 @@ class KeeperServer:
         with contextlib.suppress(OSError):  # listing them opens one
             counts["open_files"] = len(os.listdir("/proc/self/fd")) - 1
         counts["resident_bytes"] = sum(pool.memory.resident_bytes for pool in self._pools.values())
-        return StatusReport(counts, broken)
+        return PoolCounts(counts, broken)
 
 
 def _listen(path: str) -> socket.socket:
@@ -421,7 +421,7 @@ def _listen(path: str) -> socket.socket:
 
 
 def _clear_path(path: str) -> None:
-    """Remove the socket of a keeper that was killed; anything else stays and is an error when it is in the way."""
+    """Remove the socket of a server that was killed; anything else stays and is an error when it is in the way."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-#include "sketch.h"
+#include "bounded_logits.h"
 
 #include <array>
 #include <cmath>
@@ -130,10 +130,10 @@ f32x16 without_offset(__m512i sum, int32_t bytes) {
 
 // One row's sums over a group, which begins at `lines`, become bounds.
 template <int G>
-void bound(const Sketch& sketch, const Input& input, int64_t group, __m512i near, const Line* lines, float* most,
+void bound(const BoundedLogits& quantized, const Input& input, int64_t group, __m512i near, const Line* lines, float* most,
            float* least) {
-    const int64_t lanes = sketch.codes.groups() * LANES, first = group * LANES;
-    const float *scale = sketch.bounds + first, *error = scale + lanes, *norm = error + lanes;
+    const int64_t lanes = quantized.codes.groups() * LANES, first = group * LANES;
+    const float *scale = quantized.bounds + first, *error = scale + lanes, *norm = error + lanes;
     __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
     for (const Far& far : input.far) {
         high = multiply_add(high, lines[far.step * G], far.high);
@@ -143,18 +143,18 @@ void bound(const Sketch& sketch, const Input& input, int64_t group, __m512i near
     const f32x16 sum = fma(without_offset(near, input.near_sum), splat(input.near_factor), fine * splat(input.far_factor));
     const f32x16 value = sum * load(scale);
     const f32x16 doubt = fma(load(error), splat(input.length), load(norm) * splat(input.doubt)) + splat(1e-30f);
-    const i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, sketch.codes.outs - first));
+    const i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, quantized.codes.outs - first));
     *most = max_lanes(where(there, value + doubt, splat(-INF)))[0];
     *least = max_lanes(where(there, value - doubt, splat(-INF)))[0];
 }
 
 // Rows [row, row + M) over a panel of G groups. In each step FETCH lines from `ahead` on are asked for.
 template <int M, int G, int FETCH>
-void tile(const Sketch& sketch, const std::vector<Input>& inputs, int64_t row, int64_t panel, const Line* ahead,
+void tile(const BoundedLogits& quantized, const std::vector<Input>& inputs, int64_t row, int64_t panel, const Line* ahead,
           Bounds& bounds) {
-    const int64_t steps = sketch.codes.steps(), groups = sketch.codes.groups(), first = panel * GROUPS;
+    const int64_t steps = quantized.codes.steps(), groups = quantized.codes.groups(), first = panel * GROUPS;
     int64_t apart;
-    const Line* lines = sketch.codes.group(first, &apart);
+    const Line* lines = quantized.codes.group(first, &apart);
     const uint32_t* words[M];
     for (int m = 0; m < M; m++) words[m] = inputs[row + m].words.data();
     __m512i sums[M][G];  // in registers, which needs every loop over them unrolled
@@ -175,11 +175,11 @@ void tile(const Sketch& sketch, const std::vector<Input>& inputs, int64_t row, i
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
             const int64_t at = (row + m) * groups + first + g;
-            bound<G>(sketch, inputs[row + m], first + g, sums[m][g], lines + g, &bounds.most[at], &bounds.least[at]);
+            bound<G>(quantized, inputs[row + m], first + g, sums[m][g], lines + g, &bounds.most[at], &bounds.least[at]);
         }
 }
 
-using Tile = void (*)(const Sketch&, const std::vector<Input>&, int64_t, int64_t, const Line*, Bounds&);
+using Tile = void (*)(const BoundedLogits&, const std::vector<Input>&, int64_t, int64_t, const Line*, Bounds&);
 
 template <int G, int FETCH>
 Tile tile_of_rows(int64_t rows) {
@@ -207,35 +207,35 @@ Tile tile_of(int64_t rows, int64_t groups, int64_t fetch) {
 
 // Panels [first, last). Where tiles share a panel, they ask for the next one's lines together, each for some of every
 // step's; a first one, and one alone, asks for what it is about to use.
-void some_panels(const Sketch& sketch, const std::vector<Input>& inputs, int64_t first, int64_t last, Bounds& bounds) {
-    const int64_t rows = inputs.size(), steps = sketch.codes.steps(), tiles = (rows + ROWS - 1) / ROWS;
+void some_panels(const BoundedLogits& quantized, const std::vector<Input>& inputs, int64_t first, int64_t last, Bounds& bounds) {
+    const int64_t rows = inputs.size(), steps = quantized.codes.steps(), tiles = (rows + ROWS - 1) / ROWS;
     for (int64_t panel = first; panel < last; panel++) {
         int64_t groups;
-        const Line *here = sketch.codes.group(panel * GROUPS, &groups), *next = here + GROUPS * steps;
+        const Line *here = quantized.codes.group(panel * GROUPS, &groups), *next = here + GROUPS * steps;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
             const bool streams = t == 0 && (tiles == 1 || panel == first);
             const int64_t from = streams ? 0 : GROUPS * t / tiles, until = streams ? GROUPS : GROUPS * (t + 1) / tiles;
             const Line* ahead = streams ? here + AHEAD : next + from * steps;
             const int64_t fetch = streams || panel + 1 < last ? until - from : 0;
-            tile_of(count, groups, fetch)(sketch, inputs, row, panel, ahead, bounds);
+            tile_of(count, groups, fetch)(quantized, inputs, row, panel, ahead, bounds);
         }
     }
 }
 
-Bounds bounds_of(const Sketch& sketch, const std::vector<Input>& inputs) {
-    const int64_t groups = sketch.codes.groups(), panels = (groups + GROUPS - 1) / GROUPS;
-    const int64_t rows = inputs.size(), per_task = std::max<int64_t>(1, TASK / (sketch.codes.steps() * GROUPS));
+Bounds bounds_of(const BoundedLogits& quantized, const std::vector<Input>& inputs) {
+    const int64_t groups = quantized.codes.groups(), panels = (groups + GROUPS - 1) / GROUPS;
+    const int64_t rows = inputs.size(), per_task = std::max<int64_t>(1, TASK / (quantized.codes.steps() * GROUPS));
     Bounds bounds{std::vector<float>(rows * groups), std::vector<float>(rows * groups)};
     parallel_for(static_cast<int>((panels + per_task - 1) / per_task), [&](int task) {
-        some_panels(sketch, inputs, task * per_task, std::min(panels, (task + 1) * per_task), bounds);
+        some_panels(quantized, inputs, task * per_task, std::min(panels, (task + 1) * per_task), bounds);
     });
     return bounds;
 }
 
 #else
 
-Bounds bounds_of(const Sketch&, const std::vector<Input>&) { __builtin_unreachable(); }  // nobody has a sketch
+Bounds bounds_of(const BoundedLogits&, const std::vector<Input>&) { __builtin_unreachable(); }  // nobody has bounds
 
 #endif
 
@@ -252,7 +252,7 @@ void find_groups(const float* most, const float* least, int64_t groups, int64_t 
 }  // namespace
 
 template <class T>
-void choose(const Packed<T>& weight, const Sketch& sketch, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
+void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
             int64_t* tokens) {
     const int64_t groups = weight.groups(), width = weight.steps() * Packed<T>::IN_WORD;
     std::vector<T> padded(rows * width, T{});
@@ -267,7 +267,7 @@ void choose(const Packed<T>& weight, const Sketch& sketch, const T* x, int64_t x
         for (int64_t row = 0; row < rows; row++) prepare(row);
     else
         parallel_for(static_cast<int>(rows), prepare);
-    const Bounds bounds = bounds_of(sketch, inputs);
+    const Bounds bounds = bounds_of(quantized, inputs);
     std::vector<int64_t> found, ends(rows);  // groups of all rows, one row's after another's
     for (int64_t row = 0; row < rows; row++) {
         const int64_t k = draws[row].temperature == 0 ? 1 : draws[row].top_k, at = row * groups;
@@ -295,7 +295,7 @@ void choose(const Packed<T>& weight, const Sketch& sketch, const T* x, int64_t x
 
 // Codes and bounds of a group of 16 outputs. Returns whether all of its weights are usable.
 template <class T>
-bool sketch_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64_t group, float* bounds) {
+bool quantize_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64_t group, float* bounds) {
     constexpr int IN_WORD = Packed<T>::IN_WORD;
     int64_t apart, codes_apart;
     const Line* lines = weight.group(group, &apart);
@@ -344,13 +344,13 @@ bool sketch_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64_t
 }
 
 template <class T>
-bool sketch(const Packed<T>& weight, uint8_t* codes, float* bounds) {
+bool quantize(const Packed<T>& weight, uint8_t* codes, float* bounds) {
     const Packed<uint8_t> to{reinterpret_cast<const Line*>(codes), weight.outs, weight.ins};
     std::vector<char> usable(weight.groups());
     const int64_t panels = (weight.groups() + GROUPS - 1) / GROUPS;
     parallel_for(static_cast<int>(panels), [&](int panel) {
         for (int64_t group = panel * GROUPS; group < std::min(weight.groups(), (panel + 1) * int64_t{GROUPS}); group++)
-            usable[group] = sketch_group(weight, to, group, bounds);
+            usable[group] = quantize_group(weight, to, group, bounds);
     });
     return std::find(usable.begin(), usable.end(), 0) == usable.end();
 }
@@ -362,7 +362,7 @@ extern "C" {
 using namespace penstock;
 
 // Whether there are instructions for it, and no sum can be too large.
-int64_t penstock_can_sketch(int64_t ins) {
+int64_t penstock_can_bound_logits(int64_t ins) {
 #if defined(__AVX512VNNI__)
     return ins <= MOST_INS;
 #else
@@ -371,8 +371,8 @@ int64_t penstock_can_sketch(int64_t ins) {
 }
 
 #define SKETCH(SUFFIX, T)                                                                                             \
-    int64_t penstock_sketch_##SUFFIX(const void* lines, int64_t outs, int64_t ins, uint8_t* codes, float* bounds) {   \
-        return sketch<T>({static_cast<const Line*>(lines), outs, ins}, codes, bounds);                                \
+    int64_t penstock_bounded_logits_##SUFFIX(const void* lines, int64_t outs, int64_t ins, uint8_t* codes, float* bounds) {   \
+        return quantize<T>({static_cast<const Line*>(lines), outs, ins}, codes, bounds);                                \
     }                                                                                                                 \
     void penstock_choose_##SUFFIX(const void* lines, int64_t outs, int64_t ins, const void* codes,                    \
                                   const float* bounds, const T* x, int64_t x_stride, int64_t rows, const Draw* draws, \

@@ -15,11 +15,11 @@ from penstock.transfer.frames import Frame
 CONNECT_SECONDS = 1.5  # a peer may still be starting; after that the link is down
 RETRY_SECONDS = 0.05  # before dialling again, then doubled
 
-Life = tuple[str, int]  # an instance's name and incarnation
+PeerKey = tuple[str, int]  # an instance's name and incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedMessage:
     """A message; for a push whose bytes came along also these, and their checksum as they arrived."""
 
     peer: Peer
@@ -48,7 +48,7 @@ class Counters:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-class Link:
+class PeerLink:
     """
     Attributes:
         number: chosen by the side that dialled.

@@ -1,4 +1,4 @@
-"""Messages on the keeper's socket, the same at both ends: a length of four bytes, little-endian, and so many bytes."""
+"""Messages on the KV pool server's socket: a length of four bytes, little-endian, and so many bytes."""
 
 from __future__ import annotations
 

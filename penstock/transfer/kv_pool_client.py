@@ -1,4 +1,4 @@
-"""An engine's end of the keeper: its share of the host's pool, and what its previous life left in it."""
+"""An engine's end of the KV pool server: its share of the host's pool, and what its previous life left in it."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ import msgspec
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.layout import KVLayout
-from penstock.core.wire.keeper import (
+from penstock.core.wire.kv_pool import (
     Attach,
     Attached,
     Claim,
     Claimed,
+    CountPool,
     Exchange,
     Exchanged,
     Held,
     Hold,
-    KeeperRefused,
-    KeeperReply,
-    KeeperRequest,
-    Status,
-    StatusReport,
+    KVPoolRefused,
+    KVPoolReply,
+    KVPoolRequest,
+    PoolCounts,
     decode_reply,
 )
-from penstock.transfer.keeper_link import READ_BYTES, BadFrame, Inbox, frame
+from penstock.transfer.kv_pool_frames import READ_BYTES, BadFrame, Inbox, frame
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Record, Records
 
-TIMEOUT = 10.0  # seconds; the keeper answers in microseconds, or it is stuck
+TIMEOUT = 10.0  # seconds; the KV pool server answers in microseconds, or it is stuck
 MAX_FDS = 2
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
-log = logging.getLogger("penstock.keeper")
+log = logging.getLogger("penstock.kv_pool")
 
 
-class Place:
-    """An instance's place with the keeper, from before its new life attaches: until it does, or is closed, what its
-    previous life left is kept for it.
+class KVPoolClaim:
+    """What an instance's previous incarnation left with the KV pool server, kept for the new one until it attaches or
+    this is closed.
 
     Attributes:
         promised: bytes of the quota that the previous life had; 0 when it has been given up. As far as they are in use,
             it is by what this life inherits and takes over.
 
-    Raises Unavailable when no keeper answers at `path`.
+    Raises Unavailable when no KV pool server answers at `path`.
     """
 
     def __init__(self, path: str, instance: str, incarnation: int) -> None:
@@ -61,15 +61,15 @@ class Place:
             self._link.close()
             raise
 
-    def attach(self, layout: KVLayout, quota: int) -> KeeperClient:
-        """See `KeeperClient.attach`. The place is the client's from then on, or closed."""
+    def attach(self, layout: KVLayout, quota: int) -> KVPoolClient:
+        """See `KVPoolClient.attach`. The place is the client's from then on, or closed."""
         try:
             attached = self._link.ask(Attach(self._instance, self._incarnation, layout, quota), Attached)
             memory, table = _map(self._link.take_fds(), attached.num_blocks, layout.block_bytes)
         except BaseException:
             self._link.close()
             raise
-        client = KeeperClient(self._link, memory, Records(table))
+        client = KVPoolClient(self._link, memory, Records(table))
         try:
             client.inherit(attached.inherited)
         except BaseException:
@@ -81,7 +81,7 @@ class Place:
         self._link.close()
 
 
-class KeeperClient:
+class KVPoolClient:
     """A `BlockSource` whose blocks outlive this process. For one thread.
 
     Attributes:
@@ -98,20 +98,20 @@ class KeeperClient:
         self.inherited: list[Record] = []
 
     @classmethod
-    def attach(cls, path: str, instance: str, incarnation: int, layout: KVLayout, quota: int) -> KeeperClient:
+    def attach(cls, path: str, instance: str, incarnation: int, layout: KVLayout, quota: int) -> KVPoolClient:
         """Join the pool of this layout.
 
         Args:
             quota: blocks that this instance may hold at once, inherited ones included.
 
         Raises:
-            ConfigError: the keeper refuses: another layout, no room for the quota, a name that is taken.
-            Unavailable: no keeper answers at `path`.
+            ConfigError: the KV pool server refuses: another layout, no room for the quota, a name that is taken.
+            Unavailable: no KV pool server answers at `path`.
         """
-        return Place(path, instance, incarnation).attach(layout, quota)
+        return KVPoolClaim(path, instance, incarnation).attach(layout, quota)
 
     def exchange(self, give: Sequence[int], want: int) -> list[int]:
-        """Give up some blocks, then lease `want` others, never fewer. Raises Unavailable when the keeper has gone."""
+        """Give up some blocks, then lease `want` others, never fewer. Raises Unavailable when the server has gone."""
         return self._link.ask(Exchange(list(give), want), Exchanged).blocks
 
     def hold(self, blocks: Sequence[tuple[int, int]], give: Sequence[int]) -> bool:
@@ -121,9 +121,9 @@ class KeeperClient:
         """
         return self._link.ask(Hold(list(blocks), list(give)), Held).ok
 
-    def status(self) -> StatusReport:
-        """See `keeper_status`."""
-        return self._link.ask(Status(), StatusReport)
+    def status(self) -> PoolCounts:
+        """See `pool_status`."""
+        return self._link.ask(CountPool(), PoolCounts)
 
     def close(self) -> None:
         """End this life: what it published waits for the next one."""
@@ -145,14 +145,14 @@ class KeeperClient:
             self.exchange(sorted(useless), 0)
 
 
-def keeper_status(path: str) -> StatusReport:
+def pool_status(path: str) -> PoolCounts:
     """Who holds how much, after every invariant was checked; `broken` says which did not hold.
 
     Raises Unavailable.
     """
     link = _Link(path)
     try:
-        return link.ask(Status(), StatusReport)
+        return link.ask(CountPool(), PoolCounts)
     finally:
         link.close()
 
@@ -182,18 +182,18 @@ class _Link:
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
-            raise Unavailable(f"no keeper at {path}: {error}") from error
+            raise Unavailable(f"no KV pool server at {path}: {error}") from error
 
-    def ask(self, request: KeeperRequest, expected: type[Reply]) -> Reply:
+    def ask(self, request: KVPoolRequest, expected: type[Reply]) -> Reply:
         """Raises ConfigError when it is refused, Unavailable when no answer comes; the link is of no use then."""
         try:
             self._socket.sendall(frame(request))
             reply = self._receive(wants_fds=expected is Attached)
         except (OSError, BadFrame, msgspec.MsgspecError) as error:
             self.close()  # after a late answer no other one could be told from it
-            raise Unavailable(f"the keeper at {self._path} has gone: {error}") from error
-        if isinstance(reply, KeeperRefused):
-            raise ConfigError(f"keeper: {reply.message}")
+            raise Unavailable(f"the KV pool server at {self._path} has gone: {error}") from error
+        if isinstance(reply, KVPoolRefused):
+            raise ConfigError(f"kv-pool: {reply.message}")
         assert isinstance(reply, expected), reply
         return reply
 
@@ -206,7 +206,7 @@ class _Link:
         self._socket.close()
         _close_all(self.take_fds())
 
-    def _receive(self, wants_fds: bool) -> KeeperReply:
+    def _receive(self, wants_fds: bool) -> KVPoolReply:
         while (body := self._inbox.take()) is None:
             if wants_fds:
                 data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -216,7 +216,7 @@ class _Link:
             if not data:
                 raise ConnectionResetError("it closed the connection")
             self._inbox.feed(data)
-        reply: KeeperReply = decode_reply(body)
+        reply: KVPoolReply = decode_reply(body)
         return reply
 
 
@@ -224,7 +224,7 @@ def _map(fds: Sequence[int], num_blocks: int, block_bytes: int) -> tuple[PoolMem
     """(blocks, table of records). Raises Unavailable."""
     if len(fds) != MAX_FDS:
         _close_all(fds)
-        raise Unavailable(f"the keeper sent {len(fds)} descriptors, {MAX_FDS} were expected")
+        raise Unavailable(f"the KV pool server sent {len(fds)} descriptors, {MAX_FDS} were expected")
     try:
         memory = PoolMemory(fds[0], num_blocks, block_bytes)
     except BaseException:
