@@ -120,7 +120,7 @@ def test_a_successor_inherits_what_was_published(server):
 def test_opening_a_pool_fills_the_quota(server):
     first = shared_pool(server.path, "a", 1)(LAYOUT, 6)
     assert len(first.blocks) == 6
-    write_chain(first.server, first.blocks[:2])
+    write_chain(first.client, first.blocks[:2])
     first.close()
     again = shared_pool(server.path, "a", 2)(LAYOUT, 6)
     assert [r.block for r in again.inherited] == [first.blocks[1], first.blocks[0]]
