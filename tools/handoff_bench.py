@@ -61,7 +61,7 @@ class Node:
     def spent(self, request_id: str) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def departed(self, request_id: str) -> None:
+    def migrated(self, request_id: str) -> None:
         pass
 
     def joined(
@@ -96,7 +96,7 @@ def hand_over(node: Node, peer: Peer, name: str, prompt: list[int]) -> float:
     request = Request(
         id=name, prompt=prompt, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=10, priority=0
     )
-    node.scheduler.add(request, departs=True)
+    node.scheduler.add(request, migrates=True)
     node.handoffs.begin(request, 0, "nobody", peer)
     plan = node.scheduler.schedule()
     node.handoffs.started(time.monotonic(), plan)

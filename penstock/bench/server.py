@@ -30,12 +30,12 @@ class Model:
     """
     Attributes:
         max_model_len: in tokens, None when the server does not say.
-        drawn_ids: token ids that a modelled model draws from; None when the model is a real one, or does not say.
+        sampled_ids: token ids that a modelled model draws from; None when the model is a real one, or does not say.
     """
 
     name: str
     max_model_len: int | None
-    drawn_ids: range | None = None
+    sampled_ids: range | None = None
 
 
 async def find_model(client: Client, name: str | None) -> Model:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from penstock.cli.options import Option, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
-from penstock.sched.local import PACING
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.bundles import BUNDLES, STEADY
 from penstock.service.checkpoint import find_checkpoint
@@ -84,7 +84,7 @@ def messages(value: str) -> tuple[str, ...]:
 DEVICE = Option("device", device, "cpu", "what the instances run on")
 SCHEDULING_POLICY = Option(
     "scheduling-policy",
-    one_of(*PACING),
+    one_of(*LOCAL_POLICIES),
     None,
     "fcfs: by priority and arrival; slack: also by targets of latency; by default what the policy is made for",
 )

@@ -163,7 +163,7 @@ def introduce(
         token_budget=scheduler.limits.token_budget,
         device=str(built.runner.device),
         dtype=built.layout.dtype,
-        drawn_ids=drawn_ids(built),
+        sampled_ids=sampled_ids(built),
         max_sequences=scheduler.limits.max_sequences,
         device_model=device_model(built),
         shape=built.shape,
@@ -180,7 +180,7 @@ def device_model(built: Built | BuiltModelled) -> DeviceModel | None:
     return known_device(built.runner.device)
 
 
-def drawn_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
+def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
     from penstock.engine.modelled import BuiltModelled
 
     if not isinstance(built, BuiltModelled):

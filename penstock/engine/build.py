@@ -31,7 +31,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
-from penstock.sched.local import Limits, Scheduler, make_pacing
+from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
@@ -62,9 +62,9 @@ class EngineOptions:
             our own kernels and contiguous with torch's; table on CUDA, which has nothing else yet.
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
-        scheduling_policy: a name in `sched.local.PACING`.
+        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
-        async_scheduling: whether the next step is scheduled while one runs (sched/local/ahead.py).
+        async_scheduling: whether the next step is scheduled while one runs (sched/local/look_ahead.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
@@ -160,10 +160,10 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     blocks = _block_pool(pool, num_blocks, options.prefix_cache)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
-    pacing = make_pacing(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps here
+    policy = make_local_policy(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps
     mover = open_host_tier(cache, slots) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing, offload=offload)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
     runner = Runner(model, cache)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
@@ -184,8 +184,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     engine = Engine(
         scheduler, runner, clock, ledger_of(pool), found, cache.reserve, mover, ahead=options.async_scheduling
     )
-    if engine.lane is not None:
-        runner.computing = engine.lane.bell.computing
+    if engine.step_thread is not None:
+        runner.computing = engine.step_thread.bell.computing
     return Built(engine, runner, layout, _shape(model), pool)
 
 

@@ -164,7 +164,7 @@ class _Parser:
         groups = self._groups()
         pools = {group.pool for group in groups} - {"any"}
         policy = top.pop("policy") or (DISAGGREGATED if pools else COLOCATED)
-        groups = [_paced(group, BUNDLES[policy].pacing) for group in groups]
+        groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         for needed in ("model", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
@@ -340,10 +340,10 @@ class _Parser:
                 )
 
 
-def _paced(group: Group, pacing: str) -> Group:
+def _with_policy(group: Group, local_policy: str) -> Group:
     """With that scheduling policy, unless it was given one."""
     key = "scheduling_policy"
-    return replace(group, options={**group.options, key: group.options[key] or pacing})
+    return replace(group, options={**group.options, key: group.options[key] or local_policy})
 
 
 def _can_be_linked(groups: Sequence[Group]) -> bool:

@@ -237,7 +237,7 @@ class Flight(Generic[Owner]):
                 self.deadline = now + LEASE
         elif self.handed_over or not self._lost:
             self.deadline = None
-        elif self.heard == 1:  # its first token is drawn, so it may just have been handed over
+        elif self.heard == 1:  # its first token is sampled, so it may just have been handed over
             self.deadline = now + SIGN_OF_LIFE
         elif first in self._lost:
             self._strand(f"{first.name} failed during this request", now)

@@ -153,10 +153,10 @@ class Frontend:
     @property
     def modelled(self) -> dict[str, int] | None:
         """When every engine only pretends to compute: the first and the last token id that they draw from."""
-        drawn = {said.drawn_ids for said in self._said}
-        if len(drawn) != 1 or None in drawn:
+        sampled = {said.sampled_ids for said in self._said}
+        if len(sampled) != 1 or None in sampled:
             return None
-        ((first, last),) = (ids for ids in drawn if ids is not None)
+        ((first, last),) = (ids for ids in sampled if ids is not None)
         return {"first_token_id": first, "last_token_id": last}
 
     @property
@@ -240,7 +240,7 @@ class Frontend:
         """
         if not self.ready:
             raise Unavailable(self.unhealthy_reason or "the model is still loading")
-        if params.use_beam_search and any(said.drawn_ids is not None for said in self._said):
+        if params.use_beam_search and any(said.sampled_ids is not None for said in self._said):
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
         self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
         limits = ModelLimits(

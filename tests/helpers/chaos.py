@@ -44,7 +44,7 @@ EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavaila
 SPARE_FILES = 2  # that a process may have open beyond what it had at first
 # what an idle engine has none of
 BUSY = (
-    "running", "waiting", "leaving", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
+    "running", "waiting", "migrating", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
     "transfer_blocks", "used", "live",
 )  # fmt: skip
 
@@ -329,7 +329,7 @@ def bodies(
         tokens: of the longest answer.
     """
     rng = random.Random(seed)
-    ids = model.drawn_ids
+    ids = model.sampled_ids
     assert ids is not None
     common = rng.choices(ids, k=prompts[1] // 2)
     made: list[Body] = []

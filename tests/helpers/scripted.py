@@ -21,7 +21,7 @@ def ready(name="engine-0", life=1, pool="any", layout=LAYOUT, address="unix:/som
 
 
 def snapshot(life=1, sequence=1, pool="any", **changes) -> Snapshot:
-    counts = ("running", "waiting", "leaving", "waiting_tokens", "prefill_tokens", "running_tokens")
+    counts = ("running", "waiting", "migrating", "waiting_tokens", "prefill_tokens", "running_tokens")
     values = dict.fromkeys((*counts, "pool_generation", "free_blocks", "reserved_blocks", "num_blocks"), 0)
     values |= {"ttft_ms": None, "tpot_ms": None, "interval_ms": None, "factors": {}, "draining": False}
     values |= {"token_budget": 64}

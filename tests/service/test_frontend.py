@@ -275,10 +275,10 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, cap
 def test_only_modelled_engines_make_a_modelled_model(tokenizer):
     async def scenario(frontend, channels, clock):
         assert frontend.modelled is None
-        channels["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channels["a"].say(ready("a", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.engine_client.instances["a"].is_life(2))
         assert frontend.modelled is None
-        channels["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channels["b"].say(ready("b", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         assert frontend.modelled == {"first_token_id": 3, "last_token_id": 9}
 
@@ -313,7 +313,7 @@ def test_to_cancel_a_beam_search_drops_it(tokenizer):
 
 def test_modelled_engines_do_not_search(tokenizer):
     async def scenario(frontend, channel, clock):
-        channel.say(ready("engine-0", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channel.say(ready("engine-0", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
             frontend.submit([1], SamplingParams(use_beam_search=True), request_id="r")

@@ -8,26 +8,26 @@ from collections.abc import Iterable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
-from penstock.sched.local.ahead import Flights
 from penstock.sched.local.limits import Limits
+from penstock.sched.local.look_ahead import InFlightSteps
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, blocks_for
 
 
-class Memory:
+class KVManager:
     """The pool as a scheduler's sequences use it. It decides nothing: who gets blocks from whom is the scheduler's.
 
     Args:
         prefix_cache: whether anything can be found.
-        flights: whose blocks stay held, whoever lets go of them.
+        in_flight: whose blocks stay held, whoever lets go of them.
         offload: None without a tier below the device.
     """
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, prefix_cache: bool, flights: Flights, offload: Offload | None
+        self, pool: BlockPool, limits: Limits, prefix_cache: bool, in_flight: InFlightSteps, offload: Offload | None
     ) -> None:
         self.pool, self.offload = pool, offload
-        self._limits, self._prefix_cache, self._flights = limits, prefix_cache, flights
+        self._limits, self._prefix_cache, self._in_flight = limits, prefix_cache, in_flight
 
     def prefix_hit(self, sequence: Sequence) -> list[int]:
         """Cached blocks of its tokens."""
@@ -129,7 +129,7 @@ class Memory:
         if full == sequence.published or not self._prefix_cache:
             return
         extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
-        flight, pool, blocks, keys = self._flights.of(sequence), self.pool, sequence.blocks, sequence.keys
+        flight, pool, blocks, keys = self._in_flight.of(sequence), self.pool, sequence.blocks, sequence.keys
         for i in range(sequence.published, full):
             mine, key = blocks[i], keys[i]
             if flight is not None and pool.match([key]) not in ([], [mine]):
@@ -143,10 +143,10 @@ class Memory:
     def let_go(self, sequence: Sequence) -> None:
         """Of all its blocks."""
         # what is on its way is checked where it arrives, and asked for again
-        self.pool.end_transfer(sequence.blocks[: sequence.travelling])
+        self.pool.end_transfer(sequence.blocks[: sequence.transferring])
         if self.offload is not None:
             self.offload.let_go(sequence)
-        if not self._flights.keep(sequence):
+        if not self._in_flight.keep(sequence):
             self.pool.release(sequence.blocks)
-        sequence.travelling = 0
+        sequence.transferring = 0
         sequence.blocks = []

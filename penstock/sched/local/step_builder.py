@@ -6,7 +6,7 @@ from penstock.core.plan import StepPlan
 from penstock.sched.local.sequence import Sequence
 
 
-class Draft:
+class StepBuilder:
     """
     Attributes:
         budget: tokens that are left.

@@ -48,7 +48,7 @@ class _Outgoing:
     deadline: float | None = None
 
 
-class Prefiller:
+class PrefillSide:
     """All requests that are on their way from here."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
@@ -92,7 +92,7 @@ class Prefiller:
         if out is not None and out.frontend == frontend and out.lease.generation <= generation:
             self._abandon(out, "cancelled")
 
-    def forsake(self, frontend: str) -> None:
+    def drop_client(self, frontend: str) -> None:
         for request_id in list(self._outgoing):
             self.cancel(request_id, frontend)
 
@@ -130,8 +130,8 @@ class Prefiller:
             case Committed(lease=lease):
                 if out.state is _State.COMMITTING:
                     del self._outgoing[lease.request_id]
-                    self._scheduler.depart(lease.request_id)
-                    self._host.departed(lease.request_id)
+                    self._scheduler.migrated(lease.request_id)
+                    self._host.migrated(lease.request_id)
                     self.completed += 1
 
     def on_refusal(self, now: float, peer: Peer, lease: Lease, reason: str) -> bool:
@@ -139,10 +139,10 @@ class Prefiller:
         out = self._of(lease, peer)
         if out is None:
             return False
-        if self._scheduler.leaving(lease.request_id):
+        if self._scheduler.migrating(lease.request_id):
             self._stay(out, reason)
             return True
-        self._scheduler.end_travel(lease.request_id)
+        self._scheduler.end_transfer(lease.request_id)
         out.lease = Lease(lease.request_id, lease.generation, lease.attempt + 1)
         out.state, out.pushed = _State.ASKING, 0
         out.heard, out.retry_at = now, now + out.pause
@@ -170,7 +170,7 @@ class Prefiller:
             while out.pushed < sequence.settled // BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
-        if out.state is _State.COMMITTING or not self._scheduler.leaving(sequence.id):
+        if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
             return
         if out.deadline is None:
             out.deadline = now + self._lease
@@ -184,7 +184,7 @@ class Prefiller:
             self._commit(now, out, sequence)
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
-        self._scheduler.begin_travel(sequence, index + 1)
+        self._scheduler.begin_transfer(sequence, index + 1)
         block = sequence.blocks[index]
         if self._carrier.shares:
             self._scheduler.pool.offer(block)
@@ -198,9 +198,9 @@ class Prefiller:
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         queue, prefill = self._host.spent(sequence.id)
-        drawn = sequence.tokens[len(sequence.request.context) :]
+        sampled = sequence.tokens[len(sequence.request.context) :]
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
-        self._carrier.send(out.peer, Commit(out.lease, blocks, drawn, cached, queue, prefill))
+        self._carrier.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         sequence = self._scheduler.sequence(out.lease.request_id)
@@ -251,15 +251,15 @@ class Prefiller:
 
     def _abandon(self, out: _Outgoing, reason: str) -> None:
         del self._outgoing[out.lease.request_id]
-        self._scheduler.end_travel(out.lease.request_id)
+        self._scheduler.end_transfer(out.lease.request_id)
         self.abandoned += 1
         if out.state is not _State.QUEUED:
             self._carrier.send(out.peer, Release(out.lease, reason))
 
     def check(self) -> None:
-        """Raise AssertionError unless every travelling block and every leaving sequence belongs to a hand-off."""
-        for request_id in self._scheduler.travelling():
+        """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
+        for request_id in self._scheduler.transferring():
             assert request_id in self._outgoing, "blocks travel and nobody sends them"
-        leaving = [out for out in self._outgoing.values() if self._scheduler.leaving(out.lease.request_id)]
-        assert len(leaving) == self._scheduler.num_leaving, "a sequence waits to leave and nobody takes it"
+        leaving = [out for out in self._outgoing.values() if self._scheduler.migrating(out.lease.request_id)]
+        assert len(leaving) == self._scheduler.num_migrating, "a sequence waits to leave and nobody takes it"
         assert all(out.deadline is not None for out in leaving), "a sequence waits to leave without a deadline"

@@ -44,7 +44,7 @@ class Bell:
         os.close(self.fd)
 
 
-class Lane(Generic[Outcome]):
+class StepThread(Generic[Outcome]):
     """Takes jobs from one thread, computes them in its own, and has their outcomes ready in the same order.
 
     Attributes:

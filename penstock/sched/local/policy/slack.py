@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
 
-from penstock.sched.local.pacing.base import Allowance
+from penstock.sched.local.policy.base import Allowance
 from penstock.sched.local.queue import Queue
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.steptime import StepTime

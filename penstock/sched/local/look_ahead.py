@@ -1,11 +1,11 @@
 """Steps on their way, so that the next one can be scheduled while one still runs (xLLM, section 4.1).
 
     plan = schedule(); launch(plan)               the runner has it
-    foresee(); then = schedule(); launch(then)    while the runner computes `plan`
-    outputs = update(plan, result)                while the runner computes `then`; and again from `foresee`
+    look_ahead(); then = schedule(); launch(then)    while the runner computes `plan`
+    outputs = update(plan, result)                while the runner computes `then`; and again from `look_ahead`
 
-`foresee` counts the step in flight as done, as far as that is known without its tokens: what is computed, who gets a
-token, and who thereby reaches its greatest length. A token that is still to be drawn stands in its sequence as a
+`look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, who gets a
+token, and who thereby reaches its greatest length. A token that is still to be sampled stands in its sequence as a
 placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
 place. `update` takes all that back and records what has really been. So a scheduler knows at any time one state only,
 and schedules ahead by the same rules.
@@ -31,85 +31,87 @@ MOST = 2  # steps in flight: one that runs, and one that begins as soon as that 
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """A step that a runner has.
 
     Attributes:
         sequences: that it computes, those without that have let go of their blocks meanwhile.
-        foreseen: its outcome counts already.
+        counted: its outcome counts already.
         kept: blocks that were let go of and that it may touch, to be released when it has landed.
     """
 
     plan: StepPlan
     sequences: dict[str, Sequence]
-    foreseen: bool = False
+    counted: bool = False
     kept: list[list[int]] = field(default_factory=list)
 
 
-class Flights:
+class InFlightSteps:
     """The steps of one scheduler that were launched and not updated, in order.
 
     Attributes:
-        ending: sequences that the foreseen step brings to their greatest length, or to where they are to leave from.
-            They hold their blocks and run no further.
+        ending: sequences that the step counted ahead brings to their greatest length, or to where they migrate. They
+            hold their blocks and run no further.
     """
 
     def __init__(self) -> None:
         self.ending: dict[str, Sequence] = {}
-        self._flights: list[Flight] = []
+        self._in_flight: list[InFlightStep] = []
         self._wanted = False
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
     def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> None:
-        assert len(self._flights) < MOST
-        if not self._flights:
+        assert len(self._in_flight) < MOST
+        if not self._in_flight:
             self._wanted = False  # whoever did has had his chance
-        self._flights.append(Flight(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
+        self._in_flight.append(InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
 
-    def foresee(self, running: list[Sequence], longest: int) -> bool:
+    def look_ahead(self, running: list[Sequence], longest: int) -> bool:
         """Count the step in flight as done; those who end by it leave `running`. False when nothing may be scheduled
         before it is.
 
         Args:
             longest: tokens of a sequence at most.
         """
-        if len(self._flights) != 1 or self.held_back:
+        if len(self._in_flight) != 1 or self.held_back:
             return False
-        flight = self._flights[0]
-        if flight.foreseen:
+        flight = self._in_flight[0]
+        if flight.counted:
             return True
         here = flight.sequences
         for step in flight.plan.sequences:
             if (step.sample or step.candidates) and step.request_id in here and here[step.request_id].guided:
-                return False  # what may be drawn after it depends on which token it is
-        flight.foreseen = True
+                return False  # what may be sampled after it depends on which token it is
+        flight.counted = True
         row = 0
         for step in flight.plan.sequences:
             if (sequence := here.get(step.request_id)) is not None:
-                self._foresee(sequence, step, row, running, longest)
+                self._count_ahead(sequence, step, row, running, longest)
             row += step.sample
         return True
 
-    def _foresee(self, sequence: Sequence, step: SequenceStep, row: int, running: list[Sequence], longest: int) -> None:
+    def _count_ahead(
+        self, sequence: Sequence, step: SequenceStep, row: int, running: list[Sequence], longest: int
+    ) -> None:
         sequence.in_flight = len(step.tokens)
         sequence.computed += sequence.in_flight
         if not step.sample:
             return
         sequence.tokens.append(placeholder(row))
         over = sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= longest
-        if over or sequence.departs:
+        if over or sequence.migrates:
             running.remove(sequence)
             self.ending[sequence.id] = sequence
 
-    def land(self, plan: StepPlan, running: list[Sequence]) -> Flight | None:
-        """A step has ended: take back what was foreseen of it. None when it was not launched."""
-        if not self._flights:
+    def land(self, plan: StepPlan, running: list[Sequence]) -> InFlightStep | None:
+        """A step has ended: take back what was counted of it ahead. None when it was not launched."""
+        if not self._in_flight:
             return None
-        flight = self._flights.pop(0)
+        flight = self._in_flight.pop(0)
         assert flight.plan is plan, "steps end in the order in which they were launched"
-        for sequence in flight.sequences.values() if flight.foreseen else ():
+        for sequence in flight.sequences.values() if flight.counted else ():
             sequence.computed -= sequence.in_flight
             sequence.in_flight = 0
             if sequence.tokens[-1] < 0:
@@ -118,9 +120,9 @@ class Flights:
                 running.append(sequence)
         return flight
 
-    def of(self, sequence: Sequence) -> Flight | None:
+    def of(self, sequence: Sequence) -> InFlightStep | None:
         """The last one that computes a sequence."""
-        for flight in reversed(self._flights):
+        for flight in reversed(self._in_flight):
             if flight.sequences.get(sequence.id) is sequence:
                 return flight
         return None
@@ -131,7 +133,7 @@ class Flights:
         if last is None:
             return False
         last.kept.append(sequence.blocks)
-        for flight in self._flights:
+        for flight in self._in_flight:
             if flight.sequences.get(sequence.id) is sequence:
                 del flight.sequences[sequence.id]
         return True
@@ -139,7 +141,7 @@ class Flights:
     @property
     def held_back(self) -> bool:
         """Whether somebody wants to preempt and must wait until nothing is in flight."""
-        return self._wanted and bool(self._flights)
+        return self._wanted and bool(self._in_flight)
 
     def hold_back(self) -> bool:
         """Somebody wants to preempt. Returns whether that must wait."""
@@ -148,22 +150,22 @@ class Flights:
 
     @property
     def first(self) -> StepPlan:
-        return self._flights[0].plan
+        return self._in_flight[0].plan
 
     @property
     def kept(self) -> list[list[int]]:
-        return [blocks for flight in self._flights for blocks in flight.kept]
+        return [blocks for flight in self._in_flight for blocks in flight.kept]
 
     def check(self) -> None:
-        """Raise AssertionError unless what is foreseen is what is in flight."""
-        foreseen = {s for flight in self._flights if flight.foreseen for s in flight.sequences.values()}
-        assert foreseen >= set(self.ending.values())
-        assert sum(flight.foreseen for flight in self._flights) <= 1
-        for flight in self._flights:
+        """Raise AssertionError unless what is counted ahead is what is in flight."""
+        counted = {s for flight in self._in_flight if flight.counted for s in flight.sequences.values()}
+        assert counted >= set(self.ending.values())
+        assert sum(flight.counted for flight in self._in_flight) <= 1
+        for flight in self._in_flight:
             for step in flight.plan.sequences:
                 if (sequence := flight.sequences.get(step.request_id)) is not None:
                     assert sequence.blocks, "a sequence in flight has let go of its blocks"
-                    if flight.foreseen:
+                    if flight.counted:
                         assert sequence.in_flight == len(step.tokens)
                         assert sequence.computed == step.start + len(step.tokens)
                         assert (sequence.tokens[-1] < 0) == step.sample

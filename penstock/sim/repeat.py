@@ -29,7 +29,7 @@ def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int])
         sequence = scheduler.sequence(step.request_id)
         assert sequence is not None
         # a first token is news, and whoever is to leave stops after it
-        if len(step.tokens) != 1 or sequence.departs or not sequence.generated:
+        if len(step.tokens) != 1 or sequence.migrates or not sequence.generated:
             return 0, False
         request = sequence.request
         end = min(lengths[request.id], request.max_tokens, longest - len(request.prompt))
@@ -70,7 +70,7 @@ def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
         missing = blocks_for(sequence.computed) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += scheduler.pool.allocate(missing)
-        scheduler.memory.publish(sequence)
+        scheduler.kv.publish(sequence)
 
 
 def update(
@@ -91,7 +91,7 @@ def update(
             sequence.tokens.append(sequence.tokens[-1])
             sequence.computed = drawn
             if drawn // BLOCK_TOKENS != sequence.published:
-                scheduler.memory.publish(sequence)
+                scheduler.kv.publish(sequence)
         else:
             alone = StepPlan((step,))
             outputs += scheduler.update(alone, draw(alone))

@@ -11,8 +11,8 @@ from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
-from penstock.sched.local import PACING, Limits, Scheduler
-from penstock.sched.local.pacing.slack import FLOOR, MARGIN, PATIENCE
+from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
+from penstock.sched.local.policy.slack import FLOOR, MARGIN, PATIENCE
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
@@ -22,9 +22,9 @@ BUDGET = 2048
 class Device:
     """A scheduler on a device whose steps take exactly what is predicted; its text never ends by itself."""
 
-    def __init__(self, pacing="slack", *, blocks=2000, sequences=64, budget=BUDGET):
+    def __init__(self, policy="slack", *, blocks=2000, sequences=64, budget=BUDGET):
         limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=blocks * 64)
-        self.scheduler = Scheduler(limits, BlockPool(range(blocks)), pacing=PACING[pacing](TIMES, budget))
+        self.scheduler = Scheduler(limits, BlockPool(range(blocks)), policy=LOCAL_POLICIES[policy](TIMES, budget))
         self.now = 0.0
         self.answered: dict[str, float] = {}
         self.lateness: dict[str, float] = {}  # the worst of each request's tokens, in seconds
@@ -51,8 +51,8 @@ class Device:
                 self.answered.setdefault(s.request_id, self.now)
                 late = self.now - sequence.due
                 self.lateness[s.request_id] = max(self.lateness.get(s.request_id, -inf), late)
-        drawn = sum(s.sample for s in plan.sequences)
-        self.scheduler.update(plan, StepResult([1] * drawn, [None] * drawn))
+        sampled = sum(s.sample for s in plan.sequences)
+        self.scheduler.update(plan, StepResult([1] * sampled, [None] * sampled))
 
     def step(self) -> dict[str, int]:
         """Tokens of each request."""
@@ -226,14 +226,14 @@ def test_nobody_starves_behind_those_who_can_be_in_time(lost):
 
 def test_more_are_in_time_than_first_come_first_served():
     kept = {}
-    for pacing in PACING:
-        device, rng = Device(pacing), random.Random(1)
+    for policy in LOCAL_POLICIES:
+        device, rng = Device(policy), random.Random(1)
         for i in range(150):
             while device.scheduler.num_waiting > 12:
                 device.step()
             device.add(f"r{i}", rng.choice([300, 1000, 8000]), output=30, ttft_ms=600.0, tpot_ms=25.0)
         order(device)
-        kept[pacing] = sum(late <= 0 for late in device.lateness.values())
+        kept[policy] = sum(late <= 0 for late in device.lateness.values())
     assert kept["slack"] > 1.3 * kept["fcfs"]
 
 
@@ -241,8 +241,8 @@ def test_more_are_in_time_than_first_come_first_served():
 
 
 def test_offline_work_is_last_and_is_preempted_first():
-    for pacing in PACING:
-        device = Device(pacing, sequences=1)
+    for policy in LOCAL_POLICIES:
+        device = Device(policy, sequences=1)
         device.add("offline", 600, output=200, offline=True, priority=-5)
         device.step()
         device.add("online", 900, output=2)
@@ -326,7 +326,7 @@ def test_offline_tokens_make_nothing_late_that_is_online(work, blocks, sequences
 @settings(max_examples=80)
 @given(work=WORK, blocks=st.sampled_from([70, 200]), sequences=st.sampled_from([2, 6]), seed=st.integers(0, 99))
 def test_without_targets_slack_plans_as_first_come_first_served_does(work, blocks, sequences, seed):
-    devices = [Device(pacing, blocks=blocks, sequences=sequences) for pacing in ("fcfs", "slack")]
+    devices = [Device(policy, blocks=blocks, sequences=sequences) for policy in ("fcfs", "slack")]
     rng = random.Random(seed)
     pending = sorted(enumerate(work), key=lambda item: item[1][-1])
     steps = 0

@@ -48,7 +48,7 @@ def test_a_stop_costs_one_token_and_leaves_nothing():
         assert engine.computed["a"] == len(prompt) + len(engine.out["a"]) - 1 + ahead
         assert engine.scheduler.pool.used == 0
         kept[ahead] = set(engine.scheduler.pool.keys())
-    assert kept[True] == kept[False], "the cache holds something that was not drawn, or lacks something"
+    assert kept[True] == kept[False], "the cache holds something that was not sampled, or lacks something"
 
 
 def test_blocks_of_a_step_in_flight_are_free_when_it_has_landed():

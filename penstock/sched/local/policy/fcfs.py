@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.sched.local.pacing.base import Allowance
+from penstock.sched.local.policy.base import Allowance
 from penstock.sched.local.queue import Queue
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.steptime import StepTime

@@ -2,7 +2,7 @@
 
 Every step the scheduler asks once for an `Allowance` and fills the step by it: the allowance's decoding sequences get
 their one token; then online prompts, running and waiting alike, get chunks in the order of their `turn`; then what the
-allowance has held back; then offline prompts. What a pacing decides changes when a token is drawn, never which.
+allowance has held back; then offline prompts. What a local policy decides changes when a token is sampled, never which.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Allowance:
         return ()
 
 
-class Pacing(Protocol):
+class LocalPolicy(Protocol):
     """One per scheduler. It may remember, and sees time only as `now`, in seconds of the engine's clock."""
 
     @property

@@ -9,7 +9,7 @@ from math import inf
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
-from penstock.sched.local.handoff.ports import Arrival, Carrier, Host, same_life
+from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage, same_life
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation
 
@@ -34,7 +34,7 @@ class _Incoming:
     quiet: bool = False
 
 
-class Decoder:
+class DecodeSide:
     """All requests that are on their way here, and the memory of those that were."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
@@ -63,7 +63,7 @@ class Decoder:
         if incoming is not None and incoming.frontend == frontend and incoming.lease.generation <= generation:
             self._end(incoming, "cancelled")
 
-    def forsake(self, frontend: str) -> None:
+    def drop_client(self, frontend: str) -> None:
         for request_id in list(self._incoming):
             self.cancel(request_id, frontend)
 
@@ -109,8 +109,8 @@ class Decoder:
         self._incoming[lease.request_id] = _Incoming(lease, message.frontend, peer, reservation, now + self._lease)
         self._carrier.send(peer, Reserved(lease, reservation.have))
 
-    def on_push(self, now: float, arrival: Arrival, push: Push) -> None:
-        incoming = self._heard(now, push.lease, arrival.peer)
+    def on_push(self, now: float, message: IncomingMessage, push: Push) -> None:
+        incoming = self._heard(now, push.lease, message.peer)
         if incoming is None:
             return
         r = incoming.reservation
@@ -118,7 +118,7 @@ class Decoder:
             return
         if push.key != (r.keys[push.index] if push.index < len(r.keys) else b""):
             return  # of other tokens
-        block = self._land(arrival, push, r.blocks[push.index])
+        block = self._land(message, push, r.blocks[push.index])
         if block is None:
             return
         r.blocks[push.index] = block
@@ -190,7 +190,7 @@ class Decoder:
         except UserError as error:
             return None, str(error)
 
-    def _land(self, arrival: Arrival, push: Push, into: int) -> int | None:
+    def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
         """The block that holds what was pushed, ours and held once for this; None when it cannot be believed."""
         pool = self._scheduler.pool
         if self._carrier.shares and pool.owns(push.block):
@@ -201,7 +201,7 @@ class Decoder:
                 return None
             pool.release([into])
             return push.block
-        block = self._carrier.land(arrival, into)
+        block = self._carrier.land(message, into)
         if block is not None and block != into:
             pool.replace(into, block)
         return block
