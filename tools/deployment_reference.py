@@ -24,7 +24,7 @@ SECTIONS = (
     ("`transport`", TABLES.transport),
     ("`transport.faults`, for tests", TABLES.faults),
     ("`transport.faults.partition`", TABLES.partition),
-    ("`kv-pool`", TABLES.kv_pool),
+    ("`keeper`", TABLES.keeper),
     ("`restart`", TABLES.restart),
 )
 

@@ -7,7 +7,7 @@ befalls all of them alike:
 
     engine    in this process, tokens in, tokens out
     serve     penstock serve: HTTP, frontend with the master inside, an engine process
-    up        penstock up with one instance: the master and the KV pool server are processes of their own too
+    up        penstock up with one instance: the master and the keeper are processes of their own too
     1P+1D     penstock up, prefill apart from decode
 
 "hop" is what frontend, master and the messages between the processes take: from the request's arrival at the frontend
@@ -127,7 +127,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         flags = [f"--{k}={v}" if not isinstance(v, bool) else f"--no-{k}" for k, v in OPTIONS.items()]
-        apart: list[dict[str, object]] = [{"pool": "prefill"}, {"pool": "decode"}]
+        apart: list[dict[str, object]] = [{"role": "prefill"}, {"role": "decode"}]
         servers = {
             "serve": over_http(stack, "serve", "demo", *flags),
             "up": over_http(stack, "up", deployment(folder, "one", [{"count": 1}])),

@@ -4,10 +4,10 @@ JSON:
     name, address       of this instance; the ZMQ endpoint to bind
     shown_as            its name in the log; without one where there is only one engine
     parent              process id; without that process this one ends
-    pool                "any", "prefill" or "decode": what the master means to place here
+    role                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     pulse               the file that shows whoever started it that it gets on
-    kv_pool             the socket of the host's KV pool server; null for memory of its own
+    keeper              the socket of the host's keeper of KV blocks; null for memory of its own
     transport           {"kind", "address", "faults"}: the way to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     log_level, log_format
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
     from penstock.transfer.pool import OpenPool
-    from penstock.transfer.transports import KVTransport
+    from penstock.transfer.transports import Transport
 
 log = logging.getLogger("penstock.engine")
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
@@ -102,10 +102,10 @@ def main(settings: dict[str, Any]) -> int:
 
 
 def open_pool(settings: dict[str, Any], incarnation: int) -> OpenPool:
-    from penstock.transfer.pool import memfd_pool, shared_pool
+    from penstock.transfer.pool import keeper_pool, private_pool
 
-    kv_pool = settings.get("kv_pool")
-    return memfd_pool if kv_pool is None else shared_pool(kv_pool, settings["name"], incarnation)
+    keeper = settings.get("keeper")
+    return private_pool if keeper is None else keeper_pool(keeper, settings["name"], incarnation)
 
 
 def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | BuiltModelled:
@@ -121,14 +121,14 @@ def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | Bui
 
 def open_way(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
-) -> KVTransport | None:
+) -> Transport | None:
     """The transport to other engines, closed at the end."""
     way = settings.get("transport")
     if way is None:
         return None
     if built.pool is None:
         raise ConfigError(
-            "transport: blocks on a CUDA device cannot be handed over yet, use one pool: any", "transport"
+            "transport: blocks on a CUDA device cannot be handed over yet, use one role: any", "transport"
         )
     from penstock.transfer.transports import open_transport
 
@@ -147,14 +147,14 @@ def open_way(
 
 
 def introduce(
-    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: KVTransport | None
+    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: Transport | None
 ) -> Ready:
     from penstock.core.wire.engine import Peer, Ready
 
     scheduler = built.engine.scheduler
     return Ready(
         peer=Peer(settings["name"], incarnation, "" if transport is None else transport.address),
-        pool=settings.get("pool", "any"),
+        role=settings.get("role", "any"),
         layout=built.layout,
         root_key=scheduler.root,
         max_model_len=scheduler.limits.max_model_len,
@@ -163,7 +163,7 @@ def introduce(
         token_budget=scheduler.limits.token_budget,
         device=str(built.runner.device),
         dtype=built.layout.dtype,
-        sampled_ids=sampled_ids(built),
+        drawn_ids=drawn_ids(built),
         max_sequences=scheduler.limits.max_sequences,
         device_model=device_model(built),
         shape=built.shape,
@@ -180,7 +180,7 @@ def device_model(built: Built | BuiltModelled) -> DeviceModel | None:
     return known_device(built.runner.device)
 
 
-def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
+def drawn_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
     from penstock.engine.modelled import BuiltModelled
 
     if not isinstance(built, BuiltModelled):

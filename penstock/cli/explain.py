@@ -124,7 +124,7 @@ def _why(placement: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _told(move: Mapping[str, Any]) -> str:
-    to = f" to {move['pool']}" if move["pool"] is not None else ""
+    to = f" to {move['role']}" if move["role"] is not None else ""
     return f"{move['what']} {move['instance']}{to}: {move['reason']}"
 
 
@@ -139,8 +139,8 @@ def _stage_table(stage: str, rows: Sequence[Mapping[str, Any]], instances: int) 
     table.add_column("instance", no_wrap=True)
     # of what is cached, and only where some of it is not on a device
     loaded = ("loaded",) if any(row["loaded_tokens"] for row in shown) else ()
-    for name in ("cost", "ms", "margin", "pool", "seqs", "unread", "held", "blocks", "busy ms", "cached", *loaded):
-        table.add_column(name, justify="left" if name == "pool" else "right", no_wrap=True)
+    for name in ("cost", "ms", "margin", "role", "seqs", "unread", "held", "blocks", "busy ms", "cached", *loaded):
+        table.add_column(name, justify="left" if name == "role" else "right", no_wrap=True)
     for row in shown:
         table.add_row(
             ">" if row["chosen"] else "",
@@ -148,7 +148,7 @@ def _stage_table(stage: str, rows: Sequence[Mapping[str, Any]], instances: int) 
             _number(row["cost"]),
             _number(row["ms"]),
             "" if row["chosen"] or row["margin_ms"] is None else f"{row['margin_ms']:+,.1f}",
-            row["pool"],
+            row["role"],
             f"{row['requests']:,}",
             f"{row['pending_tokens']:,}",
             f"{row['held_tokens']:,}",

@@ -5,7 +5,7 @@ JSON:
     listen_fd           a bound socket that it inherits
     parent              process id; without that process this one ends
     master              the master's ZMQ endpoint; null for a master in this process
-    instances           [{"name", "address", "pool"}, ...]: where the engines listen
+    instances           [{"name", "address", "role"}, ...]: where the engines listen
     server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
                         of the host cannot see
 

@@ -159,7 +159,7 @@ def _moved(wall: float, moved: Moved) -> dict[str, Any]:
 
 def _move(move: Any) -> dict[str, Any]:
     kind = type(move).__name__.lower()
-    return {"what": kind, "instance": move.name, "pool": getattr(move, "pool", None), "reason": move.reason}
+    return {"what": kind, "instance": move.name, "role": getattr(move, "role", None), "reason": move.reason}
 
 
 def _placement(found: History, wall: float, number: int, decided: Decided) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _candidates(decided: Decided, stage: Stage) -> list[dict[str, Any]]:
             "cost": costs.get(load.name),
             "ms": times[load.name],
             "margin_ms": None if base is None else times[load.name] - base,
-            "pool": load.pool,
+            "role": load.role,
             "requests": load.requests,
             "decoding": load.decoding,
             "prefilling": load.prefilling,

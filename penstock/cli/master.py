@@ -3,7 +3,7 @@
 JSON:
     address             the ZMQ endpoint to bind, for frontends
     parent              process id; without that process this one ends
-    instances           [{"name", "address", "pool"}, ...]: where the engines listen
+    instances           [{"name", "address", "role"}, ...]: where the engines listen
     policy              a name in `service.bundles.STEADY`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
     flight_recorder     file where every decision is written; null for none

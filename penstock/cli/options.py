@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError, UserError
+from penstock.core.renamed import RENAMED, new_name
 
 MOST_BYTES = 1 << 60
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -135,12 +136,20 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         else:
             parser.add_argument(*flags, metavar=option.key.upper(), **common)
+    names = {option.name for option in options}
+    for old in RENAMED:
+        if new := new_name(old, names):
+            parser.add_argument(f"--{old}", nargs="?", action=_Refused, new=new, help=argparse.SUPPRESS)
 
 
 def read_options(options: Sequence[Option], args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
     """The value of every option by its key. Raises ConfigError naming the flag, variable or file key."""
     file = _read_file(args.config, options) if args.config else {}
     values = {}
+    for old in RENAMED:
+        variable = Option(old, str, None, "").variable
+        if variable in environment and (new := new_name(old, [option.name for option in options])):
+            raise ConfigError(f"{variable} is called {Option(new, str, None, '').variable} now", new)
     for option in options:
         given = getattr(args, option.key)
         if given is not None:
@@ -154,6 +163,17 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
         else:
             values[option.key] = option.default
     return values
+
+
+class _Refused(argparse.Action):
+    """A flag that has another name now."""
+
+    def __init__(self, *, new: str, **arguments: Any) -> None:
+        super().__init__(**arguments, default=argparse.SUPPRESS)
+        self._new = new
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is called --{self._new} now")
 
 
 def client_key(environment: Mapping[str, str]) -> str | None:
@@ -183,6 +203,8 @@ def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
     found = {}
     for name, value in content.items():
         key = str(name).replace("-", "_")
+        if new := new_name(key.replace("_", "-"), [option.name for option in options]):
+            raise ConfigError(f"--config: {path}: {name!r} is called {new} now", "config")
         if key not in known:
             names = ", ".join(sorted(option.name for option in options))
             raise ConfigError(f"--config: {path}: {name!r} is no setting; allowed are {names}", "config")

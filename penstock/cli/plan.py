@@ -266,7 +266,7 @@ def _parse(document: Mapping[str, Any], name: str, instance: Mapping[str, Any]) 
     from penstock.cli.sim import make_tables
     from penstock.sim.scenario import parse
 
-    text = yaml.safe_dump({**document, "instances": [{"pool": "any", "count": 1, **instance}]}, sort_keys=False)
+    text = yaml.safe_dump({**document, "instances": [{"role": "any", "count": 1, **instance}]}, sort_keys=False)
     return parse(name, text, make_tables())
 
 

@@ -98,7 +98,7 @@ def write_plan(path: str | None, search: Search, problem: Problem, asked: Any) -
         {
             "candidate": candidate.title,
             "instances": [
-                {"device": p.kind.device, "tensor_parallel": p.kind.size, "pool": p.pool, "count": p.count}
+                {"device": p.kind.device, "tensor_parallel": p.kind.size, "role": p.role, "count": p.count}
                 for p in candidate.parts
             ],
             "policy": problem.policy(candidate),
@@ -152,7 +152,7 @@ instances:
     for part, group in zip(candidate.parts, candidate.groups, strict=True):
         lines += [
             f"  - name: {group.name}",
-            f"    pool: {group.pool}",
+            f"    role: {group.role}",
             f"    count: {group.count}",
             f"    device: {group.device}",
             *([f"    {PARALLEL}: {part.kind.size}"] if part.kind.size > 1 else []),

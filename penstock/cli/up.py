@@ -25,7 +25,7 @@ from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from penstock.service.deployment import Deployment, Group
-    from penstock.service.supervisor import Role
+    from penstock.service.supervisor import ProcessKind
 
 log = logging.getLogger("penstock.up")
 OPTION = {option.name: option for option in SERVER_OPTIONS}
@@ -102,7 +102,7 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
     return {"model": str(directory), "seed": seed + number_, **fields}
 
 
-def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[Role, Mapping[str, str]]:
+def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[ProcessKind, Mapping[str, str]]:
     """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
     and what engines know one another by, which is new in every run."""
     return {
@@ -150,14 +150,14 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
         port and port + i for i in range(deployment.frontends)
     ]
     table = Table(title=f"penstock up: {', '.join(deployment.names)}", title_justify="left", box=None, padding=(0, 2))
-    for column in ("process", "count", "pool", "device or address"):
+    for column in ("process", "count", "role", "device or address"):
         table.add_column(column, justify="right" if column == "count" else "left")
     table.add_row("frontend", str(len(ports)), "", ", ".join(f"{host}:{p or 'a free port'}" for p in ports))
     table.add_row("master", "1", "", f"policy {deployment.policy}")
     for group in deployment.groups:
-        table.add_row(group.name, str(group.count), group.pool, group.device)
+        table.add_row(group.name, str(group.count), group.role, group.device)
     if deployment.orphans is not None:
-        table.add_row("kv-pool", "1", "", f"holds blocks of dead engines for {deployment.orphans:g} s")
+        table.add_row("keeper", "1", "", f"holds blocks of dead engines for {deployment.orphans:g} s")
     if deployment.transport is not None:
         table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
     Console().print(table)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
@@ -20,10 +20,10 @@ from penstock.service.supervisor import Restart
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
-RESERVED_NAMES = ("kv-pool", "master", "frontend")
+RESERVED_NAMES = ("keeper", "master", "frontend")
 HIGHEST_PORT = 65535
-COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all pools are "any" or not
-ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a KV pool server's memory
+COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
+ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a keeper's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Tables:
         top: of the file itself; at least model, frontends, host, port, policy.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
-        instances: of a group besides those: name, count, pool.
+        instances: of a group besides those: name, count, role.
         priorities: of each entry in that list; all are needed.
         faults: of `transport.faults`, `partition` of the section in it.
     """
@@ -48,7 +48,7 @@ class Tables:
     transport: Sequence[Setting]
     faults: Sequence[Setting]
     partition: Sequence[Setting]
-    kv_pool: Sequence[Setting]
+    keeper: Sequence[Setting]
     restart: Sequence[Setting]
 
 
@@ -62,7 +62,7 @@ class Group:
 
     name: str
     count: int
-    pool: Pool
+    role: Role
     options: Mapping[str, Any]
 
     @property
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its KV blocks are in the host's memory, where other processes can reach them."""
+        """Whether its KV blocks are in the host's memory, where a keeper can hold them and others can reach them."""
         return _kind(self.device) != "cuda"
 
     @property
@@ -107,7 +107,7 @@ class Deployment:
         lease: seconds that a hand-off may hear nothing from its other side.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
-        orphans: seconds that the KV pool server holds the blocks of an engine that died; None without such a server.
+        orphans: seconds that the keeper holds the blocks of an engine that died; None when there is no keeper.
         warnings: about settings that are allowed and probably not meant.
     """
 
@@ -146,7 +146,7 @@ class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables) -> None:
         self.file, self.tables = file, tables
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
-        sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart")
+        sections = ("limits", "engine", "instances", "priorities", "transport", "keeper", "restart")
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
@@ -159,22 +159,22 @@ class _Parser:
         transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "faults"])
         transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
-        orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
+        orphans = self._section("keeper", tables.keeper)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
         groups = self._groups()
-        pools = {group.pool for group in groups} - {"any"}
-        policy = top.pop("policy") or (DISAGGREGATED if pools else COLOCATED)
-        groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
+        roles = {group.role for group in groups} - {"any"}
+        policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
+        groups = [_paced(group, BUNDLES[policy].pacing) for group in groups]
         for needed in ("model", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
         self._check_groups(groups)
-        linked = "transport" in spots or bool(pools) or (BUNDLES[policy].moves and _can_be_linked(groups))
+        linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
-        if pools and policy == COLOCATED:
-            warnings.append(f"policy: {policy} does not look at pools")
+        if roles and policy == COLOCATED:
+            warnings.append(f"policy: {policy} does not look at roles")
         model, frontends, flight_recorder = (top.pop(key) for key in ("model", "frontends", "flight_recorder"))
         return Deployment(
             model=model,
@@ -245,7 +245,7 @@ class _Parser:
         settings = tables.modelled if _kind(device) == "modelled" else tables.engine
         for name in spots.keys() & (self.engine_settings.keys() - set(_names(settings))):
             file.complain(spots[name], f"{spots[name].shown}, allowed is nothing with device {device}")
-        default_name = "engine" if head["pool"] == "any" else head["pool"]
+        default_name = "engine" if head["role"] == "any" else head["role"]
         head["name"] = head["name"] or default_name
         self.group_spots.append({"": spot, **shared_spots, **spots})
         known = {setting.key for setting in settings}
@@ -268,7 +268,7 @@ class _Parser:
         if not groups and "instances" in self.spots:
             self.file.complain(self.spots["instances"], "empty, allowed is a list of at least one group")
         self._check_names(groups)
-        self._check_pools(groups)
+        self._check_roles(groups)
         self._check_devices(groups)
         self._check_sizes(groups)
         self._check_gpu_memory(groups)
@@ -287,16 +287,16 @@ class _Parser:
                 self.file.complain(spot, f"a second group called {group.name!r}, allowed is a name of its own")
             seen.add(group.name)
 
-    def _check_pools(self, groups: Sequence[Group]) -> None:
-        """What is prefilled in the pool "prefill" must go on somewhere, and what "decode" goes on with must be
+    def _check_roles(self, groups: Sequence[Group]) -> None:
+        """What is prefilled in the role "prefill" must go on somewhere, and what "decode" goes on with must be
         prefilled."""
-        pools = {group.pool for group in groups}
-        for pool, other in (("decode", "prefill"), ("prefill", "decode")):
-            if pool in pools and not pools & {other, "any"}:
-                at = next(i for i, group in enumerate(groups) if group.pool == pool)
+        roles = {group.role for group in groups}
+        for role, other in (("decode", "prefill"), ("prefill", "decode")):
+            if role in roles and not roles & {other, "any"}:
+                at = next(i for i, group in enumerate(groups) if group.role == role)
                 self.file.complain(
-                    self.group_spots[at]["pool"],
-                    f"{pool!r}, allowed only beside instances of the pool {other!r} or 'any'",
+                    self.group_spots[at]["role"],
+                    f"{role!r}, allowed only beside instances of the role {other!r} or 'any'",
                 )
 
     def _check_devices(self, groups: Sequence[Group]) -> None:
@@ -304,12 +304,12 @@ class _Parser:
         for group, spots in zip(groups, self.group_spots, strict=True):
             device = spots.get("device", spots[""])
             if not group.shares_memory:
-                if "kv-pool" in self.spots:
-                    self.file.complain(self.spots["kv-pool"], _not_on(group, "a KV pool server"))
+                if "keeper" in self.spots:
+                    self.file.complain(self.spots["keeper"], _not_on(group, "a keeper"))
                 if "transport" in self.spots:
                     self.file.complain(self.spots["transport"], _not_on(group, "a transport"))
-                if group.pool != "any":
-                    self.file.complain(spots["pool"], _not_on(group, f"the pool {group.pool!r}"))
+                if group.role != "any":
+                    self.file.complain(spots["role"], _not_on(group, f"the role {group.role!r}"))
             if group.modelled != groups[0].modelled:
                 self.file.complain(device, f"{group.device!r}, allowed is only modelled or no modelled devices")
         sharing = [at for at, group in enumerate(groups) if group.shares_memory and not group.modelled]
@@ -340,10 +340,10 @@ class _Parser:
                 )
 
 
-def _with_policy(group: Group, local_policy: str) -> Group:
+def _paced(group: Group, pacing: str) -> Group:
     """With that scheduling policy, unless it was given one."""
     key = "scheduling_policy"
-    return replace(group, options={**group.options, key: group.options[key] or local_policy})
+    return replace(group, options={**group.options, key: group.options[key] or pacing})
 
 
 def _can_be_linked(groups: Sequence[Group]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from penstock.core.wire.engine import Command, Event, Pool
+from penstock.core.wire.engine import Command, Event, Role
 from penstock.core.wire.master import FrontendMessage, MasterMessage
 from penstock.service.instances import ChannelLost
 
@@ -36,7 +36,7 @@ class StartInstance:
     """Somebody is to begin a life of it."""
 
     name: str
-    pool: Pool
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.pulse import step_limit
-from penstock.core.wire.engine import Pool, Ready
+from penstock.core.wire.engine import Ready, Role
 
 SILENT_AFTER = 2.0  # seconds without a word after which an instance is said to be silent
 
@@ -16,12 +16,12 @@ class Endpoint:
 
     Attributes:
         address: a ZMQ endpoint, such as ipc:///run/d0 or tcp://10.0.0.7:6000.
-        pool: what it is configured for.
+        role: what it is configured for.
     """
 
     name: str
     address: str
-    pool: Pool = "any"
+    role: Role = "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Instance:
     """
 
     name: str
-    pool: Pool
+    role: Role
     ready: Ready | None = None
     said: Ready | None = None
     heard: float = 0.0

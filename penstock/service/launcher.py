@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.clock import Clock
 from penstock.core.pulse import read_pulse
-from penstock.service.supervisor import Action, Program, Role, Supervisor
+from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 from penstock.service.vitals import Watch, read_vitals
 
 if TYPE_CHECKING:
@@ -55,20 +55,20 @@ def plan(
         "log_level": deployment.server["log_level"],
         "log_format": deployment.server["log_format"],
     }
-    kv_pool, master = folder / "kv-pool", f"ipc://{folder}/master"
+    keeper, master = folder / "keeper", f"ipc://{folder}/master"
     places = [(group, name) for group in deployment.groups for name in group.instances]
-    instances = [{"name": name, "address": f"ipc://{folder}/{name}", "pool": group.pool} for group, name in places]
+    instances = [{"name": name, "address": f"ipc://{folder}/{name}", "role": group.role} for group, name in places]
     programs = []
     if deployment.orphans is not None:
-        settings = common | {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
-        programs.append(_program("kv-pool", "kv_pool", settings, socket=kv_pool))
+        settings = common | {"path": str(keeper), "orphan_seconds": deployment.orphans}
+        programs.append(_program("keeper", "keeper", settings, socket=keeper))
     for number, (group, name) in enumerate(places):
         settings = common | instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
-        settings |= {"kv_pool": None, "transport": None}
+        settings |= {"keeper": None, "transport": None}
         if group.shares_memory:
-            settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
-        needs = "kv-pool" if group.shares_memory else None
+            settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
+        needs = "keeper" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
         programs.append(engine_program(settings, folder / f"{name}.pulse", needs=needs, **place))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
@@ -92,9 +92,9 @@ def engine_program(settings: Mapping[str, Any], pulse: Path, **more: Any) -> Pro
     return _program(settings["name"], "engine", {**settings, "pulse": str(pulse)}, pulse=pulse, **more)
 
 
-def _program(name: str, role: Role, settings: Mapping[str, Any], **more: Any) -> Program:
-    command = (sys.executable, "-m", f"penstock.cli.{role}", json.dumps(settings))
-    return Program(name=name, role=role, command=command, **more)
+def _program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
+    command = (sys.executable, "-m", f"penstock.cli.{kind}", json.dumps(settings))
+    return Program(name=name, kind=kind, command=command, **more)
 
 
 def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
@@ -144,7 +144,7 @@ class Launcher:
     """Runs programs until a signal, or until one of them cannot be kept running.
 
     Args:
-        environments: role -> environment of its processes, where it is not this process's own.
+        environments: kind -> environment of its processes, where it is not this process's own.
         listeners: of the frontends; closed when these have ended for good, so that nobody waits for an answer.
     """
 
@@ -153,7 +153,7 @@ class Launcher:
         programs: Sequence[Program],
         supervisor: Supervisor,
         clock: Clock,
-        environments: Mapping[Role, Mapping[str, str]],
+        environments: Mapping[ProcessKind, Mapping[str, str]],
         listeners: Sequence[socket.socket] = (),
     ) -> None:
         self._programs = {program.name: program for program in programs}
@@ -229,7 +229,7 @@ class Launcher:
         if now - self._watched_at >= LOOK_CLOSELY:
             self._watched_at = now
             self._watch(now)
-        if self._supervisor.stopping and not any(self._programs[n].role == "frontend" for n in self._processes):
+        if self._supervisor.stopping and not any(self._programs[n].kind == "frontend" for n in self._processes):
             for listener in self._listeners:
                 listener.close()
         return ended
@@ -266,10 +266,10 @@ class Launcher:
         process = subprocess.Popen(
             program.command,
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if program.role == "engine" else None,
+            stderr=subprocess.PIPE if program.kind == "engine" else None,
             pass_fds=program.descriptors,
             process_group=0,
-            env=self._environments.get(program.role),
+            env=self._environments.get(program.kind),
         )
         log.info("%s is process %d", program.name, process.pid)
         self._processes[program.name] = process

@@ -9,7 +9,7 @@ from math import inf
 from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Peer, Pool, Ready, Snapshot
+from penstock.core.wire.engine import Peer, Ready, Role, Snapshot
 from penstock.sched.cluster.base import Demand, InstanceLoad, Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
@@ -39,8 +39,8 @@ class Life:
     """
     Attributes:
         heard: when its newest Snapshot came; at first, when it became ready.
-        pool: which work it is given.
-        pool_generation: counts the master's decisions about that.
+        role: which work it is given.
+        role_generation: counts the master's decisions about that.
         links: to whom it was told to connect.
         peers: those of them that it can hand over to.
         unlinked: why it cannot to others that it should be able to.
@@ -48,7 +48,7 @@ class Life:
         draining: it takes nothing new and is going.
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
-        begun: those of them whose first token was sampled.
+        begun: those of them whose first token was drawn.
         load: what policies see of it; None when that has changed.
         touched: where it leaves its name whenever that changes, and when it is heard after a silence.
         peer, name: as it said when it became ready.
@@ -56,9 +56,9 @@ class Life:
 
     ready: Ready
     heard: float
-    pool: Pool
+    role: Role
     snapshot: Snapshot | None = None
-    pool_generation: int = 0
+    role_generation: int = 0
     links: dict[str, Peer] = field(default_factory=dict)
     peers: set[str] = field(default_factory=set)
     unlinked: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Life:
     def drained(self) -> bool:
         """Whether it has nothing left, by all that is known."""
         seen = self.snapshot
-        quiet = seen is None or not (seen.running or seen.waiting or seen.migrating or seen.reserved_blocks)
+        quiet = seen is None or not (seen.running or seen.waiting or seen.leaving or seen.reserved_blocks)
         return quiet and not self.homes and not self.prompts
 
     @property
@@ -162,7 +162,7 @@ class Life:
         self.changed()
 
     def begin(self, key: Key) -> None:
-        """Its first token was sampled."""
+        """Its first token was drawn."""
         if key in self.homes:
             self.begun.add(key)
             self.changed()
@@ -222,7 +222,7 @@ class Life:
                 unseen += prompt.tokens
         return InstanceLoad(
             name=self.name,
-            pool=self.pool,
+            role=self.role,
             times=self.times,
             token_budget=ready.token_budget if seen is None else seen.token_budget,
             max_sequences=ready.max_sequences,

@@ -23,9 +23,9 @@ from penstock.core.wire.engine import (
     Event,
     Failed,
     LinkFailed,
-    Pool,
     Ready,
-    SetPool,
+    Role,
+    SetRole,
     Snapshot,
 )
 from penstock.core.wire.master import (
@@ -157,7 +157,7 @@ class Master:
         self._untold: list[Key] = []  # in one of them, whose frontends were not told
         self._in_flight: dict[Key, _InFlight] = {}
         self._rates = RateWindow()
-        self._pools: dict[str, Pool] = {}  # that it decided on
+        self._roles: dict[str, Role] = {}  # that it decided on
         self._scaler: Scaler | None = None
         if policies.scaling is not None and fleet is not None:
             self._scaler = Scaler(policies.scaling, fleet)
@@ -223,16 +223,16 @@ class Master:
 
     def _on_snapshot(self, now: float, life: Life, snapshot: Snapshot) -> list[Action]:
         life.hear(now, snapshot)
-        if snapshot.pool == life.pool:
-            life.pool_generation = max(life.pool_generation, snapshot.pool_generation)  # counted by an earlier master
+        if snapshot.role == life.role:
+            life.role_generation = max(life.role_generation, snapshot.role_generation)  # counted by an earlier master
             return []
-        if snapshot.pool_generation < life.pool_generation:
-            return [self._set_pool(life)]  # it has not heard, or the message was lost
-        life.pool, life.pool_generation = snapshot.pool, snapshot.pool_generation  # decided before this master
+        if snapshot.role_generation < life.role_generation:
+            return [self._set_role(life)]  # it has not heard, or the message was lost
+        life.role, life.role_generation = snapshot.role, snapshot.role_generation  # decided before this master
         return self._mesh.connect(life)
 
-    def _set_pool(self, life: Life) -> Action:
-        return ToEngine(life.name, SetPool(life.peer.incarnation, life.pool, life.pool_generation))
+    def _set_role(self, life: Life) -> Action:
+        return ToEngine(life.name, SetRole(life.peer.incarnation, life.role, life.role_generation))
 
     def _join(self, now: float, name: str, ready: Ready) -> list[Action]:
         if name not in self._endpoints:
@@ -240,12 +240,12 @@ class Master:
         actions = self._leave(name, "another life of it has begun")
         if self._scaler is not None:
             self._scaler.serves(name)
-        life = self._lives[name] = Life(ready, heard=now, pool=ready.pool, touched=self._touched)
+        life = self._lives[name] = Life(ready, heard=now, role=ready.role, touched=self._touched)
         self._roster.lives_changed()
-        actions.append(Notice(f"{name} is ready: pool {life.pool}, {ready.num_blocks} blocks on {ready.device}"))
-        if self._pools.get(name, life.pool) != life.pool:
-            life.pool, life.pool_generation = self._pools[name], 1
-            actions.append(self._set_pool(life))
+        actions.append(Notice(f"{name} is ready: role {life.role}, {ready.num_blocks} blocks on {ready.device}"))
+        if self._roles.get(name, life.role) != life.role:
+            life.role, life.role_generation = self._roles[name], 1
+            actions.append(self._set_role(life))
         return actions + self._mesh.connect(life)
 
     def _leave(self, name: str, why: str) -> list[Action]:
@@ -456,19 +456,19 @@ class Master:
             rates=self._rates.rates(now),
         )
 
-    # --- pools and numbers
+    # --- roles and numbers
 
     def _move(self, now: float, moves: Sequence[Move]) -> list[Action]:
         actions: list[Action] = []
         for move in moves:
             life = self._lives[move.name]
-            if life.pool == move.pool:
+            if life.role == move.role:
                 continue
-            self._pools[move.name] = life.pool = move.pool
-            life.pool_generation += 1
+            self._roles[move.name] = life.role = move.role
+            life.role_generation += 1
             life.changed()
-            actions.append(self._set_pool(life))
-            actions.append(Notice(f"{move.name} goes to pool {move.pool}: {move.reason}"))
+            actions.append(self._set_role(life))
+            actions.append(Notice(f"{move.name} changes to role {move.role}: {move.reason}"))
             actions += self._mesh.connect(life)
             if self._recorder is not None:
                 self._recorder.moved(now, move)
@@ -482,9 +482,9 @@ class Master:
             match change:
                 case Move():
                     actions += self._move(now, [change])
-                case Start(name=name, pool=pool, reason=reason):
-                    self._pools[name] = pool
-                    actions += [StartInstance(name, pool), Notice(f"{name} is started for pool {pool}: {reason}")]
+                case Start(name=name, role=role, reason=reason):
+                    self._roles[name] = role
+                    actions += [StartInstance(name, role), Notice(f"{name} is started for role {role}: {reason}")]
                 case Stop(name=name, reason=reason):
                     life = self._lives[name]
                     life.drain()

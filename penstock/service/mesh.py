@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from penstock.core.wire.engine import LinkPeer, Peer, Pool, UnlinkPeer
+from penstock.core.wire.engine import LinkPeer, Peer, Role, UnlinkPeer
 from penstock.sched.cluster import hands_over
 from penstock.service.events import Action, Notice, ToEngine
 from penstock.service.life import Life
@@ -35,7 +35,7 @@ class Mesh:
     """
     Args:
         lives: that serve now, by name; kept by whoever owns this.
-        everybody: whether all may have to hand over to all, since pools change.
+        everybody: whether all may have to hand over to all, since roles change.
     """
 
     def __init__(self, lives: Mapping[str, Life], *, everybody: bool) -> None:
@@ -47,8 +47,8 @@ class Mesh:
         """Whatever links it should have now, in both directions."""
         others: Iterable[Life] = self._lives.values()
         if not self._everybody:  # of a thousand alike nobody may have one: then a look at each is too much
-            linked = {pool for pool in get_args(Pool) if hands_over(life.pool, pool) or hands_over(pool, life.pool)}
-            others = [other for other in others if other.pool in linked]
+            linked = {role for role in get_args(Role) if hands_over(life.role, role) or hands_over(role, life.role)}
+            others = [other for other in others if other.role in linked]
         return [
             action
             for other in others
@@ -70,7 +70,7 @@ class Mesh:
     def _may_link(self, source: Life, target: Life) -> bool:
         """Whether one should be able to hand over to the other."""
         linkable = bool(source.peer.address and target.peer.address)
-        return linkable and (self._everybody or hands_over(source.pool, target.pool))
+        return linkable and (self._everybody or hands_over(source.role, target.role))
 
     def leave(self, name: str) -> list[Action]:
         """An instance has gone."""

@@ -58,7 +58,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An instance goes to another pool, is started, or is stopped."""
+    """An instance changes its role, is started, or is stopped."""
 
     now: float
     move: Move | Start | Stop

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop
 from penstock.sched.cluster.base import Key
@@ -111,12 +111,12 @@ class HeldRecord(Record, frozen=True):
 class MoveRecord(Record, frozen=True):
     """
     Attributes:
-        kind: "move", "start" or "stop"; the last has no pool.
+        kind: "move", "start" or "stop"; the last has no role.
     """
 
     kind: str
     name: str
-    pool: Pool | None
+    role: Role | None
     reason: str
 
 
@@ -315,15 +315,15 @@ def _shown(view: ClusterView, named: Set[str]) -> Sequence[InstanceLoad]:
 
 
 def _move_record(move: Move | Start | Stop) -> MoveRecord:
-    pool = None if isinstance(move, Stop) else move.pool
-    return MoveRecord(type(move).__name__.lower(), move.name, pool, move.reason)
+    role = None if isinstance(move, Stop) else move.role
+    return MoveRecord(type(move).__name__.lower(), move.name, role, move.reason)
 
 
 def _move(record: MoveRecord) -> Move | Start | Stop:
-    if record.pool is None:
+    if record.role is None:
         return Stop(name=record.name, reason=record.reason)
     kind = Start if record.kind == "start" else Move
-    return kind(name=record.name, pool=record.pool, reason=record.reason)
+    return kind(name=record.name, role=record.role, reason=record.reason)
 
 
 class Decoder:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import yaml
 
 from penstock.core.errors import ConfigError
+from penstock.core.renamed import new_name
 
 NULL = "tag:yaml.org,2002:null"
 
@@ -102,6 +103,8 @@ class SettingsFile:
             inner = spot.child(name if name.isprintable() else repr(name), key.start_mark.line + 1, node)
             if name in first:
                 self.complain(inner, f"given twice, first in line {first[name]}")
+            elif new := new_name(name, known):
+                self.complain(inner, f"it is called {new} now")
             elif name not in known:
                 place = (elsewhere or {}).get(name)
                 allowed = f"allowed is {name} under {place}" if place else _nearest(name, known)

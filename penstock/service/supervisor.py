@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["kv_pool", "engine", "master", "frontend"]
-STOP_ORDER: tuple[Role, ...] = ("frontend", "master", "engine", "kv_pool")  # each serves those before it
+ProcessKind = Literal["keeper", "engine", "master", "frontend"]
+STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
 CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
 STEADY = 60.0  # seconds of service after which a life counts as a success, and the deaths before it are forgotten
 MOST_BACKOFF = 30.0  # seconds
@@ -44,7 +44,7 @@ class Program:
     """
 
     name: str
-    role: Role
+    kind: ProcessKind
     command: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
     address: str | None = None
@@ -107,8 +107,8 @@ class Supervisor:
         self._places = {program.name: _Place(program) for program in programs}
         self._restart = restart
         self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to end by themselves
-        self._stopping: Role | None = None  # the role whose turn it is
-        self._deadline: float | None = None  # of that role; None before it was told
+        self._stopping: ProcessKind | None = None  # the kind whose turn it is
+        self._deadline: float | None = None  # of that kind; None before it was told
         self.over = False
         self.exit_code = 0
         self.failure = ""
@@ -159,8 +159,8 @@ class Supervisor:
             why = f"{name} ended {times}, the last time with {ending}"
             if last_words:
                 why += f"; its last words: {last_words}"
-            place.given_up = place.program.role == "engine"
-            if place.given_up and any(p.program.role == "engine" and not p.given_up for p in self._places.values()):
+            place.given_up = place.program.kind == "engine"
+            if place.given_up and any(p.program.kind == "engine" and not p.given_up for p in self._places.values()):
                 return f"{why}; it is given up, and the other engines serve on"
             self._fail(why, 1, now)
             return self.failure
@@ -195,7 +195,7 @@ class Supervisor:
 
     def _stop_next(self, now: float) -> list[Action]:
         while self._stopping is not None:
-            running = [p for p in self._places.values() if p.running and p.program.role == self._stopping]
+            running = [p for p in self._places.values() if p.running and p.program.kind == self._stopping]
             if running:
                 return self._stop_role(running, now)
             at = STOP_ORDER.index(self._stopping) + 1
@@ -215,7 +215,7 @@ class Supervisor:
         return [Action("kill", place.program.name) for place in late]
 
     def _end_one(self, place: _Place) -> Action:
-        if place.program.role == "engine" and place.program.socket is not None and not place.up:
+        if place.program.kind == "engine" and place.program.socket is not None and not place.up:
             place.killed = True  # it loads, and hears nobody
         return Action("kill" if place.killed else "stop", place.program.name)
 

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Pool, Ready, Refused, Snapshot
+from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Ready, Refused, Role, Snapshot
 from penstock.core.wire.handoff import PeerMessage
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
@@ -17,7 +17,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
 from penstock.sched.cluster.columns import least
-from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
+from penstock.sched.local import PACING, Limits, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
 from penstock.service.events import (
@@ -56,7 +56,7 @@ class Cluster:
         requests: that come, in order of arrival.
         rng: for policies that draw lots.
         noises: a numpy Generator of step times for each instance, by number.
-        local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
+        pacing: of every engine, a name in `sched.local.PACING`.
         recorder: is told what the master decides.
         strides: see `Instance`.
         judged: numbers of the requests that it is about; all by default.
@@ -75,7 +75,7 @@ class Cluster:
         rng: Random,
         noises: Callable[[int], Any],
         *,
-        local_policy: str = "fcfs",
+        pacing: str = "fcfs",
         recorder: Recorder | None = None,
         strides: bool = True,
         judged: range | None = None,
@@ -89,7 +89,7 @@ class Cluster:
         self._offline_alone = all(work.offline for work in mine)
         self._marks: list[tuple[float, dict[str, Use]]] = []
         self._sample_every = 1.0
-        self._local_policy = local_policy
+        self._pacing = pacing
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
         self._lengths = {str(work.number): work.output_tokens for work in requests}
         self._notice: Callable[[Record], None] = lambda record: None
@@ -107,7 +107,7 @@ class Cluster:
             ended=self._count,
         )
         self.master = Master(
-            [Endpoint(place.name, "", place.group.pool) for place in self.places.values()],
+            [Endpoint(place.name, "", place.group.role) for place in self.places.values()],
             policies,
             rng,
             fleet=_fleet(scenario.scaling),
@@ -146,7 +146,7 @@ class Cluster:
         for place in self.places.values():
             if place.serves_first:
                 place.begin(0.0)
-                self.timeline.add(self._start(place, place.group.pool, 0.0))
+                self.timeline.add(self._start(place, place.group.role, 0.0))
         self.timeline.add([self._join(0.0), *self._tick_master(0.0), Due(since, Priority.CLOCK, self._sample)])
         self.timeline.add(Due(at, Priority.FAULT, self._mark) for at in (since, until) if 0 < at < inf)
         if self._requests:
@@ -207,11 +207,11 @@ class Cluster:
                     dues.append(self._to_engine(now, name, command))
                 case ToFrontend(_, message):
                     dues.append(self._message(now, partial(self._at_frontend, message)))
-                case StartInstance(name, pool):
+                case StartInstance(name, role):
                     place = self.places[name]
                     place.begin(now)
                     at = now + (self._scenario.scaling.start_seconds if self._scenario.scaling is not None else 0.0)
-                    dues.append(Due(at, Priority.FAULT, partial(self._start, place, pool)))
+                    dues.append(Due(at, Priority.FAULT, partial(self._start, place, role)))
                 case StopInstance(name):
                     dues += self._end_life(self.places[name], "it was stopped", now)
         if self.master.wake < self._woken:
@@ -237,7 +237,7 @@ class Cluster:
 
     # --- instances
 
-    def _start(self, place: Place, pool: Pool, now: float) -> list[Due]:
+    def _start(self, place: Place, role: Role, now: float) -> list[Due]:
         """An instance begins to serve."""
         group = place.group
         place.lives += 1
@@ -245,7 +245,7 @@ class Cluster:
         layout = _layout(group)
         ready = Ready(
             peer=peer,
-            pool=pool,
+            role=role,
             layout=layout,
             root_key=self._root,
             max_model_len=group.max_model_len,
@@ -289,7 +289,7 @@ class Cluster:
             pool,
             root=self._root,
             prefix_cache=group.prefix_cache,
-            policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.token_budget),
+            pacing=PACING[group.scheduling_policy or self._pacing](believed, group.token_budget),
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
         )
 
@@ -310,7 +310,7 @@ class Cluster:
 
     def _start_again(self, place: Place, now: float) -> list[Due]:
         place.begin(now)
-        return self._start(place, place.group.pool, now)
+        return self._start(place, place.group.role, now)
 
     def _end_life(self, place: Place, reason: str, now: float) -> list[Due]:
         gone = place.instance

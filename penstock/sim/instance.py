@@ -30,10 +30,10 @@ from penstock.core.wire.engine import (
     Event,
     LinkFailed,
     Peer,
-    Pool,
     Ready,
     Refused,
-    SetPool,
+    Role,
+    SetRole,
     Snapshot,
     UnlinkPeer,
 )
@@ -42,10 +42,10 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import Recent
+from penstock.sched.local.repeat import repeat, set_aside, update
 from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
-from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.stride import Stride, begin_stride
 from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
@@ -122,7 +122,7 @@ class Instance:
         assert (way is None) == (scheduler.offload is None)
         self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
-        self.intake = Intake(ready.peer, ready.pool, scheduler, Recent())
+        self.intake = Intake(ready.peer, ready.role, scheduler, Recent())
         self.handoffs = self.intake.hand_off(carrier, lease)
         if times := self.intake.recent.learn(ready.device_model, ready.shape):
             scheduler.predict_by(times)
@@ -149,9 +149,9 @@ class Instance:
         self._says_so_at = inf  # when it says again that nothing has changed; inf unless nothing else can come of time
 
     @property
-    def pool(self) -> Pool:
+    def role(self) -> Role:
         """Which work the master means it for."""
-        return self.intake.pool
+        return self.intake.role
 
     # --- what happens
 
@@ -338,15 +338,15 @@ class Instance:
         for output in outputs:
             owner = self.intake.owner(output.request_id)
             if owner.told is not None:
-                if output.finish is None and not owner.migrates:
+                if output.finish is None and not owner.departs:
                     continue
-                owner.migrates = False
+                owner.departs = False
                 output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
             self.intake.recent.stamp(output, now)
             if owner.told is not None:
                 output.start = owner.told
             owner.told = output.start + len(output.tokens)
-            if output.finish is None and not owner.migrates:
+            if output.finish is None and not owner.departs:
                 self.intake.news[output.request_id] = self._last(output.request_id)
             news.append(output)
         self._send(now, news)
@@ -449,7 +449,7 @@ class Instance:
         match command:
             case UnlinkPeer(peer=peer):
                 self.handoffs.lost(peer, for_good=True)
-            case SetPool() | Drain():
+            case SetRole() | Drain():
                 self.intake.obey("", command)
             case AskCache():
                 self._send_cache(now)

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sim import instance as engine
 from penstock.sim.scenario import Group, Scaling
 
 
 class Sample(NamedTuple):
-    """An instance at a moment; `pool` is None while it is down."""
+    """An instance at a moment; `role` is None while it is down."""
 
-    pool: Pool | None
+    role: Role | None
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
@@ -100,4 +100,4 @@ def sample_of(instance: engine.Instance | None) -> Sample:
     if instance is None:
         return Sample(None)
     scheduler = instance.scheduler
-    return Sample(instance.pool, scheduler.num_running, scheduler.num_waiting, scheduler.pool.used)
+    return Sample(instance.role, scheduler.num_running, scheduler.num_waiting, scheduler.pool.used)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sim.bound import reusable_by_request
 from penstock.sim.scenario import Group
 from penstock.workload.requests import WorkRequest
@@ -39,7 +39,7 @@ class Kind:
     Attributes:
         size: devices that every layer is spread over.
         price: of a device for an hour.
-        group: what such an instance is; of its own, in the pool "any".
+        group: what such an instance is; of its own, of the role "any".
     """
 
     device: str
@@ -56,15 +56,15 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Part:
     kind: Kind
-    pool: Pool
+    role: Role
     count: int
 
     @property
     def group(self) -> Group:
         """Named so that parts of a candidate differ."""
-        name = "engine" if self.pool == "any" else self.pool
-        suffix = f"-{self.kind.device}" if self.pool == "any" else ""
-        return replace(self.kind.group, name=name + suffix, pool=self.pool, count=self.count)
+        name = "engine" if self.role == "any" else self.role
+        suffix = f"-{self.kind.device}" if self.role == "any" else ""
+        return replace(self.kind.group, name=name + suffix, role=self.role, count=self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        names = (f"{'' if p.pool == 'any' else p.pool + ' '}{p.count} x {p.kind.name}" for p in self.parts)
+        names = (f"{'' if p.role == 'any' else p.role + ' '}{p.count} x {p.kind.name}" for p in self.parts)
         return " + ".join(names)
 
     @property
@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def disaggregated(self) -> bool:
-        return any(part.pool != "any" for part in self.parts)
+        return any(part.role != "any" for part in self.parts)
 
     @cached_property
     def devices(self) -> dict[str, int]:
@@ -99,9 +99,9 @@ class Candidate:
         return sum(part.count * part.kind.size * part.kind.price for part in self.parts)
 
     @cached_property
-    def shape(self) -> tuple[tuple[str, int, Pool], ...]:
+    def shape(self) -> tuple[tuple[str, int, Role], ...]:
         """What it is but for the counts."""
-        return tuple((part.kind.device, part.kind.size, part.pool) for part in self.parts)
+        return tuple((part.kind.device, part.kind.size, part.role) for part in self.parts)
 
     def within(self, other: Candidate) -> bool:
         """Whether it is a smaller one of the same shape."""
@@ -228,16 +228,16 @@ def estimate(candidate: Candidate, asked: Demands, alone: dict[tuple[str, int], 
     Args:
         alone: (device, size) -> seconds that each prompt takes on an idle instance; filled as needed.
     """
-    prefillers = [p for p in candidate.parts if p.pool != "decode"]
-    writers = [p for p in candidate.parts if p.pool != "prefill"]
+    prefillers = [p for p in candidate.parts if p.role != "decode"]
+    writers = [p for p in candidate.parts if p.role != "prefill"]
     seconds = {id(p): _alone(p.kind, asked, alone) for p in candidate.parts}
     prefilling = _shares(prefillers, asked.rate, {id(p): float(seconds[id(p)].mean()) for p in prefillers})
     writing = _shares(writers, asked.rate, {id(p): _decode_weight(p.kind, asked) for p in writers})
     decoding = []
     for part in writers:
-        busy = prefilling[id(part)] * float(seconds[id(part)].mean()) if part.pool == "any" else 0.0
+        busy = prefilling[id(part)] * float(seconds[id(part)].mean()) if part.role == "any" else 0.0
         decoding.append(_decode(part.kind.group, asked, writing[id(part)], busy))
-    beside = {id(p): d for p, d in zip(writers, decoding, strict=True) if p.pool == "any"}
+    beside = {id(p): d for p, d in zip(writers, decoding, strict=True) if p.role == "any"}
     ttft = _queue(prefillers, asked, seconds, beside)
     worst = max(decoding, key=lambda d: d.high_ms)
     in_time = float(np.mean(ttft <= asked.ttft))

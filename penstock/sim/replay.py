@@ -44,7 +44,7 @@ def first_token(view: ClusterView, demand: Demand, load: InstanceLoad) -> float:
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Who could be given the prompt."""
     able = fitting(view, demand)
-    return [load for load in able if load.pool != "decode"] or able
+    return [load for load in able if load.role != "decode"] or able
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ Result = Mapping[str, Any]
 WIDE = 2 * WIDTH + 40
 MOST_STRIPS = 128  # instances in the timeline
 LOADS = (0.25, 0.5, 0.75)  # of the most that ran on any instance: shades
-POOLS = {"any": "any", "prefill": "prefill", "decode": "decode"}
+ROLES = {"any": "any", "prefill": "prefill", "decode": "decode"}
 TIME = Axis("time (s)", low=0.0)
 SHARE = Axis("share of requests", low=0.0, high=1.0, percent=True)
 KEPT = Axis("kept their targets", low=0.0, high=1.0, percent=True)
@@ -212,14 +212,14 @@ def _strips(result: Result) -> str:
         return ""
     names = list(places)
     every = -(-len(names) // MOST_STRIPS)
-    most: dict[str | None, int] = {}  # that ran at once on an instance of a pool
+    most: dict[str | None, int] = {}  # that ran at once on an instance of a role
     for place in places.values():
-        for pool, running in zip(place["pool"], place["running"], strict=True):
-            most[pool] = max(most.get(pool, 1), running)
+        for role, running in zip(place["role"], place["running"], strict=True):
+            most[role] = max(most.get(role, 1), running)
     end = max(result.get("duration") or 0.0, at[-1])
     strips = [Strip(name, list(_stretches(places[name], at, end, most))) for name in names[::every]]
-    legend = [(name, kind) for name, kind in POOLS.items() if name in most] + [("down", "down")] * (None in most)
-    note = "colour: pool; the stronger, the more requests run (full: as many as ever in that pool)"
+    legend = [(name, kind) for name, kind in ROLES.items() if name in most] + [("down", "down")] * (None in most)
+    note = "colour: role; the stronger, the more requests run (full: as many as ever with that role)"
     note += f"; every {every}th of {len(names)}" if every > 1 else ""
     return figure("Instances", strip_chart(strips, TIME, legend, width=WIDE), note, wide=True)
 
@@ -231,16 +231,16 @@ def _stretches(
     ends = [*at[1:], end]
 
     def look(i: int) -> tuple[str | None, int]:
-        pool = place["pool"][i]
-        return pool, sum(place["running"][i] > load * most[pool] for load in LOADS)
+        role = place["role"][i]
+        return role, sum(place["running"][i] > load * most[role] for load in LOADS)
 
-    for (pool, shade), group in groupby(range(len(at)), look):
+    for (role, shade), group in groupby(range(len(at)), look):
         samples = list(group)
         begin, until = at[samples[0]], ends[samples[-1]]
         running = [place["running"][i] for i in samples]
-        kind = "down" if pool is None else f"{POOLS.get(pool, 'other')} b{shade}"
-        told = pool or "down"
-        if pool is not None:
+        kind = "down" if role is None else f"{ROLES.get(role, 'other')} b{shade}"
+        told = role or "down"
+        if role is not None:
             told += (
                 f", {min(running)} to {max(running)} running, up to {max(place['waiting'][i] for i in samples)} waiting"
             )
@@ -249,11 +249,11 @@ def _stretches(
 
 def _cost(result: Result) -> str:
     timeline = result.get("timeline") or {}
-    at, counts = timeline.get("at") or [], timeline.get("pools") or {}
-    order = list(POOLS)
+    at, counts = timeline.get("at") or [], timeline.get("roles") or {}
+    order = list(ROLES)
     lines = [
-        Line(pool, list(zip(at, values, strict=True)), order.index(pool) if pool in order else 4, steps=True)
-        for pool, values in counts.items()
+        Line(role, list(zip(at, values, strict=True)), order.index(role) if role in order else 4, steps=True)
+        for role, values in counts.items()
     ]
     if len(lines) > 1:
         total = [sum(values[i] for values in counts.values()) for i in range(len(at))]

@@ -232,18 +232,18 @@ def _regret(these: Outcomes) -> dict[str, float]:
 
 
 def _timeline(samples: Sequence[tuple[float, dict[str, Sample]]], these: Outcomes) -> dict[str, Any]:
-    """Seconds; over them how many online and offline requests were without a place, how many instances each pool had,
-    and for each instance the columns pool, running, waiting, used_blocks."""
+    """Seconds; over them how many online and offline requests were without a place, how many instances each role had,
+    and for each instance the columns role, running, waiting, used_blocks."""
     at = [moment for moment, _ in samples]
     names = list(samples[0][1]) if samples else []
-    columns = ("pool", "running", "waiting", "used_blocks")
-    pools = sorted({state.pool for _, states in samples for state in states.values() if state.pool is not None})
+    columns = ("role", "running", "waiting", "used_blocks")
+    roles = sorted({state.role for _, states in samples for state in states.values() if state.role is not None})
     return {
         "at": at,
         "queued": without_place(these, ~these.offline, at),
         "offline_queued": without_place(these, these.offline, at),
-        "pools": {
-            pool: [sum(state.pool == pool for state in states.values()) for _, states in samples] for pool in pools
+        "roles": {
+            role: [sum(state.role == role for state in states.values()) for _, states in samples] for role in roles
         },
         "instances": {
             name: {column: [getattr(states[name], column) for _, states in samples] for column in columns}

@@ -14,7 +14,7 @@ import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.local.sizing import host_blocks, sized
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.bundles import BUNDLES
@@ -35,7 +35,7 @@ class Tables:
         top: description, policy, seed, target, latency-ms.
         tasks: of each entry in that list, as for `failures`.
         engine: of every instance.
-        instances: of a group besides those: name, count, pool.
+        instances: of a group besides those: name, count, role.
         load_device: what a device can do, by its name or file; raises ConfigError.
         load_factors: (the same name, a model) -> `StepTime.factors` where that model's steps were measured there.
         load_geometry: a model, by its name or folder; raises ConfigError.
@@ -70,13 +70,13 @@ class Group:
         token_budget: tokens in one step.
         slowdown: factor on all times, of which nobody is told.
         noise: standard deviation of a step's time, relative to it.
-        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`; None is what its policy's bundle has.
+        scheduling_policy: a name in `sched.local.PACING`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
     """
 
     name: str
     count: int
-    pool: Pool
+    role: Role
     device: str
     geometry: str
     times: StepTime
@@ -333,17 +333,17 @@ class _Parser:
             if group.name in seen:
                 file.complain(at, f"a second group called {group.name!r}, allowed is a name of its own")
             seen.add(group.name)
-        self._check_pools(pairs)
+        self._check_roles(pairs)
         return tuple(group for _, group in pairs)
 
-    def _check_pools(self, pairs: Sequence[tuple[Spot, Group]]) -> None:
-        """What is prefilled in the pool "prefill" must go on somewhere, and what "decode" goes on with must be
+    def _check_roles(self, pairs: Sequence[tuple[Spot, Group]]) -> None:
+        """What is prefilled in the role "prefill" must go on somewhere, and what "decode" goes on with must be
         prefilled."""
-        pools = {group.pool for _, group in pairs}
+        roles = {group.role for _, group in pairs}
         for at, group in pairs:
-            other = {"prefill": "decode", "decode": "prefill"}.get(group.pool)
-            if other and not pools & {other, "any"}:
-                self.file.complain(at, f"pool {group.pool!r}, allowed only beside instances of {other!r} or 'any'")
+            other = {"prefill": "decode", "decode": "prefill"}.get(group.role)
+            if other and not roles & {other, "any"}:
+                self.file.complain(at, f"role {group.role!r}, allowed only beside instances of {other!r} or 'any'")
         if len({group.geometry for _, group in pairs}) > 1:
             self.file.complain(pairs[-1][0], "another geometry than the first group's, allowed is one for all")
 
@@ -353,7 +353,7 @@ class _Parser:
         own = file.section(spot, [*_names(tables.engine), *_names(tables.instances)])
         head = self._values(own, tables.instances)
         options = self._values({**shared, **own}, tables.engine)
-        head["name"] = head["name"] or ("engine" if head["pool"] == "any" else head["pool"])
+        head["name"] = head["name"] or ("engine" if head["role"] == "any" else head["role"])
         try:
             return Group(**head, **_sized(options, tables))
         except ConfigError as error:

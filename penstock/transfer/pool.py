@@ -1,4 +1,4 @@
-"""Where an engine's KV blocks come from: memory of its own, or a share of the KV pool server's."""
+"""Where an engine's KV blocks come from: memory of its own, or a share of the keeper's."""
 
 from __future__ import annotations
 
@@ -10,77 +10,77 @@ from penstock.core.layout import KVLayout
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:  # an engine on its own needs neither msgspec nor xxhash
-    from penstock.transfer.kv_pool_client import KVPoolClaim, KVPoolClient
+    from penstock.transfer.keeper_client import KeeperClient, Place
     from penstock.transfer.records import Record
 
 
 @dataclass
-class KVPool:
+class Pool:
     """The blocks of one engine.
 
     Attributes:
         memory: has room for more blocks than are ours.
         blocks: ours, with nothing in them.
         inherited: ours too, with what a previous life computed, children before parents; not in `blocks`.
-        client: where blocks can be exchanged for others; None when nobody shares the memory.
+        keeper: where blocks can be exchanged for others; None when nobody shares the memory.
     """
 
     memory: PoolMemory
     blocks: list[int]
     inherited: list[Record] = field(default_factory=list)
-    client: KVPoolClient | None = None
+    keeper: KeeperClient | None = None
 
     def close(self) -> None:
         """Let go of everything."""
-        if self.client is not None:
-            self.client.close()
+        if self.keeper is not None:
+            self.keeper.close()
         else:
             self.memory.close()
 
 
 # (layout, quota in blocks) -> pool of that many, inherited ones included
-OpenPool = Callable[[KVLayout, int], KVPool]
+OpenPool = Callable[[KVLayout, int], Pool]
 
 
-def memfd_pool(layout: KVLayout, quota: int) -> KVPool:
+def private_pool(layout: KVLayout, quota: int) -> Pool:
     """A pool that ends with its process."""
-    return KVPool(PoolMemory.memfd(quota, layout.block_bytes), list(range(quota)))
+    return Pool(PoolMemory.private(quota, layout.block_bytes), list(range(quota)))
 
 
-def anonymous_pool(layout: KVLayout, quota: int) -> KVPool:
+def unshared_pool(layout: KVLayout, quota: int) -> Pool:
     """The same of memory that lies in one place only: no virtual range has its blocks."""
-    return KVPool(PoolMemory.anonymous(quota, layout.block_bytes), list(range(quota)))
+    return Pool(PoolMemory.unshared(quota, layout.block_bytes), list(range(quota)))
 
 
 @dataclass(frozen=True)
-class SharedPool:
-    """Opens the pool of one life of an instance, once, with the KV pool server. An `OpenPool`.
+class KeeperPool:
+    """Opens the pool of one life of an instance, once, with the keeper. An `OpenPool`.
 
     Calling it raises ConfigError, Unavailable.
     """
 
-    place: KVPoolClaim
+    place: Place
 
     @property
     def promised(self) -> int:
-        """Bytes that need not be free on this machine for a pool of that size; see `KVPoolClaim`."""
+        """Bytes that need not be free on this machine for a pool of that size; see `Place`."""
         return self.place.promised
 
-    def __call__(self, layout: KVLayout, quota: int) -> KVPool:
-        client = self.place.attach(layout, quota)
+    def __call__(self, layout: KVLayout, quota: int) -> Pool:
+        keeper = self.place.attach(layout, quota)
         try:
-            blocks = client.exchange([], quota - len(client.inherited))
+            blocks = keeper.exchange([], quota - len(keeper.inherited))
         except BaseException:
-            client.close()
+            keeper.close()
             raise
-        return KVPool(client.memory, blocks, client.inherited, client)
+        return Pool(keeper.memory, blocks, keeper.inherited, keeper)
 
 
-def shared_pool(path: str, instance: str, incarnation: int) -> SharedPool:
-    """A pool with the KV pool server at `path`, for one life of an instance. Raises Unavailable.
+def keeper_pool(path: str, instance: str, incarnation: int) -> KeeperPool:
+    """A pool with the keeper at `path`, for one life of an instance. Raises Unavailable.
 
     To be called before a model is loaded: what the life before left is kept from now on, however long loading takes.
     """
-    from penstock.transfer.kv_pool_client import KVPoolClaim
+    from penstock.transfer.keeper_client import Place
 
-    return SharedPool(KVPoolClaim(path, instance, incarnation))
+    return KeeperPool(Place(path, instance, incarnation))

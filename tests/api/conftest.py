@@ -130,7 +130,7 @@ class ScriptedFrontend:
         self.encoding_cancelled = asyncio.Event()
 
     def instance_states(self) -> list[dict[str, str]]:
-        return [{"name": "engine-0", "pool": "any", "state": "ready", "trouble": ""}]
+        return [{"name": "engine-0", "role": "any", "state": "ready", "trouble": ""}]
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.encoding_blocked:

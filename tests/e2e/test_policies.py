@@ -103,14 +103,14 @@ def test_xllm_moves_instances_loses_nothing_and_drains_what_waits_at_the_master(
     content = {
         "model": "demo",
         "engine": BUSY | {"slowdown": 4},
-        "instances": [{"pool": "prefill"}, {"pool": "decode", "count": 2}],
+        "instances": [{"role": "prefill"}, {"role": "decode", "count": 2}],
         "policy": "xllm",
     }
     with deployed(content) as up:
         model, load = send(up, 20, seed=4, prompts=(500, 1500), tokens=16)
         answered(up, model, load)
-        moves = [line for line in up.lines if " goes to pool " in line]
-        assert any("decode-" in line and "goes to pool prefill" in line for line in moves), "".join(up.lines[-60:])
+        moves = [line for line in up.lines if " changes to role " in line]
+        assert any("decode-" in line and "changes to role prefill" in line for line in moves), "".join(up.lines[-60:])
         assert up.metric("handoffs_total") > 0
         offline = [body | {"service_tier": "flex"} for body in bodies(model, 24, 5, (1400, 1500), 4)]
         load = Load(up.urls, offline)

@@ -121,7 +121,7 @@ class UpProcesses:
         return found
 
     def pids(self) -> dict[str, int]:
-        """Every process that runs now, by name: kv-pool, master, frontend-0, engine-0, ..."""
+        """Every process that runs now, by name: keeper, master, frontend-0, engine-0, ..."""
         return {name: pid for pid, (name, _) in self._told().items()}
 
     def settings(self, name: str) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class UpProcesses:
         return next(settings for known, settings in self._told().values() if known == name)
 
     @property
-    def kv_pool_path(self) -> Path:
-        return self.folder / "kv-pool"
+    def keeper_path(self) -> Path:
+        return self.folder / "keeper"
 
     def engine_address(self, name: str) -> str:
         """ZMQ endpoint of an engine."""
@@ -216,5 +216,5 @@ def colocated(count: int = 2, **top: Any) -> dict[str, Any]:
 
 def disaggregated(prefill: int = 1, decode: int = 1, kind: str = "shared", **top: Any) -> dict[str, Any]:
     """Demo engines, some for prompts and some for answers."""
-    instances = [{"pool": "prefill", "count": prefill}, {"pool": "decode", "count": decode}]
+    instances = [{"role": "prefill", "count": prefill}, {"role": "decode", "count": decode}]
     return {"model": "demo", "engine": DEMO, "instances": instances, "transport": {"kind": kind}} | top

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster import (
     ClusterView,
     Decision,
@@ -45,13 +45,13 @@ class Subject:
 
     Attributes:
         minds_memory: whether it never overfills an instance that has something to do.
-        minds_pools: whether it lets nobody read who only decodes, as long as others could.
+        minds_roles: whether it lets nobody read who only decodes, as long as others could.
         patience: seconds after which one that is passed over has its turn, if more come than can be served.
     """
 
     make: Callable[[], DispatchPolicy]
     minds_memory: bool = True
-    minds_pools: bool = True
+    minds_roles: bool = True
     patience: float = 5.0
 
 
@@ -61,18 +61,18 @@ SUBJECTS = {
     "scorpio": Subject(Scorpio),
     "aladdin": Subject(Aladdin),
     "annealing": Subject(Annealing),
-    "unified": Subject(Unified, minds_pools=False, patience=25.0),
+    "unified": Subject(Unified, minds_roles=False, patience=25.0),
 }
 
 
-def instance(name: str, pool: Pool = "any", **values) -> InstanceLoad:
+def instance(name: str, role: Role = "any", **values) -> InstanceLoad:
     default: dict[str, Any] = {"times": TIMES, "max_model_len": 65536, "num_blocks": 1024, "free_blocks": 1024}
-    return InstanceLoad(name=name, pool=pool, **(default | values))
+    return InstanceLoad(name=name, role=role, **(default | values))
 
 
 def linked(*instances: InstanceLoad) -> list[InstanceLoad]:
     """With links wherever there should be one."""
-    peers = {i.name: frozenset(o.name for o in instances if hands_over(i.pool, o.pool)) for i in instances}
+    peers = {i.name: frozenset(o.name for o in instances if hands_over(i.role, o.role)) for i in instances}
     return [replace(i, peers=peers[i.name]) for i in instances]
 
 
@@ -208,11 +208,11 @@ class ToyMaster:
         for load in (prefiller, home):
             assert one.tokens <= load.max_model_len, "too short for it"
             assert load.name not in one.exclude, "it was excluded"
-        if self.subject.minds_pools:
-            assert prefiller.pool != "decode" or all(i.pool == "decode" for i in able), "it only decodes"
+        if self.subject.minds_roles:
+            assert prefiller.role != "decode" or all(i.role == "decode" for i in able), "it only decodes"
         if decision.decode is not None:
             assert home.name in prefiller.peers, "not linked"
-            assert hands_over(prefiller.pool, home.pool), "the wrong pool"
+            assert hands_over(prefiller.role, home.role), "the wrong role"
         assert decision.prefill in decision.costs["prefill"], "what did it cost?"
         assert decision.decode is None or decision.decode in decision.costs["decode"], "what did it cost?"
         online = home.requests - home.offline_requests
@@ -235,23 +235,23 @@ class ToyMaster:
 
 @st.composite
 def clusters(draw) -> list[InstanceLoad]:
-    pools = draw(
+    roles = draw(
         st.sampled_from([["any"], ["any"] * 3, ["prefill", "decode"], ["prefill", "prefill", "decode", "decode"]])
         | st.lists(st.sampled_from(["any", "prefill", "decode"]), min_size=1, max_size=5)
     )
-    longest = draw(st.integers(0, len(pools) - 1))  # somebody can hold anything
+    longest = draw(st.integers(0, len(roles) - 1))  # somebody can hold anything
     return linked(
         *(
             instance(
-                f"{pool[0]}{i}",
-                pool,
+                f"{role[0]}{i}",
+                role,
                 times=StepTime(draw(st.sampled_from([TIMES.device, TIMES.device.slowed(2)])), TIMES.shape),
                 token_budget=draw(st.sampled_from([512, 8192])),
                 max_sequences=draw(st.sampled_from([2, 256])),
                 max_model_len=65536 if i == longest else draw(st.sampled_from([2048, 65536])),
                 num_blocks=draw(st.sampled_from([64, 1024])),
             )
-            for i, pool in enumerate(pools)
+            for i, role in enumerate(roles)
         )
     )
 

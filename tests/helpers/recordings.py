@@ -43,7 +43,7 @@ def an_afternoon(recorder: Recorder) -> None:
     outputs, and is handed over; the third is cancelled."""
     first = demand("one-0badc0de", arrived=9.99, ttft=0.5)
     busy = load("busy", requests=4, decoding=2, pending_tokens=4000, held_tokens=6000, free_at=10.3, idle_at=10.3)
-    free = load("free", pool="prefill", peers={"busy"}, unlinked={"far": "its layout is another"})
+    free = load("free", role="prefill", peers={"busy"}, unlinked={"far": "its layout is another"})
     view = ClusterView(now=10.0, instances=(busy, free), queue=(first,))
     costs = {"busy": 1.0, "free": 2.0}
     chosen = decision(first, "busy", costs=costs, predicted_ttft=0.4)
@@ -53,14 +53,14 @@ def an_afternoon(recorder: Recorder) -> None:
     for number, output in enumerate(outputs):
         recorder.held(10.1, output, f"two-0-12345678-{number}", "f", Later(at=10.15))
     for number, output in enumerate(outputs):
-        move = Move(name="free", pool="prefill", reason="it is needed there")
+        move = Move(name="free", role="prefill", reason="it is needed there")
         view = ClusterView(now=10.2, instances=(replace(busy, requests=5), free), queue=tuple(outputs[number:]))
         chosen = decision(output, "free", "busy", costs, moves=(move,))
         chosen = replace(chosen, reason="hand-off", costs={**chosen.costs, "decode": {"busy": 3.5}})
         recorder.moved(10.2, move)
         recorder.decided(10.2, view, output, f"two-0-12345678-{number}", "f", chosen)
     recorder.ended(10.45, "one-0badc0de", "f", outcome("one-0badc0de", ttft_ms=350.0))
-    recorder.moved(10.5, Move(name="busy", pool="decode", reason="it decodes"))
+    recorder.moved(10.5, Move(name="busy", role="decode", reason="it decodes"))
     for number in range(2):
         recorder.ended(11.0, f"two-0-12345678-{number}", "f", outcome(f"two-0-12345678-{number}"))
 

@@ -14,56 +14,43 @@ STATS = EngineStats(
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
 
 
-def ready(name="engine-0", life=1, pool="any", layout=LAYOUT, address="unix:/somewhere", **changes) -> Ready:
+def ready(name="engine-0", life=1, role="any", layout=LAYOUT, address="unix:/somewhere", **changes) -> Ready:
     values = {"max_model_len": 100, "vocab_size": 4096, "num_blocks": 4, "token_budget": 64} | changes
     values = {"device": "cpu", "dtype": "float32", "root_key": b"root"} | values
-    return Ready(peer=Peer(name, life, address), pool=pool, layout=layout, **values)
+    return Ready(peer=Peer(name, life, address), role=role, layout=layout, **values)
 
 
-def snapshot(life=1, sequence=1, pool="any", **changes) -> Snapshot:
-    counts = ("running", "waiting", "migrating", "waiting_tokens", "prefill_tokens", "running_tokens")
-    values = dict.fromkeys((*counts, "pool_generation", "free_blocks", "reserved_blocks", "num_blocks"), 0)
+def snapshot(life=1, sequence=1, role="any", **changes) -> Snapshot:
+    counts = ("running", "waiting", "leaving", "waiting_tokens", "prefill_tokens", "running_tokens")
+    values = dict.fromkeys((*counts, "role_generation", "free_blocks", "reserved_blocks", "num_blocks"), 0)
     values |= {"ttft_ms": None, "tpot_ms": None, "interval_ms": None, "factors": {}, "draining": False}
     values |= {"token_budget": 64}
-    return Snapshot(incarnation=life, sequence=sequence, pool=pool, **(values | changes))
+    return Snapshot(incarnation=life, sequence=sequence, role=role, **(values | changes))
 
 
 class ScriptedChannel:
-    """The other side of a channel. What it says arrives in the next turn of the event loop, once the channel is open.
-
-    Attributes:
-        silent: whether all that it said has arrived.
-    """
+    """A wire to an engine."""
 
     def __init__(self, name="engine-0", life=1) -> None:
         self.name, self.life = name, life
         self.sent: list = []
+        self.events: asyncio.Queue = asyncio.Queue()
         self.closed = False
-        self._said: list = []
-        self._handle = None
-
-    @property
-    def silent(self) -> bool:
-        return not self._said
-
-    def open(self, handle) -> None:
-        self._handle = handle
-        asyncio.get_running_loop().call_soon(self._arrive)
 
     def send(self, command) -> None:
         self.sent.append(command)
+
+    async def receive(self):
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
     def close(self) -> None:
         self.closed = True
 
     def say(self, event) -> None:
-        self._said.append(event)
-        if self._handle is not None:
-            asyncio.get_running_loop().call_soon(self._arrive)
-
-    def _arrive(self) -> None:
-        while self._said and not self.closed:
-            self._handle(self._said.pop(0))
+        self.events.put_nowait(event)
 
     def report(self, *outputs: TokenOutput) -> None:
         self.say(StepReport(self.life, list(outputs), STATS, 1))

@@ -20,7 +20,7 @@ def cluster(*instances: InstanceLoad, unlinked: set[tuple[str, str]] = frozenset
     """With links wherever there should be one."""
 
     def peers(i):
-        return frozenset(o.name for o in instances if hands_over(i.pool, o.pool) and (i.name, o.name) not in unlinked)
+        return frozenset(o.name for o in instances if hands_over(i.role, o.role) and (i.name, o.name) not in unlinked)
 
     return [InstanceLoad(**{**fields(i), "peers": peers(i)}) for i in instances]
 
@@ -29,8 +29,8 @@ def fields(instance: InstanceLoad) -> dict:
     return {name: getattr(instance, name) for name in InstanceLoad.__struct_fields__}
 
 
-def load(name, pool="any", **values) -> InstanceLoad:
-    return InstanceLoad(name=name, pool=pool, times=TIMES, max_model_len=100, **values)
+def load(name, role="any", **values) -> InstanceLoad:
+    return InstanceLoad(name=name, role=role, times=TIMES, max_model_len=100, **values)
 
 
 def place(policy, instances, demand=DEMAND, seed=0):
@@ -58,8 +58,8 @@ def test_least_loaded_counts_tokens_then_requests_then_draws_lots():
     assert decision.costs["prefill"] == {"a": 100.0, "b": 70.0}
     assert place("least-loaded", cluster(load("a", requests=2), load("b", requests=1))).prefill == "b"
     equal = cluster(load("a"), load("b"), load("c"))
-    sampled = Counter(place("least-loaded", equal, seed=i).prefill for i in range(60))
-    assert set(sampled) == {"a", "b", "c"}
+    drawn = Counter(place("least-loaded", equal, seed=i).prefill for i in range(60))
+    assert set(drawn) == {"a", "b", "c"}
     assert place("least-loaded", equal, seed=7) == place("least-loaded", equal, seed=7)
 
 
@@ -87,7 +87,7 @@ def test_a_copy_of_a_policy_that_was_asked_decides_alike(name):
 
 
 @pytest.mark.parametrize("policy", IMMEDIATE)
-def test_a_request_gets_one_of_each_pool(policy):
+def test_a_request_gets_one_of_each_role(policy):
     instances = cluster(*(load(f"p{i}", "prefill") for i in range(2)), *(load(f"d{i}", "decode") for i in range(2)))
     decision = place(policy, instances)
     assert (decision.prefill[0], decision.decode[0], decision.reason) == ("p", "d", "hand-off")
@@ -96,7 +96,7 @@ def test_a_request_gets_one_of_each_pool(policy):
 
 
 @pytest.mark.parametrize("policy", IMMEDIATE)
-def test_an_empty_pool_is_made_up_for_and_said(policy):
+def test_a_role_without_instances_is_made_up_for_and_said(policy):
     only_prefill = place(policy, cluster(load("p", "prefill")))
     assert (only_prefill.prefill, only_prefill.decode) == ("p", None)
     assert only_prefill.reason.startswith("no-decode: ")
@@ -138,10 +138,10 @@ def test_every_decision_can_be_carried_out(loads, unlinked, policy):
     by_name = {i.name: i for i in instances}
     decision = place(policy, instances)
     prefill = by_name[decision.prefill]
-    assert prefill.pool != "decode" or all(i.pool == "decode" for i in instances)
+    assert prefill.role != "decode" or all(i.role == "decode" for i in instances)
     if decision.decode is not None:
         decode = by_name[decision.decode]
         assert decision.decode in prefill.peers
-        assert hands_over(prefill.pool, decode.pool)
+        assert hands_over(prefill.role, decode.role)
     assert decision.prefill in decision.costs["prefill"]
     assert decision.policy == policy

@@ -1,4 +1,4 @@
-"""HFX's dispatch: maturity, budgets, urgency, and both stages of disaggregated pools."""
+"""HFX's dispatch: maturity, budgets, urgency, and both stages of a disaggregated cluster."""
 
 import random
 from math import inf
@@ -118,11 +118,11 @@ def test_one_that_is_larger_than_any_budget_goes_by_itself():
     assert placed["large"] not in {placed[f"s{i}"] for i in range(3)} | {"a"}, "alone, and where no decodes slow it"
 
 
-@pytest.mark.parametrize("pool", ["any", "prefill"])
-def test_an_idle_instance_takes_a_prompt_of_any_length_whatever_the_first_one_is(pool):
+@pytest.mark.parametrize("role", ["any", "prefill"])
+def test_an_idle_instance_takes_a_prompt_of_any_length_whatever_the_first_one_is(role):
     """Prompts are ranked by what they take on the first instance, which may be slower or faster."""
     slow = StepTime(TIMES.device.slowed(2), TIMES.shape)
-    loads = linked(instance("a", times=slow), instance("b", pool), instance("c", times=slow))
+    loads = linked(instance("a", times=slow), instance("b", role), instance("c", times=slow))
     for tokens in range(100, 60_000, 500):
         asked = demand("r", tokens, ttft=1.0, exclude=frozenset("a"))
         for order in (loads, loads[::-1]):
@@ -189,10 +189,10 @@ def test_offline_work_waits_until_nothing_is_to_be_prefilled_and_goes_to_whoever
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize(("tokens", "blocks"), [(1500, 128), (300, 32)])
-@pytest.mark.parametrize("pools", [["any", "any"], ["prefill", "decode"]])
-def test_no_class_starves_while_more_arrives_than_can_be_served(name, pools, tokens, blocks):
-    loads = linked(*(instance(f"{pool[0]}{i}", pool, num_blocks=blocks) for i, pool in enumerate(pools)))
-    both = pools == ["any", "any"] or not SUBJECTS[name].minds_pools
+@pytest.mark.parametrize("roles", [["any", "any"], ["prefill", "decode"]])
+def test_no_class_starves_while_more_arrives_than_can_be_served(name, roles, tokens, blocks):
+    loads = linked(*(instance(f"{role[0]}{i}", role, num_blocks=blocks) for i, role in enumerate(roles)))
+    both = roles == ["any", "any"] or not SUBJECTS[name].minds_roles
     # an instance holds five or six at once, each for a quarter of a second
     between = 0.015 if both else 0.03
     count = int((SUBJECTS[name].patience + 1) / between)

@@ -50,7 +50,7 @@ def test_nothing_changes_while_all_is_well(name):
 def test_a_queue_that_waits_asks_for_more_although_execution_keeps_up(name):
     changes = SCALERS[name]().decide(view(*any_(2), waiting=40, waited=0.9, ttft=1.0), FLEET)
     assert changes
-    assert all(isinstance(c, Start) and c.pool == "any" and c.reason for c in changes)
+    assert all(isinstance(c, Start) and c.role == "any" and c.reason for c in changes)
     assert [c.name for c in changes] == ["x0", "x1", "x2"][: len(changes)]
 
 
@@ -79,7 +79,7 @@ def test_hfx_is_silent_on_too_few_events_and_out_on_more_arrivals_than_completio
     assert not HFXScaling().decide(view(*any_(2, **BUSY), rates=few), FLEET)
     many = Rates(arrivals=60, completions=20)
     (change,) = HFXScaling().decide(view(*any_(2, **BUSY), rates=many), FLEET)
-    assert change == Start(name="x0", pool="any", reason="rho 3.00, w 0.00, least u 0.92")
+    assert change == Start(name="x0", role="any", reason="rho 3.00, w 0.00, least u 0.92")
 
 
 def test_hfx_does_not_shrink_when_the_work_fits_nowhere_else():
@@ -102,14 +102,14 @@ def test_hfx_switches_a_role_where_one_stage_has_too_many_and_the_other_too_few(
         changes = scaler.decide(view(*prefills, slow, now=float(second), rates=quiet), replace(FLEET, absent=[]))
         if changes:
             break
-    assert [(type(c), c.name, c.pool) for c in changes] == [(Move, "p0", "decode")]
+    assert [(type(c), c.name, c.role) for c in changes] == [(Move, "p0", "decode")]
 
 
 def test_a_queue_that_waits_for_decoders_does_not_make_more_prefillers():
     prefill = instance("p0", "prefill")
     slow = instance("d0", "decode", requests=200, held_tokens=64_000, decoding=200, tpot=0.001)
     changes = HFXScaling().decide(view(prefill, slow, waiting=9, waited=0.9, rates=Rates(arrivals=9)), FLEET)
-    assert [c.pool for c in changes] == ["decode"]
+    assert [c.role for c in changes] == ["decode"]
 
 
 def test_a_missed_prediction_asks_for_one_more():
@@ -139,22 +139,22 @@ def test_ours_remembers_a_burst_before_it_shrinks():
     prompt=st.floats(1.0, 4000.0),
     output=st.floats(1.0, 400.0),
     backlog=st.floats(0.0, 1e6),
-    pool=st.sampled_from(["any", "prefill", "decode"]),
+    role=st.sampled_from(["any", "prefill", "decode"]),
 )
-def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt, output, backlog, pool):
+def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt, output, backlog, role):
     traffic = Traffic(rate, prompt, output, 1.0, 0.05, backlog)
-    strains = [strain(pool, any_(1), traffic, count) for count in (1, 2, 3, 8)]
+    strains = [strain(role, any_(1), traffic, count) for count in (1, 2, 3, 8)]
     assert all(a >= b * (1 - 1e-6) for a, b in pairwise(strains))
-    if pool != "decode":
-        assert strain(pool, any_(1), dataclasses.replace(traffic, backlog=backlog + 1e5), 2) >= strains[1]
-    assert strain(pool, any_(1), dataclasses.replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
+    if role != "decode":
+        assert strain(role, any_(1), dataclasses.replace(traffic, backlog=backlog + 1e5), 2) >= strains[1]
+    assert strain(role, any_(1), dataclasses.replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
 
 
 @pytest.mark.parametrize("name", SCALERS)
 @given(seed=st.integers(0, 10**6))
 def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, seed):
     rng = random.Random(seed)
-    pools = rng.choice([["any"] * 3, ["prefill", "decode"], ["prefill", "prefill", "decode", "decode"]])
+    roles = rng.choice([["any"] * 3, ["prefill", "decode"], ["prefill", "prefill", "decode", "decode"]])
     one, two = SCALERS[name](), SCALERS[name]()
     now = 0.0
     for _ in range(30):
@@ -162,13 +162,13 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         loads = [
             instance(
                 f"i{i}",
-                pool,
+                role,
                 requests=(requests := rng.choice([0, 3, 200])),
                 held_tokens=requests * rng.choice([10, 300]),
                 decoding=requests,
                 tpot=rng.choice([0.001, 0.1, inf]),
             )
-            for i, pool in enumerate(pools)
+            for i, role in enumerate(roles)
         ]
         rates = Rates(
             arrivals=rng.choice([0, 30, 900]),
@@ -179,7 +179,7 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         )
         what = view(*loads, now=now, waiting=rng.choice([0, 0, 30]), waited=rng.choice([0.0, 0.9]), rates=rates)
         fleet = Fleet(
-            absent=["x0"], starting={"s": now + 1} if rng.random() < 0.2 else {}, least=2, most=len(pools) + 1
+            absent=["x0"], starting={"s": now + 1} if rng.random() < 0.2 else {}, least=2, most=len(roles) + 1
         )
         changes = one.decide(what, fleet)
         assert list(changes) == list(two.decide(what, fleet))
@@ -192,6 +192,6 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         if started:
             assert serving + len(started) <= fleet.most
         assert serving - len(stopped) >= fleet.least or not stopped
-        left = {i.name: i.pool for i in loads if i.name not in {c.name for c in stopped}}
-        left |= {c.name: c.pool for c in changes if isinstance(c, Move)}
-        assert set(left.values()) == set(pools), "a stage keeps somebody"
+        left = {i.name: i.role for i in loads if i.name not in {c.name for c in stopped}}
+        left |= {c.name: c.role for c in changes if isinstance(c, Move)}
+        assert set(left.values()) == set(roles), "a stage keeps somebody"

@@ -1,4 +1,4 @@
-"""xLLM: dispatch under predicted latency, pools that change, and offline work beside online."""
+"""xLLM: dispatch under predicted latency, roles that change, and offline work beside online."""
 
 import random
 from math import inf
@@ -15,7 +15,7 @@ from penstock.sched.cluster.colocation import (
     PASSED,
     Colocated,
     ColocatedRoles,
-    LatencyPools,
+    LatencyRoles,
     OnlineFirst,
     Separate,
 )
@@ -41,11 +41,11 @@ def prefilling(seconds, **values):
 
 
 def cluster(**loads):
-    """By name; "p..." are of pool prefill, "d..." decode, "a..." any. All are linked with all."""
-    pools = {"p": "prefill", "d": "decode", "a": "any"}
+    """By name; "p..." are of role prefill, "d..." decode, "a..." any. All are linked with all."""
+    roles = {"p": "prefill", "d": "decode", "a": "any"}
     peers = {name: frozenset(loads) - {name} for name in loads}
     return [
-        instance(name, pools[name[0]], peers=peers[name], num_blocks=8192, **({"free_blocks": 8192} | load))
+        instance(name, roles[name[0]], peers=peers[name], num_blocks=8192, **({"free_blocks": 8192} | load))
         for name, load in loads.items()
     ]
 
@@ -59,8 +59,8 @@ def decide(instances, *queue, policy=None):
 
 
 def moved(instances, moves):
-    pools = {move.name: move.pool for move in moves}
-    return [replace(i, pool=pools.get(i.name, i.pool)) for i in instances]
+    roles = {move.name: move.role for move in moves}
+    return [replace(i, role=roles.get(i.name, i.role)) for i in instances]
 
 
 class ElasticMaster(ToyMaster):
@@ -69,11 +69,11 @@ class ElasticMaster(ToyMaster):
     def _apply(self, now, decision):
         for move in decision.moves:
             machine = self.machines[move.name]
-            machine.load, machine.seen = replace(machine.load, pool=move.pool), None
+            machine.load, machine.seen = replace(machine.load, role=move.role), None
         super()._apply(now, decision)
 
     def _check(self, one, decision, prefiller, home):
-        super()._check(one, decision, replace(prefiller, pool="any") if decision.decode is None else prefiller, home)
+        super()._check(one, decision, replace(prefiller, role="any") if decision.decode is None else prefiller, home)
 
 
 def run(make, data) -> ElasticMaster:
@@ -97,8 +97,8 @@ def run(make, data) -> ElasticMaster:
 def test_places_everything_once_and_keeps_decoders(data):
     master = run(lambda: make_xllm()[0], data)
     for seen, answer in master.asked:
-        before = sum(i.pool == "decode" for i in seen.instances)
-        after = sum(i.pool == "decode" for i in moved(seen.instances, answer.moves))
+        before = sum(i.role == "decode" for i in seen.instances)
+        after = sum(i.role == "decode" for i in moved(seen.instances, answer.moves))
         assert after >= min(before, 2 if len(seen.instances) > 3 else 1)
 
 
@@ -119,7 +119,7 @@ def test_the_lightest_decoder_becomes_a_prefiller_when_prefillers_are_late():
     loads = {"d0": BUSY, "d1": BUSY | {"held_tokens": 10_000}, "d2": BUSY}
     decision = decide(cluster(p0=prefilling(0.9), **loads), online())
     assert decision.prefill == "d1"
-    assert [(move.name, move.pool) for move in decision.moves] == [("d1", "prefill")]
+    assert [(move.name, move.role) for move in decision.moves] == [("d1", "prefill")]
     assert decision.reason == "converted"
     # but not for who has no target
     assert decide(cluster(p0=prefilling(0.9), **loads), online(ttft=inf)).prefill == "p0"
@@ -141,7 +141,7 @@ def test_a_burst_turns_all_but_the_last_decoders_at_once(decoders, stay):
             replace(i, **prefilling(max(0.0, i.free_at - NOW) + 0.3)) if i.name == decision.prefill else i
             for i in moved(instances, decision.moves)
         ]
-    assert sum(i.pool == "decode" for i in instances) == stay
+    assert sum(i.role == "decode" for i in instances) == stay
 
 
 def test_nobody_leaves_decoders_that_cannot_do_without():
@@ -199,7 +199,7 @@ def test_a_prefiller_becomes_a_decoder_when_no_decoder_keeps_the_pace():
     loads = cluster(p0=prefilling(0.02), p1=BUSY | {"pending_tokens": 0}, d0=slow)
     decision = decide(loads, online(prompt_tokens=4000))
     assert (decision.prefill, decision.decode) == ("p0", "p1")
-    assert [(move.name, move.pool) for move in decision.moves] == [("p1", "decode")]
+    assert [(move.name, move.role) for move in decision.moves] == [("p1", "decode")]
     # unless the prefillers that stay would be late
     decision = decide(cluster(p0=prefilling(3.0), p1=BUSY, d0=slow), online(prompt_tokens=4000))
     assert not decision.moves
@@ -219,7 +219,7 @@ def test_instances_of_any_do_both():
 
 
 def names(moves):
-    return [(move.name, move.pool) for move in moves]
+    return [(move.name, move.role) for move in moves]
 
 
 def test_turning_is_having_work_of_the_other_pool():
@@ -268,7 +268,7 @@ def test_who_has_moved_stays_a_while_unless_a_target_is_missed():
     at = NOW + 0.01
     assert not roles.decide(view(instances, now=at))
     assert not roles.decide(view(instances, now=at + DWELL / 2))
-    missed = [replace(i, interval=2.0) if i.pool == "decode" else i for i in instances]
+    missed = [replace(i, interval=2.0) if i.role == "decode" else i for i in instances]
     assert names(roles.decide(view(missed, now=at + DWELL / 2))) == [("d0", "decode")]
 
 
@@ -283,7 +283,7 @@ def test_a_decoder_with_nothing_online_prefills_offline_prompts():
 
 # --- offline beside online
 
-COLOCATIONS = {"separate": Separate, "online-first": OnlineFirst, "xllm": LatencyPools}
+COLOCATIONS = {"separate": Separate, "online-first": OnlineFirst, "xllm": LatencyRoles}
 
 
 def offline_work(*lengths):
@@ -365,24 +365,24 @@ def test_online_first_leaves_the_gaps_to_offline_work():
 
 def test_offline_prompts_are_prefilled_by_relaxed_instances_in_gaps():
     work = offline_work(2000)
-    decision = LatencyPools().decide(view(cluster(p0=prefilling(0.1), p1=BUSY, d0={}), offline=work))
+    decision = LatencyRoles().decide(view(cluster(p0=prefilling(0.1), p1=BUSY, d0={}), offline=work))
     assert decision.prefill == "p1"
-    later = LatencyPools().decide(view(cluster(p0=prefilling(0.1), p1=prefilling(0.1), d0={}), offline=work))
+    later = LatencyRoles().decide(view(cluster(p0=prefilling(0.1), p1=prefilling(0.1), d0={}), offline=work))
     assert isinstance(later, Later)
-    assert isinstance(LatencyPools().decide(view(cluster(p0={}, d0={}), [online()], work)), Later)
+    assert isinstance(LatencyRoles().decide(view(cluster(p0={}, d0={}), [online()], work)), Later)
 
 
 def test_a_strict_instance_pulls_while_it_keeps_the_strictest_target():
     work, roomy = offline_work(2000), BUSY
-    decision = LatencyPools().decide(view(cluster(p0={}, d0=roomy, d1=BUSY | {"held_tokens": 90_000}), offline=work))
+    decision = LatencyRoles().decide(view(cluster(p0={}, d0=roomy, d1=BUSY | {"held_tokens": 90_000}), offline=work))
     assert (decision.prefill, decision.decode, decision.reason) == ("p0", "d0", "offline-pulled")
     tight = BUSY | {"tpot": 0.004}
-    decision = LatencyPools().decide(view(cluster(p0={}, d0=tight, d1=tight), offline=work))
+    decision = LatencyRoles().decide(view(cluster(p0={}, d0=tight, d1=tight), offline=work))
     assert (decision.prefill, decision.decode, decision.reason) == ("p0", None, "offline-relaxed")
 
 
 def test_a_target_is_remembered_after_its_sequences_have_gone():
-    colocation, tight = LatencyPools(), cluster(p0={}, d0=BUSY | {"tpot": 0.004})
+    colocation, tight = LatencyRoles(), cluster(p0={}, d0=BUSY | {"tpot": 0.004})
     colocation.decide(view(tight, offline=offline_work(2000)))
     later = cluster(p0={}, d0={"requests": 20, "offline_requests": 20, "held_tokens": 20_000})
     assert colocation.decide(view(later, offline=offline_work(2000), now=NOW + 1)).decode is None
@@ -395,12 +395,12 @@ def test_offline_sequences_move_a_batch_toward_the_balance(held_per_sequence, ch
     strict = {"requests": 450, "decoding": 450, "held_tokens": 450 * held_per_sequence, "tpot": 1.0}
     large = {"max_sequences": 1024, "num_blocks": 100_000, "free_blocks": 100_000}
     instances = [replace(i, **large) for i in cluster(p0={}, d0=strict)]
-    decision = LatencyPools().decide(view(instances, offline=offline_work(3000, 300, 9000)))
+    decision = LatencyRoles().decide(view(instances, offline=offline_work(3000, 300, 9000)))
     assert decision.key == ("f", chosen)
 
 
 def test_the_oldest_is_not_passed_over_for_ever():
-    colocation, instances = LatencyPools(), cluster(p0={}, d0=BUSY)
+    colocation, instances = LatencyRoles(), cluster(p0={}, d0=BUSY)
     taken = []
     for number in range(PASSED + 1):
         work = [demand("long", 20_000, offline=True), demand(f"short{number}", 100, offline=True)]

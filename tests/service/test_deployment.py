@@ -31,7 +31,7 @@ def test_the_smallest_file_takes_every_default():
     deployment = read(SMALLEST)
     (group,) = deployment.groups
     assert group.instances == ["engine-0", "engine-1"]
-    assert (group.pool, group.device, group.options["max_num_seqs"]) == ("any", "cpu", 128)
+    assert (group.role, group.device, group.options["max_num_seqs"]) == ("any", "cpu", 128)
     assert deployment.names == ["demo"]
     assert deployment.server["port"] == 8000
     assert deployment.server["drain_timeout"] == 30
@@ -55,15 +55,15 @@ seed: 5
 limits: {max-queued-requests: 9, drain-timeout: 3}
 engine: {device: "modelled:h200", max-num-seqs: 7, noise: 0}
 instances:
-  - {pool: prefill, count: 2, max-num-seqs: 8, enable-prefix-caching: no}
-  - {name: writers, pool: decode, kv-blocks: 64, geometry: qwen3-8b}
+  - {role: prefill, count: 2, max-num-seqs: 8, enable-prefix-caching: no}
+  - {name: writers, role: decode, kv-blocks: 64, geometry: qwen3-8b}
 policy: round_robin
 priorities: [{priority: 0, ttft-ms: [100, 200], tpot-ms: [20, 20]}]
 transport:
   kind: tcp
   lease: 2.5
   faults: {drop: 0.5, only: [Push, Commit], partition: {after: 3}}
-kv-pool: {orphans: 7}
+keeper: {orphans: 7}
 restart: {backoff: 0.1, limit: 0}
 """
     )
@@ -104,10 +104,10 @@ def test_a_policy_says_what_is_linked_and_how_engines_pace_their_steps():
         "slack",
     )
     assert told(SMALLEST + "engine: {scheduling-policy: fcfs}") == ("unified", True, "fcfs")
-    pools = "model: demo\ninstances: [{pool: prefill}, {pool: decode, scheduling-policy: slack}]\n"
-    assert told(pools) == ("least_loaded", True, "fcfs")
-    assert read(pools).groups[1].options["scheduling_policy"] == "slack"
-    assert read(pools + "policy: unified").warnings == ("policy: unified does not look at pools",)
+    roles = "model: demo\ninstances: [{role: prefill}, {role: decode, scheduling-policy: slack}]\n"
+    assert told(roles) == ("least_loaded", True, "fcfs")
+    assert read(roles).groups[1].options["scheduling_policy"] == "slack"
+    assert read(roles + "policy: unified").warnings == ("policy: unified does not look at roles",)
 
 
 def test_a_flag_goes_before_the_file():
@@ -164,7 +164,8 @@ def test_an_anchor_and_a_blank_value_are_fine():
             SMALLEST + "    max-num-seq: 1",
             "up.yaml:4: instances[0].max-num-seq: no such setting, did you mean max-num-s",
         ),
-        (SMALLEST + "    pool: both", "up.yaml:4: instances[0].pool: 'both', allowed is any, prefill, decode"),
+        (SMALLEST + "    pool: any", "up.yaml:4: instances[0].pool: it is called role now"),
+        (SMALLEST + "    role: both", "up.yaml:4: instances[0].role: 'both', allowed is any, prefill, decode"),
         (
             SMALLEST + "    device: tpu",
             "up.yaml:4: instances[0].device: 'tpu', allowed is cpu, cuda, cuda:N, modelled:",
@@ -173,12 +174,9 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "    name: Über", "up.yaml:4: instances[0].name: 'Über', allowed are up to 32 small letters"),
         (SMALLEST + "    name: master", "up.yaml:4: instances[0].name: 'master', allowed are"),
         (SMALLEST + "  - count: 1", "up.yaml:4: instances[1]: a second group called 'engine'"),
-        (SMALLEST + "    pool: decode", "up.yaml:4: instances[0].pool: 'decode', allowed only beside"),
-        (SMALLEST + "    pool: prefill", "up.yaml:4: instances[0].pool: 'prefill', allowed only beside"),
-        (
-            SMALLEST + "engine: {device: cuda}\nkv-pool: {}",
-            "up.yaml:5: kv-pool: a KV pool server holds blocks in the host's",
-        ),
+        (SMALLEST + "    role: decode", "up.yaml:4: instances[0].role: 'decode', allowed only beside"),
+        (SMALLEST + "    role: prefill", "up.yaml:4: instances[0].role: 'prefill', allowed only beside"),
+        (SMALLEST + "engine: {device: cuda}\nkeeper: {}", "up.yaml:5: keeper: a keeper holds blocks in the host's"),
         (SMALLEST + "    device: cuda", "up.yaml:4: instances[0].device: the shares of cuda:0 add up to 1.8"),
         (
             SMALLEST + "  - {name: b, device: 'modelled:h200'}",
@@ -212,13 +210,13 @@ def test_a_mistake_has_its_line_key_value_and_what_is_allowed(text, says):
 
 
 def test_all_mistakes_are_told_in_the_order_of_the_file():
-    text = "model: demo\nport: x\ninstances:\n  - count: 0\n    dtype: int3\n  - pool: decode\nrestart: {limt: 3}\n"
+    text = "model: demo\nport: x\ninstances:\n  - count: 0\n    dtype: int3\n  - role: decode\nrestart: {limt: 3}\n"
     assert [line.split(" ")[0] for line in mistakes(text)] == ["up.yaml:2:", "up.yaml:4:", "up.yaml:5:", "up.yaml:7:"]
 
 
 words = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
 trees = st.recursive(words, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=10)
-sections = st.sampled_from(["instances", "limits", "transport", "engine", "kv-pool", "port", "model", "api-key"])
+sections = st.sampled_from(["instances", "limits", "transport", "engine", "keeper", "port", "model", "api-key"])
 
 
 @given(st.dictionaries(sections, trees))

@@ -30,8 +30,8 @@ def _handlers_as_before():
         signal.signal(number, handler)
 
 
-def shell(name, script, role="frontend", **more):
-    return Program(name=name, role=role, command=("/bin/sh", "-c", script), **more)
+def shell(name, script, kind="frontend", **more):
+    return Program(name=name, kind=kind, command=("/bin/sh", "-c", script), **more)
 
 
 def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None):
@@ -107,17 +107,17 @@ def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
 
 
 def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
-    path, order = tmp_path / "kv-pool", tmp_path / "order"
+    path, order = tmp_path / "keeper", tmp_path / "order"
     path.touch()  # left by an earlier life, and worth nothing
-    server = shell("kv-pool", f"sleep 0.2; echo kv-pool >> {order}; touch {path}; {STAY}", "kv_pool", socket=path)
-    user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="kv-pool")
+    keeper = shell("keeper", f"sleep 0.2; echo keeper >> {order}; touch {path}; {STAY}", "keeper", socket=path)
+    user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="keeper")
 
     def drive():
         until(lambda: len(lines(order)) == 2)
         terminate()
 
-    assert launch([server, user], drive) == 0
-    assert lines(order) == ["kv-pool", "user"]
+    assert launch([keeper, user], drive) == 0
+    assert lines(order) == ["keeper", "user"]
 
 
 def test_an_engine_is_told_over_the_wire(tmp_path):
@@ -131,7 +131,7 @@ router.bind({address!r})
 pathlib.Path({str(heard)!r}).write_bytes(b"")
 pathlib.Path({str(heard)!r}).write_bytes(router.recv_multipart()[-1])
 """
-    engine = Program(name="engine-0", role="engine", command=(sys.executable, "-c", code), address=address)
+    engine = Program(name="engine-0", kind="engine", command=(sys.executable, "-c", code), address=address)
 
     def drive():
         until(heard.exists)
@@ -181,7 +181,7 @@ def settings(deployment):
     finally:
         for listener in listeners:
             listener.close()
-    assert all(p.command[:3] == (sys.executable, "-m", f"penstock.cli.{p.role}") for p in programs)
+    assert all(p.command[:3] == (sys.executable, "-m", f"penstock.cli.{p.kind}") for p in programs)
     return {p.name: json.loads(p.command[3]) for p in programs}, {p.name: p for p in programs}, ports
 
 
@@ -191,21 +191,21 @@ model: demo
 seed: 3
 frontends: 2
 log-format: json
-instances: [{pool: prefill}, {pool: decode, count: 2}]
+instances: [{role: prefill}, {role: decode, count: 2}]
 transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
 """
     told, programs, ports = settings(parse("up.yaml", text, TABLES))
-    assert list(told) == ["kv-pool", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
+    assert list(told) == ["keeper", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
     assert all(t["parent"] == os.getpid() and t["log_format"] == "json" for t in told.values())
-    assert told["kv-pool"]["path"] == told["decode-1"]["kv_pool"] == "/run/p/kv-pool"
-    assert programs["kv-pool"].socket == Path("/run/p/kv-pool")
+    assert told["keeper"]["path"] == told["decode-1"]["keeper"] == "/run/p/keeper"
+    assert programs["keeper"].socket == Path("/run/p/keeper")
     engine = told["decode-1"]
-    assert (engine["name"], engine["pool"], engine["lease_s"], engine["options"]["n"]) == ("decode-1", "decode", 2, 2)
+    assert (engine["name"], engine["role"], engine["lease_s"], engine["options"]["n"]) == ("decode-1", "decode", 2, 2)
     assert engine["address"] == programs["decode-1"].address == "ipc:///run/p/decode-1"
     assert (programs["decode-1"].socket, programs["master"].socket) == (Path("/run/p/decode-1"), Path("/run/p/master"))
     faults = {"drop": 0.1, "only": ["Push"]}
     assert engine["transport"] == {"kind": "shared", "address": "unix:/run/p/decode-1.transport", "faults": faults}
-    instances = [{key: told[n][key] for key in ("name", "address", "pool")} for n in list(told)[1:4]]
+    instances = [{key: told[n][key] for key in ("name", "address", "role")} for n in list(told)[1:4]]
     assert told["master"]["instances"] == told["frontend-1"]["instances"] == instances
     assert told["master"]["address"] == told["frontend-0"]["master"]
     server = told["frontend-1"]["server"]
@@ -220,15 +220,15 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
 
 
 def test_tcp_takes_a_free_port():
-    text = "model: demo\ninstances: [{pool: prefill}, {pool: decode}]\ntransport: {kind: tcp}"
+    text = "model: demo\ninstances: [{role: prefill}, {role: decode}]\ntransport: {kind: tcp}"
     told, _, _ = settings(parse("up.yaml", text, TABLES))
     assert told["decode-0"]["transport"] == {"kind": "tcp", "address": "tcp:127.0.0.1:0", "faults": None}
 
 
-def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
+def test_on_a_gpu_there_is_no_keeper_and_no_transport():
     told, programs, _ = settings(parse("up.yaml", "model: demo\ninstances: [{device: cuda}]", TABLES))
     assert list(told) == ["engine-0", "master", "frontend-0"]
-    assert told["engine-0"]["kv_pool"] is None
+    assert told["engine-0"]["keeper"] is None
     assert told["engine-0"]["transport"] is None
     assert programs["engine-0"].needs is None
 

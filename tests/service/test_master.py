@@ -21,12 +21,12 @@ from tests.helpers.scripted import LAYOUT, ready, snapshot
 
 
 class Cluster:
-    """A master with instances that are named after their pools: p0, d1, a0."""
+    """A master with instances that are named after their roles: p0, d1, a0."""
 
-    POOLS = {"p": "prefill", "d": "decode", "a": "any"}  # noqa: RUF012
+    ROLES = {"p": "prefill", "d": "decode", "a": "any"}  # noqa: RUF012
 
     def __init__(self, *names, policy="least-loaded", **changes):
-        endpoints = [Endpoint(n, f"ipc://{n}", self.POOLS[n[0]]) for n in names]
+        endpoints = [Endpoint(n, f"ipc://{n}", self.ROLES[n[0]]) for n in names]
         self.master = Master(endpoints, Policies(dispatch=DISPATCH[policy]()), random.Random(0), incarnation=7)
         self.now, self.count = 0.0, 0
         self.started = {name: self.start(name, **changes) for name in names}
@@ -35,10 +35,10 @@ class Cluster:
         return [a for a in self.master.tick(self.now, FromEngine(name, event)) if not isinstance(a, Notice)]
 
     def start(self, name, life=1, **changes):
-        return self.engine(name, ready(name, life, self.POOLS[name[0]], **changes))
+        return self.engine(name, ready(name, life, self.ROLES[name[0]], **changes))
 
     def snap(self, name, sequence=1, life=1, **values):
-        self.engine(name, snapshot(life, sequence, self.POOLS[name[0]], **values))
+        self.engine(name, snapshot(life, sequence, self.ROLES[name[0]], **values))
 
     def frontend(self, message, name="f"):
         actions = self.master.tick(self.now, FromFrontend(name, message))
@@ -206,7 +206,7 @@ def test_the_index_follows_the_caches_for_policies_that_look_at_it():
     assert cluster.master.index.match(keys) == {}
 
 
-def test_an_instance_that_moves_to_another_pool_is_connected_anew():
+def test_an_instance_whose_role_changes_is_connected_anew():
     cluster = Cluster("p0", "d0")
     moved = snapshot(1, 1, "prefill")
     assert cluster.engine("d0", moved) == []
@@ -273,9 +273,9 @@ class Days(RuleBasedStateMachine):
     def snap(self, name, sequence, tokens):
         self.cluster.snap(name, sequence, self.lives.get(name, 1), running_tokens=tokens, waiting_tokens=tokens)
 
-    @rule(name=names, sequence=st.integers(1, 5), pool=st.sampled_from(["any", "prefill", "decode"]))
-    def move(self, name, sequence, pool):
-        self.cluster.engine(name, snapshot(self.lives.get(name, 1), sequence, pool))
+    @rule(name=names, sequence=st.integers(1, 5), role=st.sampled_from(["any", "prefill", "decode"]))
+    def move(self, name, sequence, role):
+        self.cluster.engine(name, snapshot(self.lives.get(name, 1), sequence, role))
 
     @rule(source=names, other=names)
     def break_link(self, source, other):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.core.wire.engine import SetPool
+from penstock.core.wire.engine import SetRole
 from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
@@ -15,7 +15,7 @@ from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master
 from tests.helpers.scripted import ready, snapshot
 
-POOLS = {"colocated": ["any"] * 3, "pools": ["prefill", "decode", "decode"]}
+ROLES = {"colocated": ["any"] * 3, "roles": ["prefill", "decode", "decode"]}
 ENGINE = {
     **{"max_model_len": 4000, "num_blocks": 200, "token_budget": 512, "max_sequences": 8},
     **{"device_model": DEVICES["h200"], "shape": GEOMETRIES["qwen3-8b"]},
@@ -33,20 +33,20 @@ STEP = 0.05  # seconds
 class Days:
     """Instances read 200 prompt tokens and draw 2 in every step."""
 
-    def __init__(self, policy, pools, seed):
+    def __init__(self, policy, roles, seed):
         self.rng = random.Random(seed)
-        self.pools = {f"{pool}-{i}": pool for i, pool in enumerate(pools)}
+        self.roles = {f"{role}-{i}": role for i, role in enumerate(roles)}
         bounds = {p: Bounds(ttft=Range(0.1, 0.5), tpot=Range(0.01, 0.05)) for p in (0, 5)}
         policies = BUNDLES[policy].make(Circumstances(priorities=bounds))
-        endpoints = [Endpoint(name, "", pool) for name, pool in self.pools.items()]
+        endpoints = [Endpoint(name, "", role) for name, role in self.roles.items()]
         self.master = Master(endpoints, policies, random.Random(seed), 1)
         self.now, self.life, self.asked = 0.0, 1, 0
         self.lives: dict[str, int] = {}
-        self.told: dict[str, tuple[str, int]] = {}  # instance -> pool and generation
-        self.sequence = dict.fromkeys(self.pools, 0)
+        self.told: dict[str, tuple[str, int]] = {}  # instance -> role and generation
+        self.sequence = dict.fromkeys(self.roles, 0)
         self.places: dict[str, Place] = {}  # without an answer
         self.running: dict[str, list] = {}  # id -> lives, tokens to read, tokens to draw, times
-        for name in self.pools:
+        for name in self.roles:
             self.start(name)
 
     def did(self, happening=None):
@@ -55,8 +55,8 @@ class Days:
         for action in actions:
             if isinstance(action, ToFrontend):
                 self.hear(action.message)
-            elif isinstance(action, ToEngine) and isinstance(action.command, SetPool):
-                self.told[action.name] = (action.command.pool, action.command.generation)
+            elif isinstance(action, ToEngine) and isinstance(action.command, SetRole):
+                self.told[action.name] = (action.command.role, action.command.generation)
 
     def hear(self, message):
         if isinstance(message, NoPlace):
@@ -77,8 +77,8 @@ class Days:
 
     def start(self, name):
         self.life += 1
-        self.lives[name], self.told[name] = self.life, (self.pools[name], 0)
-        self.did(FromEngine(name, ready(name, self.life, self.pools[name], **ENGINE)))
+        self.lives[name], self.told[name] = self.life, (self.roles[name], 0)
+        self.did(FromEngine(name, ready(name, self.life, self.roles[name], **ENGINE)))
 
     def die(self, name):
         if self.lives.pop(name, None) is None:
@@ -126,35 +126,35 @@ class Days:
             self.sequence[name] += 1
             here = [s for s in self.running.values() if s[0][-1 if not s[1] else 0].name == name]
             held = sum(-(-s[1] // 64) + 1 for s in here)
-            pool, generation = self.told[name]
+            role, generation = self.told[name]
             counts = {
                 "running": len(here),
                 "prefill_tokens": sum(s[1] for s in here),
                 "free_blocks": 200 - min(200, held),
             }
-            said = snapshot(life, self.sequence[name], pool, pool_generation=generation, num_blocks=200, **counts)
+            said = snapshot(life, self.sequence[name], role, role_generation=generation, num_blocks=200, **counts)
             self.did(FromEngine(name, said))
         self.did()
 
 
-@pytest.mark.parametrize("shape", POOLS)
+@pytest.mark.parametrize("shape", ROLES)
 @pytest.mark.parametrize("policy", STEADY)
 def test_whatever_happens_everything_gets_its_place(policy, shape):
     for seed in range(3):
-        days = Days(policy, POOLS[shape], seed)
+        days = Days(policy, ROLES[shape], seed)
         for _ in range(60):
             for _ in range(days.rng.randrange(3)):
                 days.ask()
             what = days.rng.random()
             if what < 0.05:
-                days.die(days.rng.choice(list(days.pools)))
+                days.die(days.rng.choice(list(days.roles)))
             elif what < 0.3:
-                for name in days.pools.keys() - days.lives.keys():
+                for name in days.roles.keys() - days.lives.keys():
                     days.start(name)
             elif what < 0.4:
                 days.cancel()
             days.step()
-        for name in days.pools.keys() - days.lives.keys():
+        for name in days.roles.keys() - days.lives.keys():
             days.start(name)
         for _ in range(2000):
             if not days.places and not days.running:

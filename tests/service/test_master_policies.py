@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetPool
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole
 from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
@@ -243,32 +243,32 @@ def test_what_lies_below_a_device_is_a_hit_that_is_to_be_loaded():
 def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
     roles = Scripted()
     cluster = Cluster("a", "b", roles=roles)
-    roles.changes = [Move(name="a", pool="decode", reason="because")]
-    assert cluster.did() == [ToEngine("a", SetPool(1, "decode", 1))]
+    roles.changes = [Move(name="a", role="decode", reason="because")]
+    assert cluster.did() == [ToEngine("a", SetRole(1, "decode", 1))]
     cluster.place()
-    assert cluster.policy.seen[-1].instances[0].pool == "decode"
+    assert cluster.policy.seen[-1].instances[0].role == "decode"
     assert ("moved", "a") in cluster.recorder.told
     # a report from before it heard, which is told again, and one from after
-    assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetPool(1, "decode", 1))]
-    assert cluster.engine("a", snapshot(1, 2, "decode", pool_generation=1)) == []
+    assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetRole(1, "decode", 1))]
+    assert cluster.engine("a", snapshot(1, 2, "decode", role_generation=1)) == []
     cluster.engine("a", ChannelLost("gone"))
     again = cluster.engine("a", ready("a", 2))
-    assert ToEngine("a", SetPool(2, "decode", 1)) in again
-    cluster.policy.moves = [Move(name="b", pool="prefill", reason="at dispatch")]
-    assert ToEngine("b", SetPool(1, "prefill", 1)) in cluster.place("s")
+    assert ToEngine("a", SetRole(2, "decode", 1)) in again
+    cluster.policy.moves = [Move(name="b", role="prefill", reason="at dispatch")]
+    assert ToEngine("b", SetRole(1, "prefill", 1)) in cluster.place("s")
 
 
 def test_a_new_master_counts_on_from_where_its_predecessor_was():
     """An engine passes over what an older decision was about."""
     roles = Scripted()
     cluster = Cluster("a", roles=roles)
-    assert cluster.engine("a", snapshot(1, 1, "any", pool_generation=6)) == []
-    roles.changes = [Move(name="a", pool="decode", reason="because")]
-    assert cluster.did() == [ToEngine("a", SetPool(1, "decode", 7))]
-    assert cluster.engine("a", snapshot(1, 2, "any", pool_generation=6)) == [ToEngine("a", SetPool(1, "decode", 7))]
+    assert cluster.engine("a", snapshot(1, 1, "any", role_generation=6)) == []
+    roles.changes = [Move(name="a", role="decode", reason="because")]
+    assert cluster.did() == [ToEngine("a", SetRole(1, "decode", 7))]
+    assert cluster.engine("a", snapshot(1, 2, "any", role_generation=6)) == [ToEngine("a", SetRole(1, "decode", 7))]
 
 
-def test_where_pools_change_all_are_linked_with_all():
+def test_where_roles_change_all_are_linked_with_all():
     cluster = Cluster("a", roles=Scripted())
     told = cluster.engine("b", ready("b")) if "b" in cluster.master.states(0.0) else []
     assert told == []  # it does not know b
@@ -280,7 +280,7 @@ def test_where_pools_change_all_are_linked_with_all():
 def test_instances_are_started_and_drained_before_they_stop():
     scaling = Scripted()
     cluster = Cluster("a", scaling=scaling, standby=["b"])
-    scaling.changes = [Start(name="b", pool="any", reason="busy")]
+    scaling.changes = [Start(name="b", role="any", reason="busy")]
     assert cluster.did() == [StartInstance("b", "any")]
     cluster.now = 1.0
     cluster.did()

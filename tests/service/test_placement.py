@@ -25,8 +25,8 @@ def place(request_id="r", **changes):
     return Place(request_id, 10, 10, [], **changes)
 
 
-def make_pump(*pools):
-    names = [f"{pool}-{i}" for i, pool in enumerate(pools)]
+def make_pump(*roles):
+    names = [f"{role}-{i}" for i, role in enumerate(roles)]
     channels = {name: ScriptedChannel(name) for name in names}
     endpoints = [Endpoint(n, "", n.split("-")[0]) for n in names]
     master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
@@ -235,7 +235,7 @@ def test_an_answer_to_an_earlier_question_is_none():
         channel.say(Placed("nobody", 0, ready("a").peer))
         channel.say(Placed("r", 1, ready("b").peer))
         channel.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
-        await until(lambda: channel.silent)
+        await until(channel.events.empty)
         assert asked.answers["r"].prefill.name == "b"
         assert list(asked.answers) == ["r"]
         await placement.close()

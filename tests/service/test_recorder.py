@@ -66,7 +66,7 @@ def test_whoever_writes_sees_each_entry_once_and_is_told_what_has_gone():
 def test_everything_comes_back_as_it_was():
     recorder = Recorder()
     an_afternoon(recorder)
-    recorder.moved(12.0, Start(name="new", pool="any", reason="the queue is long"))
+    recorder.moved(12.0, Start(name="new", role="any", reason="the queue is long"))
     recorder.moved(13.0, Stop(name="busy", reason="nobody comes"))
     again = recorded(*recorder.entries)
     assert again == list(recorder.entries)
@@ -98,7 +98,7 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
     entries, known, waiting = [], {}, []
     for now in range(data.draw(st.integers(1, 5))):
         for name in data.draw(st.sets(st.sampled_from(names))):
-            given_values = data.draw(values(InstanceLoad, {"name", "pool", "times", "peers", "unlinked"}))
+            given_values = data.draw(values(InstanceLoad, {"name", "role", "times", "peers", "unlinked"}))
             factors = data.draw(st.dictionaries(st.sampled_from(["gemm", "overhead"]), st.floats(0.5, 2)))
             known[name] = InstanceLoad(
                 name=name,

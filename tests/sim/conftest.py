@@ -15,7 +15,7 @@ def scenario(tmp_path):
         slo: {ttft-ms: 100, tpot-ms: 20}
         engine: {max-model-len: 2048, max-num-seqs: 16}
         instances: [{count: 2}]
-        layouts: {split: [{pool: prefill}, {pool: decode}]}
+        layouts: {split: [{role: prefill}, {role: decode}]}
         """)
     )
     return file

@@ -9,8 +9,8 @@ from penstock.sim.simulate import simulate
 
 SPLIT = """
 instances:
-  - {pool: prefill, count: 2}
-  - {pool: decode, count: 2}
+  - {role: prefill, count: 2}
+  - {role: decode, count: 2}
 """
 COLOCATED = """
 instances:

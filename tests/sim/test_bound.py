@@ -23,7 +23,7 @@ def group(count=1, device="l4", *, blocks=600, budget=2048, sequences=64, cache=
     return Group(
         name="engine",
         count=count,
-        pool="any",
+        role="any",
         device=f"modelled:{device}",
         geometry="llama-3.1-8b",
         times=StepTime(DEVICES[device], GEOMETRIES["llama-3.1-8b"]),

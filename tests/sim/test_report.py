@@ -69,9 +69,9 @@ def test_a_run_has_every_figure(split_run):
     assert [caption for caption in page.captions if caption in wanted] == wanted
     assert "&lt;b&gt;.yaml: least_loaded at" in page.text
     assert "<b>.yaml" not in page.text
-    for pool in ("prefill", "decode"):
+    for role in ("prefill", "decode"):
         assert any(
-            tag == "rect" and value.split()[0] == pool for tag, name, value in page.attributes if name == "class"
+            tag == "rect" and value.split()[0] == role for tag, name, value in page.attributes if name == "class"
         )
     assert any("target 400 ms" in title for title in page.titles)
     assert f"{split_run['attainment']:.1%}" in page.text

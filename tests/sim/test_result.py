@@ -129,15 +129,15 @@ def test_what_waits_for_a_place_has_come_and_was_not_sent():
     assert without_place(these, ~these.offline, [0.0, 0.5, 1.0, 2.0, 4.0, 5.0, 9.0]) == [1, 1, 2, 1, 2, 1, 1]
 
 
-def test_the_timeline_counts_instances_by_pool():
+def test_the_timeline_counts_instances_by_role():
     samples = [
         (0.0, {"a": Sample("prefill", 1, 2, 3), "b": Sample("decode")}),
         (1.0, {"a": Sample("decode"), "b": Sample(None)}),
     ]
     timeline = summarise(account([], 2.0, samples))["timeline"]
-    assert timeline["pools"] == {"decode": [1, 1], "prefill": [1, 0]}
+    assert timeline["roles"] == {"decode": [1, 1], "prefill": [1, 0]}
     assert timeline["instances"]["a"] == {
-        "pool": ["prefill", "decode"],
+        "role": ["prefill", "decode"],
         "running": [1, 0],
         "waiting": [2, 0],
         "used_blocks": [3, 0],

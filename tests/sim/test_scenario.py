@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli.sim import make_tables
 from penstock.core.errors import ConfigError
-from penstock.sched.local import LOCAL_POLICIES
+from penstock.sched.local import PACING
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.sim.scenario import parse
@@ -52,7 +52,7 @@ def test_every_scenario_that_is_kept_can_be_read(path):
 def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
     text = """
         engine: {device: modelled:h100, geometry: qwen3-8b, max-num-seqs: 16, max-model-len: 4096}
-        instances: [{pool: prefill, count: 2}, {pool: decode, max-num-seqs: 64, slowdown: 2, name: big}]
+        instances: [{role: prefill, count: 2}, {role: decode, max-num-seqs: 64, slowdown: 2, name: big}]
     """
     prefill, decode = read("workload: {trace: t.csv}\nslo: {ttft-ms: 1, tpot-ms: 1}\n", text).layouts[""]
     assert prefill.instances == ["prefill-0", "prefill-1"]
@@ -128,8 +128,8 @@ def test_scaling():
 
 def test_layouts_are_chosen_with_the_policy():
     scenario = read(WORKLOAD, SPLIT, "layouts: {all: [{count: 4}]}\n")
-    assert [g.pool for g in scenario.choose("round_robin")[1]] == ["prefill", "decode"]
-    assert [g.pool for g in scenario.choose("round_robin@all")[1]] == ["any"]
+    assert [g.role for g in scenario.choose("round_robin")[1]] == ["prefill", "decode"]
+    assert [g.role for g in scenario.choose("round_robin@all")[1]] == ["any"]
     with pytest.raises(ConfigError, match=r"policy: 'best', allowed are round_robin, least_loaded"):
         scenario.choose("best")
     with pytest.raises(ConfigError, match=r"layout: 'none', test\.yaml has all"):
@@ -151,7 +151,7 @@ def test_every_bundle_makes_a_fresh_policy():
 
 A_TASK = "{name: a, rate: 1, prompt: 9, output: 9}"
 BAD = {
-    "instances: [{pool: any}]": [
+    "instances: [{role: any}]": [
         "t.yaml:1: workload: missing, and there is no default",
         "t.yaml:1: slo: missing, and there is no default",
     ],
@@ -171,8 +171,8 @@ BAD = {
     ONE_LINE.replace("h200", "h300"): [
         f"t.yaml:3: engine.device: 'h300', allowed are {', '.join(DEVICES)}, this-machine, or a .json or .yaml file"
     ],
-    ONE_LINE.replace("[{count: 2}]", "[{pool: prefill}]"): [
-        "t.yaml:4: instances[0]: pool 'prefill', allowed only beside instances of 'decode' or 'any'"
+    ONE_LINE.replace("[{count: 2}]", "[{role: prefill}]"): [
+        "t.yaml:4: instances[0]: role 'prefill', allowed only beside instances of 'decode' or 'any'"
     ],
     ONE_LINE.replace("[{count: 2}]", "[{count: 1}, {count: 1}]"): [
         "t.yaml:4: instances[1]: a second group called 'engine', allowed is a name of its own"
@@ -256,7 +256,7 @@ BAD = {
         "t.yaml:3: engine.efficiency: '2', allowed is a number above 0 and at most 1"
     ],
     ONE_LINE.replace("h200", "h200, scheduling-policy: best"): [
-        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(LOCAL_POLICIES)
+        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(PACING)
     ],
     ONE_LINE.replace("h200", "l4, geometry: llama-2-70b, tensor-parallel-size: 4"): [
         "t.yaml:4: instances[0]: 16384 tokens need more KV than the 0 blocks there"

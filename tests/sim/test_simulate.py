@@ -126,7 +126,7 @@ def test_requests_share_steps_as_the_scheduler_decides():
 
 
 def test_a_hand_off_takes_the_links_time():
-    shape = "instances: [{pool: prefill}, {pool: decode}]\n"
+    shape = "instances: [{role: prefill}, {role: decode}]\n"
     _, cluster = run(read(ONE, shape), trace=work((0.0, 640, 2)))
     (record,), group = cluster.records, cluster.places["prefill-0"].group
     block = group.block_bytes / 10e9  # 80 gigabits per second

@@ -2,14 +2,14 @@ import os
 
 import pytest
 
-from tests.helpers.kv_pool import PoolServer
+from tests.helpers.keepers import Keeper
 
 
 @pytest.fixture
-def server(tmp_path):
+def keeper(tmp_path):
     before = set(os.listdir("/proc/self/fd"))
-    server = PoolServer(str(tmp_path / "kv-pool"))
-    yield server
-    server.stop()
+    keeper = Keeper(str(tmp_path / "keeper"))
+    yield keeper
+    keeper.stop()
     assert set(os.listdir("/proc/self/fd")) == before, "descriptors leak"
-    assert not os.path.exists(server.path)
+    assert not os.path.exists(keeper.path)

@@ -12,7 +12,7 @@ from penstock.core.request import Request, TokenOutput
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 
-Pool = Literal["any", "prefill", "decode"]
+Role = Literal["any", "prefill", "decode"]
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -78,11 +78,11 @@ class UnlinkPeer(msgspec.Struct, tag=True, frozen=True):
     peer: Peer
 
 
-class SetPool(msgspec.Struct, tag=True, frozen=True):
+class SetRole(msgspec.Struct, tag=True, frozen=True):
     """Which work the master means to place here from now on. Changes nothing about what runs."""
 
     to: int
-    pool: Pool
+    role: Role
     generation: int  # of the decision; an older one is ignored
 
 
@@ -106,7 +106,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop now; what runs is lost."""
 
 
-Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetPool | Drain | AskCache | Inspect | Shutdown
+Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
 LEASE = 5.0  # seconds without a Hello after which a frontend is taken for dead
 
 
@@ -123,13 +123,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         vocab_size: token ids are below it.
         num_blocks: KV blocks that it may hold.
         token_budget: tokens in one step at most, at first: an engine that finds it out while it runs begins with few.
-        sampled_ids: of a modelled device, the first and the last token id that it may draw.
+        drawn_ids: of a modelled device, the first and the last token id that it may draw.
         max_sequences: that run at once.
         device_model, shape: what its steps' times may be predicted from (`sched.steptime`); None when not known.
     """
 
     peer: Peer
-    pool: Pool = "any"
+    role: Role = "any"
     layout: KVLayout | None = None
     root_key: bytes = b""
     max_model_len: int
@@ -138,7 +138,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     token_budget: int
     device: str
     dtype: str
-    sampled_ids: tuple[int, int] | None = None
+    drawn_ids: tuple[int, int] | None = None
     max_sequences: int = 256
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
@@ -192,7 +192,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         free_blocks: that can be handed out, idle cached ones included.
         token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
-        migrating: requests whose prompt is read and that are being handed over from it.
+        leaving: requests whose prompt is read and that are being handed over from it.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
@@ -200,12 +200,12 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     incarnation: int
     sequence: int
-    pool: Pool
-    pool_generation: int
+    role: Role
+    role_generation: int
     draining: bool
     running: int
     waiting: int
-    migrating: int
+    leaving: int
     waiting_tokens: int
     prefill_tokens: int
     running_tokens: int

@@ -3,7 +3,7 @@
 There: a sequence goes to the fullest instance on which (a) its prompt is prefilled within its TTFT behind what waits,
 (b) prefilling all that waits there costs the running sequences no more than they have saved against their average time
 per token, (c) the step with it stays within the strictest TPOT, and (d) memory lasts to everyone's end, by the mean
-output length of what was completed lately. In disaggregated pools (a) is for instances that prefill and (c) and (d) for
+output length of what was completed lately. In disaggregated roles (a) is for instances that prefill and (c) and (d) for
 those that decode. Sequences come in order of arrival.
 
 Not there, for want of a lever:
@@ -107,7 +107,7 @@ class Aladdin:
 
     def _is_slow(self, load: InstanceLoad) -> bool:
         """Whether not even the smallest sequence would keep the pace there."""
-        if load.pool == "prefill" or not load.requests:
+        if load.role == "prefill" or not load.requests:
             return False
         pace = self._foresight.pace(load)
         return pace.step > load.tpot > pace.alone
@@ -135,7 +135,7 @@ class Aladdin:
                 continue
             home, steps = self._home(candidates, demand, load, hurried, barred)
             if home is None:
-                if load.pool == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
+                if load.role == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
                     return None  # whoever prefills, nobody takes over
                 continue
             self._turns.took(demand)
@@ -169,4 +169,4 @@ class Aladdin:
 
 def _room(load: InstanceLoad) -> float:
     """Tokens of the longest prompt for which to look at it more closely."""
-    return inf if load.pool == "prefill" or not load.requests else room(load, 0.0)
+    return inf if load.role == "prefill" or not load.requests else room(load, 0.0)

@@ -167,7 +167,7 @@ class _Problem:
         # (seconds of a step, what one more adds, the strictest TPOT) where what is prefilled stays
         paces = [foresight.pace(i) for i in instances]
         self._decodes = [
-            (0.0, 0.0, inf) if i.pool == "prefill" and i.peers else (pace.step, pace.sequence, i.tpot)
+            (0.0, 0.0, inf) if i.role == "prefill" and i.peers else (pace.step, pace.sequence, i.tpot)
             for i, pace in zip(instances, paces, strict=True)
         ]
         self._may = [{i for i, load in enumerate(instances) if candidates.may_prefill(d, load)} for d in window]

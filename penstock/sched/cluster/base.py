@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 
 from msgspec import Struct, field
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.steptime import StepTime
 
 Stage = Literal["prefill", "decode"]
@@ -32,8 +32,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     view: `peers` and `unlinked` change with the cluster.
 
     Attributes:
-        pool: which work it is meant for now. One of "decode" that still prefills prompts, or one of "prefill" on which
-            sequences still decode, is turning: it finishes what it has (xLLM's pools P->D and D->P).
+        role: which work it is meant for now. One of "decode" that still prefills prompts, or one of "prefill" on which
+            sequences still decode, is turning: it finishes what it has (xLLM's roles P->D and D->P).
         times: predicts its steps, with the factors that were learned from measured ones.
         token_budget: tokens in one step at most.
         max_sequences: that run at once.
@@ -43,7 +43,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         prefilling: sequences whose prompts it is still to compute.
         pending_tokens: prompt tokens that are still to be computed there.
         requests: sequences that wait, run, or will decode there.
-        decoding: those of them whose first token was sampled.
+        decoding: those of them whose first token was drawn.
         held_tokens: tokens whose KV is there or will be.
         free_at: when the online prompts that it has will be prefilled, as predicted; in the past when it has none.
         idle_at: the same, of all prompts.
@@ -55,7 +55,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    pool: Pool = "any"
+    role: Role = "any"
     times: StepTime
     token_budget: int = 8192
     max_sequences: int = 256
@@ -209,10 +209,10 @@ class ClusterView(Struct, frozen=True, kw_only=True):
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """An instance goes to another pool; what runs on it goes on."""
+    """An instance gets another role; what runs on it goes on."""
 
     name: str
-    pool: Pool
+    role: Role
     reason: str
 
 
@@ -280,7 +280,7 @@ class PrioritySLO(Protocol):
 
 
 class RolePolicy(Protocol):
-    """Which instance belongs to which pool. Asked on every tick of the master.
+    """Which instance has which role. Asked on every tick of the master.
 
     Attributes:
         dynamic: whether it ever moves one: then all are linked with all.
@@ -311,7 +311,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
 class Start(Struct, frozen=True, kw_only=True):
     name: str
-    pool: Pool
+    role: Role
     reason: str
 
 

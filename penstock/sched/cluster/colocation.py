@@ -96,7 +96,7 @@ class OnlineFirst:
         return Later() if view.queue else _first(view, view.instances, self.name, 2 * AHEAD)
 
 
-class LatencyPools:
+class LatencyRoles:
     """xLLM's: "prefill" and "any" are relaxed, "decode" is strict.
 
     Offline prompts are prefilled by relaxed instances while these have no online one. A strict instance with room
@@ -123,14 +123,14 @@ class LatencyPools:
         self._watch(view)
         if view.queue or not view.offline:
             return Later()
-        decoders = (i for i in view.instances if i.pool == "decode")
+        decoders = (i for i in view.instances if i.role == "decode")
         strict = nsmallest(COMPARED, decoders, key=lambda i: (i.held_tokens, i.name))
         for demand in self._ranked(view, strict):
             gaps = [i for i in prefillers(view, demand) if i.free_at <= view.now and _ahead(view, i) <= AHEAD]
             gaps = nsmallest(COMPARED, gaps, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
             pulling = [i for i in strict if self._takes(i, demand)]
             for prefiller in gaps:
-                linked = (i for i in pulling if i.name in prefiller.peers and hands_over(prefiller.pool, i.pool))
+                linked = (i for i in pulling if i.name in prefiller.peers and hands_over(prefiller.role, i.role))
                 home = next(linked, None)
                 if home is None and not self._takes(prefiller, demand):
                     continue
@@ -215,7 +215,7 @@ class ColocatedRoles:
 COLOCATION: dict[str, Callable[[], Colocation]] = {
     Separate.name: Separate,
     OnlineFirst.name: OnlineFirst,
-    LatencyPools.name: LatencyPools,
+    LatencyRoles.name: LatencyRoles,
 }
 
 

@@ -1,4 +1,4 @@
-"""Policies that place every sequence the moment it comes: from pools to candidates, and a comparison of these."""
+"""Policies that place every sequence the moment it comes: from roles to candidates, and a comparison of these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import (
     ClusterView,
     Decision,
@@ -23,8 +23,8 @@ from penstock.sched.cluster.columns import Column
 HAND_OVERS = {("prefill", "decode"), ("prefill", "any"), ("any", "decode")}
 
 
-def hands_over(source: Pool, target: Pool) -> bool:
-    """Whether instances of one pool hand requests over to instances of another."""
+def hands_over(source: Role, target: Role) -> bool:
+    """Whether instances of one role hand requests over to instances of another."""
     return (source, target) in HAND_OVERS
 
 
@@ -42,7 +42,7 @@ class Comparison(Protocol):
 class Immediate:
     """A `DispatchPolicy` that lets nobody wait.
 
-    Instances of "prefill" and "any" prefill prompts; one of "any" may keep what it has prefilled. When a pool has
+    Instances of "prefill" and "any" prefill prompts; one of "any" may keep what it has prefilled. When a role has
     nobody to give, the other one does all of the work, and the reason says so.
     """
 
@@ -51,7 +51,7 @@ class Immediate:
     def __init__(self, comparison: Comparison) -> None:
         self.name = comparison.name
         self._comparison = comparison
-        self._only_decode = Column(lambda load: load.pool == "decode", bool)
+        self._only_decode = Column(lambda load: load.role == "decode", bool)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         for demand in (*view.queue, *view.offline):
@@ -62,15 +62,15 @@ class Immediate:
     def _place(self, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision:
         prefillers: Sequence[InstanceLoad] = able
         if np.count_nonzero(self._only_decode.of(able)):
-            prefillers = [i for i in able if i.pool != "decode"] or able
+            prefillers = [i for i in able if i.role != "decode"] or able
         prefill, prefill_costs = self._comparison.choose("prefill", demand, prefillers, rng)
         costs: dict[Stage, Mapping[str, float]] = {"prefill": prefill_costs}
         takers: list[InstanceLoad] = []
         if prefill.peers:
-            takers = [i for i in able if i.name in prefill.peers and hands_over(prefill.pool, i.pool)]
+            takers = [i for i in able if i.name in prefill.peers and hands_over(prefill.role, i.role)]
         decode = None
         if takers:
-            staying = [prefill] if prefill.pool == "any" else []
+            staying = [prefill] if prefill.role == "any" else []
             home, costs["decode"] = self._comparison.choose("decode", demand, [*staying, *takers], rng)
             decode = home.name if home is not prefill else None
         return Decision(
@@ -84,12 +84,12 @@ class Immediate:
 
 
 def why(prefill: InstanceLoad, decode: str | None) -> str:
-    """The reason of a decision that follows the pools."""
+    """The reason of a decision that follows the roles."""
     if decode is not None:
         return "hand-off"
-    if prefill.pool == "any":
+    if prefill.role == "any":
         return "colocated"
-    if prefill.pool == "decode":
+    if prefill.role == "decode":
         return "no-prefill: no instance that prefills prompts can be given more"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
     return f"no-decode: {reasons or 'no instance that decodes can be given more'}"

@@ -196,12 +196,12 @@ class Refusals:
 
     def __init__(self, view: ClusterView) -> None:
         self._output = int(view.rates.output_tokens)
-        self._staged = not any(i.pool == "any" for i in view.instances)  # so that all prefillers have the same takers
+        self._staged = not any(i.role == "any" for i in view.instances)  # so that all prefillers have the same takers
         self._known: list[tuple[int, float]] = []  # (tokens, TPOT)
 
     def note(self, demand: Demand, lively: bool, prefill: InstanceLoad) -> None:
         """Nobody took over from this prefiller."""
-        if self._staged and prefill.pool == "prefill" and not prefill.unlinked and not demand.exclude:
+        if self._staged and prefill.role == "prefill" and not prefill.unlinked and not demand.exclude:
             self._known.append(self._needs(demand, lively))
 
     def cover(self, demand: Demand, lively: bool) -> bool:

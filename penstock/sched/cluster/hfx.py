@@ -120,7 +120,7 @@ class HFX:
         starts = line.deadline - self.prompts.of(line.prompt_tokens)
         in_time, others = _rank(view.now, starts)
         if _prefillers_do(view, line):
-            mature = [(since, place) for since, place in mature if view.instances[place].pool != "decode"]
+            mature = [(since, place) for since, place in mature if view.instances[place].role != "decode"]
         moment = _Moment(self, candidates, mature, line, in_time)
         due = self._turns.due(candidates)
         if due is not None:
@@ -177,7 +177,7 @@ class _Line(NamedTuple):
 def _prefillers_do(view: ClusterView, line: _Line) -> bool:
     """Whether for everyone who waits there is an instance that is not for decodes alone, so that those prefill
     nobody."""
-    longest = max((i.max_model_len for i in view.instances if i.pool != "decode"), default=0)
+    longest = max((i.max_model_len for i in view.instances if i.role != "decode"), default=0)
     return not line.excluded.any() and bool((line.prompt_tokens + line.max_tokens).max() <= longest)
 
 
@@ -278,7 +278,7 @@ class _Moment:
 
     def _own_share(self, load: InstanceLoad) -> float:
         """What its decodes leave to prompts before any demand is added."""
-        if load.tpot == inf or (load.pool == "prefill" and load.peers):
+        if load.tpot == inf or (load.role == "prefill" and load.peers):
             return 1.0
         pace = self._policy.foresight.pace(load)
         return 1 - pace.step / load.tpot if pace.alone < load.tpot else 1.0
@@ -286,7 +286,7 @@ class _Moment:
     def _prefiller(self, since: float, load: InstanceLoad, share: float) -> Prefiller:
         batch = self._policy.batches.get(load.name)
         tokens = batch.tokens if batch is not None and batch.opened == self._view.now else 0
-        prefiller = Prefiller(load, since, tokens, hands_over=load.pool == "prefill" and bool(load.peers))
+        prefiller = Prefiller(load, since, tokens, hands_over=load.role == "prefill" and bool(load.peers))
         prefiller.rest = self._limit(prefiller) * share - (prefill_seconds_alone(load, tokens) if tokens else 0.0)
         return prefiller
 
@@ -300,7 +300,7 @@ class _Moment:
         """The same when nothing urgent waits."""
         if self._ttft == inf:
             return prefill_seconds_alone(load, load.token_budget)
-        return self._ttft if load.pool == "prefill" and load.peers else self._ttft / 2
+        return self._ttft if load.role == "prefill" and load.peers else self._ttft / 2
 
     def _is_too_large(self, demand: Demand) -> bool:
         """For any batch of the first idle instance that it may go to, or else of the first that it may."""

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
 from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, emptiest, fits_elsewhere, held, stages, urgency
 
@@ -61,22 +61,22 @@ class HFXScaling:
 
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
         prefilled = self._prefilled(view)
-        pools = stages(view)
-        wishes: dict[Pool, Wish] = {}
-        if "decode" in pools:
+        roles = stages(view)
+        wishes: dict[Role, Wish] = {}
+        if "decode" in roles:
             wishes["decode"] = self._wish(
-                pools["decode"], prefilled, view.rates.completions, _overfull(pools["decode"])
+                roles["decode"], prefilled, view.rates.completions, _overfull(roles["decode"])
             )
             waits_for_decode = wishes["decode"].more > 0
-            for pool, loads in pools.items():
-                if pool != "decode":
+            for role, loads in roles.items():
+                if role != "decode":
                     w = 0.0 if waits_for_decode else urgency(view)
-                    wishes[pool] = self._wish(loads, view.rates.arrivals, prefilled, w)
+                    wishes[role] = self._wish(loads, view.rates.arrivals, prefilled, w)
         else:
-            for pool, loads in pools.items():
-                wishes[pool] = self._wish(loads, view.rates.arrivals, view.rates.completions, urgency(view))
-        changes = carry_out(pools, self._cooldowns.settle(view.now, wishes), fleet)
-        self._cooldowns.note(view.now, changes, pools)
+            for role, loads in roles.items():
+                wishes[role] = self._wish(loads, view.rates.arrivals, view.rates.completions, urgency(view))
+        changes = carry_out(roles, self._cooldowns.settle(view.now, wishes), fleet)
+        self._cooldowns.note(view.now, changes, roles)
         return changes
 
     def _prefilled(self, view: ClusterView) -> int:

@@ -226,7 +226,7 @@ def _home(
     others = takers(view, demand, prefiller)
     if not others:
         return prefiller if _has_room(prefiller, demand, output) else None
-    able = [prefiller, *others] if prefiller.pool == "any" else others
+    able = [prefiller, *others] if prefiller.role == "any" else others
     compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
     if before is not None and all(i.name != before for i in compared):
         compared += [i for i in able if i.name == before]

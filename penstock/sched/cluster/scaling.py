@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
 
 Change = Start | Stop | Move
@@ -26,12 +26,12 @@ class Wish:
     reason: str
 
 
-def stages(view: ClusterView) -> dict[Pool, list[InstanceLoad]]:
-    """Instances by pool: "any" alone in a colocated cluster."""
-    pools: dict[Pool, list[InstanceLoad]] = {}
+def stages(view: ClusterView) -> dict[Role, list[InstanceLoad]]:
+    """Instances by role: "any" alone in a colocated cluster."""
+    roles: dict[Role, list[InstanceLoad]] = {}
     for load in view.instances:
-        pools.setdefault(load.pool, []).append(load)
-    return pools
+        roles.setdefault(load.role, []).append(load)
+    return roles
 
 
 def held(load: InstanceLoad) -> float:
@@ -56,42 +56,42 @@ def urgency(view: ClusterView) -> float:
     return sum((view.now - d.arrived) / d.ttft for d in view.queue) / len(view.queue)
 
 
-def carry_out(pools: Mapping[Pool, list[InstanceLoad]], wishes: Mapping[Pool, Wish], fleet: Fleet) -> list[Change]:
+def carry_out(roles: Mapping[Role, list[InstanceLoad]], wishes: Mapping[Role, Wish], fleet: Fleet) -> list[Change]:
     """Wishes within what the fleet may do. An instance that one stage can do without goes to one that wants more; only
     then are others started or stopped. A stage keeps at least one instance."""
     changes: list[Change] = []
     given: set[str] = set()
-    spare = {pool: list(loads) for pool, loads in pools.items()}
+    spare = {role: list(loads) for role, loads in roles.items()}
 
-    def release(pool: Pool) -> InstanceLoad | None:
-        if len(spare[pool]) <= 1:
+    def release(role: Role) -> InstanceLoad | None:
+        if len(spare[role]) <= 1:
             return None
-        load = emptiest(spare[pool])
-        spare[pool].remove(load)
+        load = emptiest(spare[role])
+        spare[role].remove(load)
         given.add(load.name)
         return load
 
-    less = {pool: -wish.more for pool, wish in wishes.items() if wish.more < 0}
-    serving = sum(len(loads) for loads in pools.values()) + len(fleet.starting)
+    less = {role: -wish.more for role, wish in wishes.items() if wish.more < 0}
+    serving = sum(len(loads) for loads in roles.values()) + len(fleet.starting)
     absent = list(fleet.absent)
-    for pool, wish in wishes.items():
+    for role, wish in wishes.items():
         for _ in range(wish.more):
             donor = next((other for other in less if less[other] > 0 and len(spare[other]) > 1), None)
             if donor is not None and (load := release(donor)) is not None:
                 less[donor] -= 1
                 changes.append(
-                    Move(name=load.name, pool=pool, reason=f"{wish.reason}; {donor}: {wishes[donor].reason}")
+                    Move(name=load.name, role=role, reason=f"{wish.reason}; {donor}: {wishes[donor].reason}")
                 )
             elif absent and serving < fleet.most:
                 serving += 1
-                changes.append(Start(name=absent.pop(0), pool=pool, reason=wish.reason))
-    for pool, count in less.items():
+                changes.append(Start(name=absent.pop(0), role=role, reason=wish.reason))
+    for role, count in less.items():
         for _ in range(count):
             if serving <= fleet.least:
                 break
-            if (load := release(pool)) is not None:
+            if (load := release(role)) is not None:
                 serving -= 1
-                changes.append(Stop(name=load.name, reason=wishes[pool].reason))
+                changes.append(Stop(name=load.name, reason=wishes[role].reason))
     return changes
 
 
@@ -105,25 +105,25 @@ class Cooldowns:
 
     def __init__(self, out: float, back: float) -> None:
         self._out, self._back = out, back
-        self._grown: dict[Pool, float] = {}
-        self._changed: dict[Pool, float] = {}
+        self._grown: dict[Role, float] = {}
+        self._changed: dict[Role, float] = {}
 
-    def settle(self, now: float, wishes: Mapping[Pool, Wish]) -> dict[Pool, Wish]:
+    def settle(self, now: float, wishes: Mapping[Role, Wish]) -> dict[Role, Wish]:
         """Wishes whose time has come."""
-        for pool in wishes:
-            self._changed.setdefault(pool, now)  # a cut waits at first too
+        for role in wishes:
+            self._changed.setdefault(role, now)  # a cut waits at first too
         return {
-            pool: wish
-            for pool, wish in wishes.items()
-            if (wish.more > 0 and now >= self._grown.get(pool, -inf) + self._out)
-            or (wish.more < 0 and now >= self._changed[pool] + self._back)
+            role: wish
+            for role, wish in wishes.items()
+            if (wish.more > 0 and now >= self._grown.get(role, -inf) + self._out)
+            or (wish.more < 0 and now >= self._changed[role] + self._back)
         }
 
-    def note(self, now: float, changes: Sequence[Change], pools: Mapping[Pool, list[InstanceLoad]]) -> None:
+    def note(self, now: float, changes: Sequence[Change], roles: Mapping[Role, list[InstanceLoad]]) -> None:
         """What was done."""
-        was = {load.name: pool for pool, loads in pools.items() for load in loads}
+        was = {load.name: role for role, loads in roles.items() for load in loads}
         for change in changes:
             if not isinstance(change, Stop):
-                self._grown[change.pool] = self._changed[change.pool] = now
+                self._grown[change.role] = self._changed[change.role] = now
             if not isinstance(change, Start):
                 self._changed[was[change.name]] = now

@@ -12,7 +12,7 @@ Not there, for want of a lever:
 - The predictor of output lengths is the mean of what was completed lately, and matters for memory only.
 
 What waits is held back until its instance has less than a step of prompts to prefill: an order by deadline is worth
-something only before the engine's queue. In disaggregated pools the round goes over instances that prefill, and a
+something only before the engine's queue. In a disaggregated cluster the round goes over instances that prefill, and a
 second one over those that decode; where the next in turn may not take a sequence, the lightest that may does.
 """
 

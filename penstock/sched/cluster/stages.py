@@ -12,12 +12,12 @@ from penstock.sched.cluster.dispatch import hands_over, why
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
     """Instances of "prefill" and "any"; when those have nobody to give, all. Empty when nobody could hold it."""
     able = fitting(view, demand)
-    return [i for i in able if i.pool != "decode"] or able
+    return [i for i in able if i.role != "decode"] or able
 
 
 def takers(view: ClusterView, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
     """To whom the prefiller can hand over; one of "any" may as well keep what it has prefilled."""
-    return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.pool, i.pool)]
+    return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.role, i.role)]
 
 
 def read_and_home(
@@ -78,7 +78,7 @@ class Candidates:
         """Whether an instance is among the prefillers."""
         if demand.tokens > load.max_model_len or load.name in demand.exclude:
             return False
-        return load.pool != "decode" or self.prefillers(demand)[0].pool == "decode"
+        return load.role != "decode" or self.prefillers(demand)[0].role == "decode"
 
     def takers(self, demand: Demand, prefill: InstanceLoad) -> Iterator[InstanceLoad]:
         """Found as they are asked for."""
@@ -86,10 +86,10 @@ class Candidates:
             return
         group = bisect_left(self._lengths, demand.tokens)
         if group not in self._decoders:
-            able = [i for i in self.view.instances if i.pool != "prefill" and demand.tokens <= i.max_model_len]
+            able = [i for i in self.view.instances if i.role != "prefill" and demand.tokens <= i.max_model_len]
             self._decoders[group] = sorted(able, key=self._weight)
         for load in self._decoders[group]:
-            if load.name in prefill.peers and hands_over(prefill.pool, load.pool) and load.name not in demand.exclude:
+            if load.name in prefill.peers and hands_over(prefill.role, load.role) and load.name not in demand.exclude:
                 yield load
 
     def hands_over(self, demand: Demand, prefill: InstanceLoad) -> bool:
@@ -99,6 +99,6 @@ class Candidates:
     def homes(self, demand: Demand, prefill: InstanceLoad) -> Iterator[InstanceLoad]:
         """Where a sequence may decode that `prefill` prefills: itself unless it only prefills, and who takes over;
         never empty."""
-        if prefill.pool != "prefill" or not self.hands_over(demand, prefill):
+        if prefill.role != "prefill" or not self.hands_over(demand, prefill):
             yield prefill
         yield from self.takers(demand, prefill)

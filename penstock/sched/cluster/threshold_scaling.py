@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
 from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, fits_elsewhere, held, stages
 
@@ -38,16 +38,16 @@ class ThresholdScaling:
         self._cooldowns = Cooldowns(out, back)
 
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
-        pools = stages(view)
-        wishes = {pool: self._wish(view, pool, loads, len(fleet.starting)) for pool, loads in pools.items()}
-        changes = carry_out(pools, self._cooldowns.settle(view.now, wishes), fleet)
-        self._cooldowns.note(view.now, changes, pools)
+        roles = stages(view)
+        wishes = {role: self._wish(view, role, loads, len(fleet.starting)) for role, loads in roles.items()}
+        changes = carry_out(roles, self._cooldowns.settle(view.now, wishes), fleet)
+        self._cooldowns.note(view.now, changes, roles)
         return changes
 
-    def _wish(self, view: ClusterView, pool: Pool, loads: Sequence[InstanceLoad], starting: int) -> Wish:
+    def _wish(self, view: ClusterView, role: Role, loads: Sequence[InstanceLoad], starting: int) -> Wish:
         count = len(loads)
         full = sum(max(held(i), (i.requests - i.offline_requests) / i.max_sequences) for i in loads) / count
-        waits = 0 if pool == "decode" else len(view.queue) + sum(i.prefilling for i in loads)
+        waits = 0 if role == "decode" else len(view.queue) + sum(i.prefilling for i in loads)
         reason = f"{full:.0%} full, {waits} to be prefilled by {count}"
         wanted = ceil(count * max(full / self._high, waits / count / self._waiting))
         if wanted > count:

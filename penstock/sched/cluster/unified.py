@@ -277,7 +277,7 @@ def _next_gap(view: ClusterView) -> float:
 
 
 class Everywhere:
-    """A `RolePolicy` that leaves pools alone: anybody may hand over to anybody."""
+    """A `RolePolicy` that leaves roles alone: anybody may hand over to anybody."""
 
     name = "everywhere"
     dynamic = True

@@ -15,8 +15,8 @@ alone: a queue that has built up counts as wait.
 The smallest N whose strain is under `target` is wanted. It grows at once by as many as are missing; it shrinks by one
 at a time, and only while N - 1 would stay under `relaxed` with the heaviest traffic of the last `memory` seconds and
 nothing waits. Where the prediction is wrong, targets that are missed (under `attained` of what was completed) or a
-queue that has used up `waited` of its time ask for one more. Stages of disaggregated pools are sized by themselves, and
-exchange instances first.
+queue that has used up `waited` of its time ask for one more. The stages of a disaggregated cluster are sized
+by themselves, and exchange instances first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
 from penstock.sched.cluster.foresight import prefill_seconds_alone
 from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, stages, urgency
@@ -86,12 +86,12 @@ class UnifiedScaling:
 
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
         now_traffic, peak = self._traffic(view)
-        pools = stages(view)
+        roles = stages(view)
         wishes = {
-            pool: self._wish(view, pool, loads, now_traffic, peak, len(fleet.starting)) for pool, loads in pools.items()
+            role: self._wish(view, role, loads, now_traffic, peak, len(fleet.starting)) for role, loads in roles.items()
         }
-        changes = carry_out(pools, self._cooldowns.settle(view.now, wishes), fleet)
-        self._cooldowns.note(view.now, changes, pools)
+        changes = carry_out(roles, self._cooldowns.settle(view.now, wishes), fleet)
+        self._cooldowns.note(view.now, changes, roles)
         return changes
 
     def _traffic(self, view: ClusterView) -> tuple[Traffic, Traffic]:
@@ -124,24 +124,24 @@ class UnifiedScaling:
         return strict, peak
 
     def _wish(
-        self, view: ClusterView, pool: Pool, loads: Sequence[InstanceLoad], now: Traffic, peak: Traffic, starting: int
+        self, view: ClusterView, role: Role, loads: Sequence[InstanceLoad], now: Traffic, peak: Traffic, starting: int
     ) -> Wish:
         count = len(loads)
-        expected = strain(pool, loads, now, count)
+        expected = strain(role, loads, now, count)
         reason = f"strain {expected:.2f} on {count}"
         wanted = count
         most = count + starting + 64
-        while wanted < most and strain(pool, loads, now, wanted) > self._target:
+        while wanted < most and strain(role, loads, now, wanted) > self._target:
             wanted += 1
         missed = view.rates.attained < self._attained * view.rates.completions
         if wanted == count and missed and expected > self._target / 2:
             wanted, reason = count + 1, f"{view.rates.attained} of {view.rates.completions} kept their targets"
-        elif wanted == count and pool != "decode" and urgency(view) > self._waited:
+        elif wanted == count and role != "decode" and urgency(view) > self._waited:
             wanted, reason = count + 1, f"the queue has waited {urgency(view):.0%} of its TTFT"
         if wanted > count:
             return Wish(max(0, wanted - count - starting), reason)
         if count > 1 and not view.queue and not starting and not missed:
-            less = strain(pool, loads, peak, count - 1)
+            less = strain(role, loads, peak, count - 1)
             if less <= self._relaxed:
                 return Wish(-1, f"strain {less:.2f} on {count - 1}")
         return Wish(0, reason)
@@ -158,22 +158,22 @@ def _stricter(traffic: Traffic, ttft: float, tpot: float) -> Traffic:
     )
 
 
-def strain(pool: Pool, loads: Sequence[InstanceLoad], traffic: Traffic, count: int) -> float:
+def strain(role: Role, loads: Sequence[InstanceLoad], traffic: Traffic, count: int) -> float:
     """Of the worst-off resource on `count` instances like the first of `loads`, and inf when they cannot keep up; 1 is
     a target that is just kept."""
     load = loads[0]
     rate = traffic.rate / count
     prefilling = prefill_seconds_alone(load, max(1, round(traffic.prompt))) if traffic.prompt else 0.0
-    busy = rate * _adds(load, traffic.prompt, prefilling) if pool != "decode" else 0.0
+    busy = rate * _adds(load, traffic.prompt, prefilling) if role != "decode" else 0.0
     if busy >= 1:
         return inf
     most = 0.0
-    if pool != "decode":
+    if role != "decode":
         # what waits now is worked off in the time that arrivals leave
         drain = traffic.backlog * _token_seconds(load) / count
         wait = (busy * prefilling / 2 + drain) / (1 - busy)
         most = max(busy, (wait + prefilling) / traffic.ttft)
-    if pool != "prefill":
+    if role != "prefill":
         batch, step = _decoding(load, traffic, rate, busy)
         context = traffic.prompt + traffic.output / 2
         memory = batch * context / max(1, load.num_blocks * BLOCK_TOKENS)

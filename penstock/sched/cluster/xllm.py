@@ -1,6 +1,6 @@
-"""Greedy under predicted latency, over pools that change while it decides (xLLM, section 3.2).
+"""Greedy under predicted latency, over roles that change while it decides (xLLM, section 3.2).
 
-A prompt goes to the prefiller (pool P) with the earliest first token; where that is late, to one that still decodes
+A prompt goes to the prefiller (role P) with the earliest first token; where that is late, to one that still decodes
 (D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. It decodes where it was
 prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
@@ -20,7 +20,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
 from penstock.sched.cluster.dispatch import why
 from penstock.sched.cluster.stages import prefillers, takers
@@ -46,7 +46,7 @@ class _Prefiller:
 
 
 def make_xllm(dwell: float = DWELL) -> tuple[Xllm, XllmRoles]:
-    """Both halves of it: they share what they know of the pools."""
+    """Both halves of it: they share what they know of the roles."""
     roles = XllmRoles(dwell)
     return Xllm(roles), roles
 
@@ -55,7 +55,7 @@ class Xllm:
     """A `DispatchPolicy` that lets nobody wait. Costs are predicted ms: until the first token, and of a decode step.
 
     Args:
-        roles: decides who leaves a pool; None for pools that stay as they are.
+        roles: decides whose role changes; None where roles stay as they are.
     """
 
     name = "xllm"
@@ -75,7 +75,7 @@ class Xllm:
         prefiller = self._prefiller(view, demand, able, costs["prefill"])
         moves: list[Move] = []
         if prefiller.help == "converted":
-            moves.append(Move(name=prefiller.instance.name, pool="prefill", reason="late-prompts"))
+            moves.append(Move(name=prefiller.instance.name, role="prefill", reason="late-prompts"))
         taker = self._taker(view, demand, prefiller, costs["decode"], moves)
         if self._roles is not None:
             for move in moves:
@@ -98,8 +98,8 @@ class Xllm:
         self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], costs: dict[str, float]
     ) -> _Prefiller:
         """Who prefills it; what was held against whom goes into `costs`."""
-        if able[0].pool == "decode":
-            return _soonest(view, demand, able, costs)  # no pool prefills prompts
+        if able[0].role == "decode":
+            return _soonest(view, demand, able, costs)  # no role prefills prompts
         found: list[_Prefiller] = []
         clear: list[InstanceLoad] = []
         turned: list[InstanceLoad] = []
@@ -111,7 +111,7 @@ class Xllm:
                 if found[-1].ttft <= SOON * demand.ttft:
                     return found[-1]
         best = min(found, key=_by_ttft)
-        decoders = [i for i in view.instances if i.pool == "decode" and _may_hold(demand, i)]
+        decoders = [i for i in view.instances if i.role == "decode" and _may_hold(demand, i)]
         if self._roles is not None and (leaver := self._roles.to_prefill(view, missing=True, among=decoders)):
             converted = _soonest(view, demand, [leaver], costs, "converted")
             if converted.ttft < best.ttft:
@@ -127,24 +127,24 @@ class Xllm:
     ) -> InstanceLoad:
         """Who decodes; whoever has to become a decoder for that is added to `moves`."""
         here = prefiller.instance
-        pool: Pool = "prefill" if moves else here.pool
+        role: Role = "prefill" if moves else here.role
         tokens = demand.prompt_tokens + min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
         # as if as much again came to be prefilled while it decodes
         again = 2 * demand.to_compute(here.name)
         costs[here.name] = 1e3 * step_seconds(here, sequences=1, kv_tokens=demand.prompt_tokens, prompt=again)
         if _bears(demand, here, tokens, costs[here.name]):
             return here
-        able = [i for i in takers(view, demand, replace(here, pool=pool)) if i.name != here.name]
+        able = [i for i in takers(view, demand, replace(here, role=role)) if i.name != here.name]
         compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
         for taker in compared:
             costs[taker.name] = 1e3 * step_seconds(taker, sequences=1, kv_tokens=demand.prompt_tokens)
             if _bears(demand, taker, tokens, costs[taker.name]):
                 return taker
-        if self._roles is not None and not moves and pool == "prefill":
+        if self._roles is not None and not moves and role == "prefill":
             helper = self._roles.to_decode(view, missing=True)
             if helper is not None and helper is not here and helper.name in here.peers and _may_hold(demand, helper):
                 costs[helper.name] = 1e3 * step_seconds(helper, sequences=1, kv_tokens=demand.prompt_tokens)
-                moves.append(Move(name=helper.name, pool="decode", reason="decode-short"))
+                moves.append(Move(name=helper.name, role="decode", reason="decode-short"))
                 return helper
         # nobody bears it: where there is room at least, and the steps are shortest
         roomy = [i for i in (here, *compared) if fullness(i, sequences=1, tokens=tokens) <= FULL]
@@ -195,6 +195,6 @@ def _reason(demand: Demand, prefiller: _Prefiller, decode: str | None) -> str:
         return prefiller.help
     if prefiller.ttft > demand.ttft:
         return "late: nobody can prefill it in time"
-    if decode is None and prefiller.instance.pool == "prefill":
+    if decode is None and prefiller.instance.role == "prefill":
         return "stays: it keeps its target where it is prefilled"
     return why(prefiller.instance, decode)

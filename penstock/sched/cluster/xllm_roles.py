@@ -1,9 +1,9 @@
-"""xLLM's elastic pools: which instances prefill and which decode, changed without a pause (xLLM, section 3.2).
+"""xLLM's elastic roles: which instances prefill and which decode, changed without a pause (xLLM, section 3.2).
 
-Being meant for another pool changes nothing about what runs on an instance: one of "decode" that still prefills
-prompts, or one of "prefill" on which sequences still decode, is turning (the paper's pools P->D and D->P). So a move
+Being meant for another role changes nothing about what runs on an instance: one of "decode" that still prefills
+prompts, or one of "prefill" on which sequences still decode, is turning (the paper's roles P->D and D->P). So a move
 costs nothing by itself, and the dispatch policy makes one in the very decision that needs it; `XllmRoles.decide` does
-the rest by the clock. What keeps pools from swinging to and fro is that nobody is taken from a side that then falls
+the rest by the clock. What keeps roles from swinging to and fro is that nobody is taken from a side that then falls
 short itself, and that a moved instance stays for a while unless a target is being missed.
 """
 
@@ -14,7 +14,7 @@ from heapq import nsmallest
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Pool
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, InstanceLoad, Move
 
 DWELL = 2.0  # seconds that a moved instance stays where it is, unless a target is being missed
@@ -30,10 +30,10 @@ def online(instance: InstanceLoad) -> int:
 
 
 def turning(instance: InstanceLoad) -> bool:
-    """Whether it still has work of the pool that it came from."""
-    if instance.pool == "prefill":
+    """Whether it still has work of its former role."""
+    if instance.role == "prefill":
         return instance.decoding > instance.offline_requests
-    return instance.pool == "decode" and instance.pending_tokens > 0
+    return instance.role == "decode" and instance.pending_tokens > 0
 
 
 def step_seconds(instance: InstanceLoad, *, sequences: int = 0, kv_tokens: int = 0, prompt: int = 0) -> float:
@@ -70,7 +70,7 @@ def strained(instance: InstanceLoad) -> bool:
 
 
 class XllmRoles:
-    """A `RolePolicy`, and the pools' rules for the dispatch policy beside it.
+    """A `RolePolicy`, and the roles' rules for the dispatch policy beside it.
 
     Args:
         dwell: seconds, see `DWELL`.
@@ -87,8 +87,8 @@ class XllmRoles:
     def decide(self, view: ClusterView) -> Sequence[Move]:
         """At most one move in either direction."""
         self._watch(view)
-        decoders = [i for i in view.instances if i.pool == "decode"]
-        prefillers = [i for i in view.instances if i.pool == "prefill"]
+        decoders = [i for i in view.instances if i.role == "decode"]
+        prefillers = [i for i in view.instances if i.role == "prefill"]
         if not decoders or not prefillers:
             return ()
         if all(strained(d) for d in decoders):
@@ -115,7 +115,7 @@ class XllmRoles:
             missing: a target is being missed, so that nobody's time where it is counts.
             among: the candidates, when not all decoders are.
         """
-        decoders = [i for i in view.instances if i.pool == "decode"]
+        decoders = [i for i in view.instances if i.role == "decode"]
         if len(decoders) <= self.fewest(view):
             return None
         # that somebody stays who is at ease; not all need to be looked at
@@ -130,13 +130,13 @@ class XllmRoles:
 
     def to_decode(self, view: ClusterView, *, missing: bool) -> InstanceLoad | None:
         """Who leaves the prefillers: first of those that still decode. None when those who stay would be late."""
-        prefillers = [i for i in view.instances if i.pool == "prefill"]
+        prefillers = [i for i in view.instances if i.role == "prefill"]
         return self._lightest_prefiller(prefillers, view, missing)
 
     def _lightest_prefiller(
         self, candidates: Sequence[InstanceLoad], view: ClusterView, missing: bool
     ) -> InstanceLoad | None:
-        prefillers = [i for i in view.instances if i.pool in ("prefill", "any")]
+        prefillers = [i for i in view.instances if i.role in ("prefill", "any")]
         able = [i for i in candidates if missing or self._settled(i, view)]
         leaver = min(able, key=lambda i: (not turning(i), i.pending_tokens, i.name), default=None)
         staying = [i for i in prefillers if i is not leaver]
@@ -153,18 +153,18 @@ class XllmRoles:
 
     # --- inner
 
-    def _move(self, instance: InstanceLoad | None, pool: Pool, view: ClusterView, reason: str) -> Sequence[Move]:
+    def _move(self, instance: InstanceLoad | None, role: Role, view: ClusterView, reason: str) -> Sequence[Move]:
         if instance is None:
             return ()
         self.moved(instance.name, view)
-        return (Move(name=instance.name, pool=pool, reason=reason),)
+        return (Move(name=instance.name, role=role, reason=reason),)
 
     def _settled(self, instance: InstanceLoad, view: ClusterView) -> bool:
         return view.now - self._moved.get(instance.name, -inf) >= self._dwell
 
     def _watch(self, view: ClusterView) -> None:
         """Since when which prefillers have nothing to prefill."""
-        idle = {i.name for i in view.instances if i.pool == "prefill" and not i.pending_tokens}
+        idle = {i.name for i in view.instances if i.role == "prefill" and not i.pending_tokens}
         self._idle_since = {name: self._idle_since.get(name, view.now) for name in idle}
 
     @staticmethod

@@ -11,7 +11,7 @@ from math import inf
 
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
-from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Pool, Refused, SetPool
+from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Refused, Role, SetRole
 from penstock.sched.local.handoff import Carrier, Handoffs
 from penstock.sched.local.recent import Recent
 from penstock.sched.local.scheduler import Scheduler
@@ -24,13 +24,13 @@ class Owner:
     Attributes:
         told: tokens of the output that he knows of; kept by whoever does not report every step. None before the first
             report.
-        migrates: he expects that the request is handed over after its first token, and has not seen that it is not.
+        departs: he expects that the request is handed over after its first token, and has not seen that it is not.
     """
 
     frontend: str
     generation: int
     told: int | None = None
-    migrates: bool = False
+    departs: bool = False
 
 
 class Intake:
@@ -42,7 +42,7 @@ class Intake:
         vocab_size: token ids are below it; None does not look.
 
     Attributes:
-        pool: which work the master means it for.
+        role: which work the master means it for.
         frontends: the names of those that are connected; None where everybody is.
         handoffs: None where it takes no part in any.
         news: request id -> the position of its next token of which its owner is to hear; kept by whoever does not
@@ -50,10 +50,10 @@ class Intake:
     """
 
     def __init__(
-        self, peer: Peer, pool: Pool, scheduler: Scheduler, recent: Recent, vocab_size: int | None = None
+        self, peer: Peer, role: Role, scheduler: Scheduler, recent: Recent, vocab_size: int | None = None
     ) -> None:
-        self.peer, self.pool = peer, pool
-        self.pool_generation = 0
+        self.peer, self.role = peer, role
+        self.role_generation = 0
         self.draining = False
         self.scheduler, self.recent = scheduler, recent
         self.frontends: Set[str] | None = None
@@ -101,34 +101,34 @@ class Intake:
         if request.params.use_beam_search:
             decode = None  # its beams are at home where its prompt is
         try:
-            self.scheduler.add(request, migrates=decode is not None, now=now)
+            self.scheduler.add(request, departs=decode is not None, now=now)
         except UserError as error:
             return Refused(life, request.id, str(error))
         self.recent.arrived(request.id, now, len(request.generated))
-        self._owner[request.id] = Owner(frontend, generation, migrates=decode is not None)
+        self._owner[request.id] = Owner(frontend, generation, departs=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
             if decode is not None:
                 self.handoffs.begin(request, generation, frontend, decode)
         return None
 
-    def obey(self, frontend: str, command: Cancel | SetPool | Drain) -> None:
+    def obey(self, frontend: str, command: Cancel | SetRole | Drain) -> None:
         """What is meant for another life is passed over, and so is what an older decision was about."""
         if command.to != self.peer.incarnation:
             return
         match command:
             case Cancel(request_ids=request_ids, generation=generation):
                 self._drop(frontend, request_ids, inf if generation is None else generation)
-            case SetPool(pool=pool, generation=generation):
-                if generation > self.pool_generation:
-                    self.pool, self.pool_generation = pool, generation
+            case SetRole(role=role, generation=generation):
+                if generation > self.role_generation:
+                    self.role, self.role_generation = role, generation
             case Drain():
                 self.draining = True
 
-    def drop_client(self, frontend: str) -> None:
+    def forsake(self, frontend: str) -> None:
         """It has gone, and nobody else wants its requests."""
         if self.handoffs is not None:
-            self.handoffs.drop_client(frontend)
+            self.handoffs.forsake(frontend)
         for request_id in [r for r, owner in self._owner.items() if owner.frontend == frontend]:
             self._let_go(request_id)
 
@@ -164,7 +164,7 @@ class Intake:
         self._owner[request.id] = Owner(frontend, generation)
         self.recent.adopted(request.id, now, queue, prefill, len(request.generated))
 
-    def migrated(self, request_id: str) -> None:
+    def departed(self, request_id: str) -> None:
         if request_id in self._owner:
             self._forget(request_id)
         self.recent.forget(request_id)
@@ -209,7 +209,7 @@ class Intake:
         self.scheduler.check()
         if self.handoffs is not None:
             self.handoffs.check()
-        here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
+        here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
         assert len(self._owner) - len(self._failed) == here, "a request has no owner"
         assert len(self.recent) == here, "a request is not measured"
         assert self.news.keys() <= self._owner.keys(), "nobody waits for news of a request"
