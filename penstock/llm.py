@@ -21,7 +21,6 @@ from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
 from penstock.service.output import OutputStream, outputs_of
-from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -236,7 +235,7 @@ class LLM:
         name = f"offline-{self._count}"
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
-        bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
+        bad_words = self.tokenizer.encode_bad_words(params.bad_words)
         sequences = make_sequences(
             name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt or ""
         )

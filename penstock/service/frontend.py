@@ -29,7 +29,6 @@ from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
 from penstock.service.intake import ModelLimits, make_sequences
-from penstock.text.bad_words import bad_word_tokens
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
@@ -251,7 +250,7 @@ class Frontend:
             num_blocks=min(said.num_blocks for said in self._said),
         )
         unique = f"{request_id}-{secrets.token_hex(4)}"
-        bad_words = bad_word_tokens(self.tokenizer, params.bad_words)
+        bad_words = self.tokenizer.encode_bad_words(params.bad_words)
         sequences = make_sequences(
             unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
         )

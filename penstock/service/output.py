@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from penstock.core.request import FinishReason, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.text.assembler import TextAssembler
+from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -89,20 +89,20 @@ class OutputStream:
         self.finished = False
         self._index = index
         self._params = params
-        self._assembler = TextAssembler(tokenizer, params)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params)
 
     @property
     def length(self) -> int:
         """Tokens so far."""
-        return self._assembler.consumed
+        return self._detokenizer.consumed
 
     def feed(self, output: TokenOutput) -> Delta:
         """What an engine step brought this output. When a stop string ends it, the engine does not know yet:
         `finished` is True where `output.finish` is None, and the engine's sequence is to be cancelled."""
-        before = self._assembler.consumed
+        before = self._detokenizer.consumed
         last = output.finish is not None
-        text = self._assembler.push(output.tokens, last=last, stop_token=output.stop_token)
-        count = self._assembler.consumed - before
+        text = self._detokenizer.push(output.tokens, last=last, stop_token=output.stop_token)
+        count = self._detokenizer.consumed - before
         delta = Delta(
             self._index,
             text,
@@ -110,8 +110,8 @@ class OutputStream:
             None if output.logprobs is None else output.logprobs[:count],
             prompt_logprobs=output.prompt_logprobs,
         )
-        if self._assembler.stop_match is not None:
-            delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, self._assembler.stop_match
+        if self._detokenizer.stop_match is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, self._detokenizer.stop_match
         elif output.finish is not None:
             delta.finish_reason = output.finish.value
             if output.stop_token in self._params.stop_token_ids:

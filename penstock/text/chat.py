@@ -1,4 +1,4 @@
-"""Conversations to prompt text: the model's own Jinja templates, run as Hugging Face runs them."""
+"""Conversations to prompt text, by the model's own Jinja templates, with the same results as in transformers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ChatTemplate:
                 return self._template.render(
                     variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
                 )
-        except Exception as error:  # whatever a template does wrong, it did with these messages
+        except Exception as error:  # any failure of a template is one with these messages
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"messages: the chat template failed: {reason}", "messages") from error
 
@@ -206,7 +206,7 @@ def _environment() -> jinja2.Environment:
     from penstock.text.sandbox import Sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's text for training; here it is just its body."""
+        """`{% generation %}` marks the assistant's text for training; it renders as its body."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's own class attribute)
 
@@ -232,5 +232,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML, which no model was trained on."""
+    """JSON without HTML escapes, unlike Jinja's own filter; models are not trained on those."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,54 +1,104 @@
-"""Tokens to text as they come."""
+"""Token ids to text, incrementally, as an output grows."""
 
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from penstock.text.tokenizer import Tokenizer
+from penstock.core.sampling import SamplingParams
+from penstock.text.stop import StopStrings
+from penstock.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
+    """One output's text, from its tokens as they are sampled, ended by stop strings.
+
+    Attributes:
+        consumed: tokens that were used, up to and including the one that completed a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.consumed = 0
+        self._stream = DecodeStream(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._shows_stop_token = params.include_stop_str_in_output
+
+    @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._stops.matched if self._stops else None
+
+    def push(self, tokens: Sequence[int], *, last: bool = False, stop_token: int | None = None) -> str:
+        """New text, possibly none. Once `stop_match` is set the output is over and further tokens are ignored.
+
+        Args:
+            tokens: the next of the output.
+            last: no more tokens will come; text that was held back is returned.
+            stop_token: equal to tokens[-1] if the output ends because of it, which leaves it out of the text unless
+                `include_stop_str_in_output`. Only with `last`.
+        """
+        assert stop_token is None or (last and tokens and tokens[-1] == stop_token), "a stop token that is not the last"
+        unseen = len(tokens) - 1 if stop_token is not None and not self._shows_stop_token else len(tokens)
+        parts: list[str] = []
+        for i, token in enumerate(tokens):
+            if self.stop_match is not None:
+                break
+            self.consumed += 1
+            if i < unseen:
+                parts.append(self._cut(self._stream.push(token)))
+        if last and self.stop_match is None:
+            parts.append(self._cut(self._stream.flush()))
+            if self._stops is not None:
+                parts.append(self._stops.flush())
+        return "".join(parts)
+
+    def _cut(self, text: str) -> str:
+        if self._stops is None or not text:
+            return text
+        return self._stops.push(text, may_end=self.consumed > self._min_tokens)
+
+
+class DecodeStream:
     """Takes tokens one at a time; the texts it returns, put together, are exactly `tokenizer.decode` of all of them.
 
     Text is returned as soon as no later token can change it: at once, except that a character waits for its last byte,
-    and a run of byte tokens (`<0xE4>`) for the token after it (see `pieces`). Constant work per token.
+    and a run of byte tokens (`<0xE4>`) for the token after it (see `Vocabulary`). Constant work per token.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._pieces = tokenizer.pieces
+        self._vocabulary = tokenizer.vocabulary
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # byte level only
         self._run: list[str] = []  # byte tokens whose text is not known yet
         self._start: list[str] | None = []  # pieces so far, until the first that shows; then None
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that this token makes certain, possibly none."""
         if token in self._skipped:
             return ""
-        if self._pieces.byte_level:
-            return self._utf8.decode(self._pieces.spelled(token))
-        piece = self._pieces.piece(token)
+        if self._vocabulary.byte_level:
+            return self._utf8.decode(self._vocabulary.token_bytes(token))
+        piece = self._vocabulary.piece(token)
         if piece is None:
             return ""
-        if token in self._pieces.byte_ids:
+        if token in self._vocabulary.byte_ids:
             self._run.append(piece)
             return ""
         return self.flush() + self._unit([piece])
 
     def flush(self) -> str:
-        """What was still held back, at the end of the text."""
-        if self._pieces.byte_level:
+        """The text still held back, when no more tokens come."""
+        if self._vocabulary.byte_level:
             return self._utf8.decode(b"", final=True)
         run, self._run = self._run, []
         return self._unit(run) if run else ""
 
     def _unit(self, pieces: list[str]) -> str:
         if self._start is None:
-            return self._pieces.decode_within(pieces)
+            return self._vocabulary.decode_within(pieces)
         self._start += pieces
-        text = self._pieces.decode(self._start)
+        text = self._vocabulary.decode(self._start)
         if text:
             self._start = None
         return text

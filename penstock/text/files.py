@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer files, read as Hugging Face reads them. A `ConfigError` names the file that is wrong."""
+"""Reads a checkpoint's tokenizer files as transformers does. A `ConfigError` names the broken file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; older checkpoints have part of it in special_tokens_map.json, which goes before it."""
+    """tokenizer_config.json; older checkpoints have part of it in special_tokens_map.json, which takes precedence."""
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
@@ -24,14 +24,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def token_name(token: object) -> str | None:
-    """The text of a token, which is written as that or as an object with its `content`."""
+    """A token's text, from a string or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
 
 
 def load_backend(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """tokenizer.json, with the tokens that only the other files know of."""
+    """The tokenizer of tokenizer.json, with the added tokens that only the other files list."""
     import tokenizers
 
     file = directory / "tokenizer.json"
@@ -56,7 +56,7 @@ def load_backend(directory: Path, config: dict[str, Any]) -> tokenizers.Tokenize
 
 
 def read_templates(directory: Path, config: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Chat templates: name -> (source, file). Files of their own go before tokenizer_config.json."""
+    """Chat templates: name -> (source, file). Template files take precedence over tokenizer_config.json."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     found = {name: (_read_text(file), str(file)) for name, file in files.items() if file.is_file()}

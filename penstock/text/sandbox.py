@@ -1,9 +1,9 @@
-"""Jinja for templates that nobody has read: nothing of Python is in reach, nothing given can be changed, and what one
-rendering may do is limited.
+"""A Jinja sandbox for untrusted chat templates: no access to Python's internals, immutable arguments, and a budget of
+steps, characters and time for each rendering.
 
-A template has no `while`, so it is made of turns of loops, calls, and values that grow. Each of them is charged to a
-budget before it happens: loops, `~` and the text between tags are rewritten to filters that charge, operators and calls
-are intercepted. What remains, single operations on values of bounded size, is bounded by a clock.
+A template has no `while`, so its cost is that of loop iterations, calls, and values that grow. Each of them is charged
+to the budget before it happens: loops, `~` and the text between tags become filters that charge; operators and
+calls are intercepted. Single operations on values of bounded size are limited by the time only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 1_000_000  # turns of loops, and calls
-MAX_CHARS = 2**26  # in everything that is put together, whether it is shown or not
+MAX_STEPS = 1_000_000  # loop iterations and calls
+MAX_CHARS = 2**26  # of all values that are built, shown or not
 MAX_SECONDS = 5.0
 CLOCK_EVERY = 64  # steps
 MAX_INTEGER_BITS = 4096
@@ -31,11 +31,11 @@ SHOWING = {"string", "tojson", "pprint", "join", "format", "upper", "lower", "es
 
 
 class Exhausted(jinja2.TemplateError):
-    """A rendering wants more than it may have."""
+    """A rendering exceeds its budget."""
 
 
 class _Budget(threading.local):
-    """Of the rendering in this thread."""
+    """What is left to the rendering in this thread."""
 
     steps = MAX_STEPS
     chars = MAX_CHARS
@@ -66,7 +66,7 @@ def limited() -> Iterator[None]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """See above. Compile and render inside `limited()`."""
+    """The environment; compile and render inside `limited()`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -77,7 +77,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {"_turns": _turns, "_joined": _joined}
 
     def add_filters(self, **filters: Callable[..., Any]) -> None:
-        """By name; each use is charged."""
+        """Adds filters by name; each use is charged to the budget."""
         self.filters |= {name: _charged(name, filter) for name, filter in filters.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in chunks."""
+"""Stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """Cuts a text at the first stop string, and never shows what may turn out to be part of one.
+    """Ends a text at the first stop string, and holds back text that may be the beginning of one.
 
-    The first is the one that is complete first, so that it is known at its last character and generation need not run
-    on; of several complete at the same character it is the longest, which leaves out the most. How the text is cut into
-    chunks makes no difference.
+    The first stop string is the one that is complete first; of several complete at the same character, the longest. The
+    result does not depend on how the text is cut into chunks.
 
     Attributes:
         matched: the stop string that was found, or None.
@@ -32,10 +31,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """What may be shown now; nothing once a stop string was found.
+        """The text that may be returned now; empty once a stop string was found.
 
         Args:
-            may_end: whether a stop string counts that is complete within this text; one that only begins in it does.
+            may_end: whether a stop string that becomes complete within this text counts.
         """
         if self.matched is not None:
             return ""
@@ -52,7 +51,7 @@ class StopStrings:
         return shown[:cut]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text still held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 

@@ -1,22 +1,30 @@
-"""A checkpoint's tokenizer: text to tokens, tokens to text, conversations to tokens."""
+"""A checkpoint's tokenizer: text to token ids, token ids to text, conversations to token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+import string
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.text import files
 from penstock.text.chat import ChatTemplate, Message
-from penstock.text.pieces import Pieces
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_PER_TOKEN = {"Replace", "ByteFallback", "Metaspace", "Strip", "WordPiece"}
+_TEXT = "a"  # a piece that every decoder shows as it is, to put something before the piece that is looked at
 
 
 class Tokenizer:
-    """What Hugging Face's `AutoTokenizer` makes of the same directory. Unchanging, safe to use from several threads.
+    """Equivalent to Hugging Face's `AutoTokenizer` for the same directory. Immutable; safe to use from several threads.
 
-    Whether a BOS token comes first is what tokenizer.json's post-processor says; `add_bos_token` in
-    tokenizer_config.json has no say beside it (as in transformers 5).
+    tokenizer.json's post-processor decides whether a BOS token is added; `add_bos_token` in tokenizer_config.json is
+    not used (as in transformers 5).
 
     Args:
         directory: the checkpoint, with tokenizer.json and usually tokenizer_config.json.
@@ -26,7 +34,7 @@ class Tokenizer:
         vocab_size: one more than the highest token id. The model may have more rows than that.
         special_ids: tokens that are no text.
         eos_id: the end-of-sequence token that tokenizer_config.json names, or None.
-        pieces: the vocabulary, token by token.
+        vocabulary: what single tokens spell.
 
     Raises:
         ConfigError: a file is missing or broken, and which.
@@ -37,7 +45,7 @@ class Tokenizer:
         config = files.read_config(directory)
         self._backend = files.load_backend(directory, config)
         try:
-            self.pieces = Pieces(self._backend)
+            self.vocabulary = Vocabulary(self._backend)
         except ConfigError as error:
             raise ConfigError(f"{directory / 'tokenizer.json'}: {error}") from error
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -55,9 +63,15 @@ class Tokenizer:
         """Token ids. Raises `InvalidRequest` for text that is not Unicode (a lone surrogate)."""
         return self._encode(text, add_special_tokens, "prompt")
 
-    def encode_word(self, text: str) -> list[int]:
-        """Token ids of one of a request's `bad_words`. Raises `InvalidRequest` as `encode` does."""
-        return self._encode(text, False, "bad_words")
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell a request's `bad_words`: each word as it begins a text, and as it follows a
+        space; none empty, none twice. Raises `InvalidRequest` as `encode` does."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(self._encode(text, False, "bad_words"))] = None
+        found.pop((), None)
+        return tuple(found)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text. Ids outside the vocabulary add nothing; ones that are no ids at all raise `InvalidRequest`."""
@@ -67,16 +81,12 @@ class Tokenizer:
             raise InvalidRequest("tokens: each must be a token id, a whole number of at least 0", "tokens") from error
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds in the middle of a text, special or not; nothing for an id outside the vocabulary."""
-        return self.pieces.spelled(token)
+        """What a token adds in the middle of a text; see `Vocabulary.token_bytes`."""
+        return self.vocabulary.token_bytes(token)
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text, with U+FFFD for what is not a whole character."""
-        return self.pieces.spelled(token).decode("utf-8", "replace")
-
-    @property
-    def has_chat_template(self) -> bool:
-        return "default" in self._templates
+        return self.vocabulary.token_bytes(token).decode("utf-8", "replace")
 
     def render_chat(
         self,
@@ -134,3 +144,94 @@ class Tokenizer:
         # unlike `encode` it lets other threads run meanwhile, and spends no time on offsets
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+
+class Vocabulary:
+    """What single tokens spell, as the decoder in tokenizer.json has it.
+
+    Only decoders that can stream are supported: those where the text of a sequence is made of units that are decoded
+    independently of each other. With a byte-level decoder every token is a string of bytes, and the text is all of them
+    read as UTF-8. With others a unit is one token, or a whole run of byte tokens (`<0x0A>`): a run that is not valid
+    UTF-8 from end to end becomes one U+FFFD per token, so its text is known only when the run has ended. The start of
+    the text is the exception (decoders drop the space that SentencePiece puts there).
+
+    Attributes:
+        byte_level: whether the decoder is the byte-level one.
+        byte_ids: token id -> byte, of the byte tokens that a vocabulary of text pieces falls back to.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Raises `ConfigError` when the decoder cannot stream."""
+        self._backend = backend
+        self._decoder = backend.decoder
+        steps = _steps(json.loads(backend.decoder.__getstate__())) if backend.decoder else []
+        kinds = [step["type"] for step in steps]
+        self.byte_level = kinds == ["ByteLevel"]
+        if not self.byte_level:
+            _check_streams(steps)
+        self.byte_ids: dict[int, int] = {}
+        if "ByteFallback" in kinds:
+            for digits in itertools.product(string.hexdigits, repeat=2):
+                code = "".join(digits)
+                token = backend.token_to_id(f"<0x{code}>")
+                if token is not None:
+                    self.byte_ids[token] = int(code, 16)
+        self._byte_of_char = _byte_level_alphabet()
+        self._text_length = len(self.decode([_TEXT]))
+        self._bytes: dict[int, bytes] = {}
+
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's own string for a token, or None for an id that it does not have."""
+        return self._backend.id_to_token(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds in the middle of a text, special or not; nothing for an id outside the vocabulary."""
+        data = self._bytes.get(token)
+        if data is None:
+            data = self._bytes[token] = self._spell(token)
+        return data
+
+    def decode(self, pieces: list[str]) -> str:
+        """The text of these pieces at the start of a text."""
+        return self._decoder.decode(pieces) if self._decoder else " ".join(pieces)
+
+    def decode_within(self, pieces: list[str]) -> str:
+        """The text of these pieces, a unit, after other text."""
+        return self.decode([_TEXT, *pieces])[self._text_length :]
+
+    def _spell(self, token: int) -> bytes:
+        piece = self.piece(token)
+        if piece is None:
+            return b""
+        if token in self.byte_ids:
+            return bytes([self.byte_ids[token]])
+        if not self.byte_level:
+            return self.decode_within([piece]).encode()
+        try:
+            return bytes(self._byte_of_char[char] for char in piece)
+        except KeyError:  # an added token, which is text as it stands
+            return piece.encode()
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _steps(inner)]
+
+
+def _check_streams(steps: list[dict[str, Any]]) -> None:
+    fused = False
+    for step in steps:
+        kind = step["type"]
+        strips_start = kind == "Strip" and step["stop"] == 0
+        if not (kind == "Fuse" or strips_start or (kind in _PER_TOKEN and not fused)):
+            place = " after Fuse" if fused else ""
+            raise ConfigError(f"decoder: {kind}{place} is not supported, its text cannot be streamed token by token")
+        fused = fused or kind == "Fuse"
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 characters are their own bytes; the other bytes are U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -29,7 +29,6 @@ class ByteTokenizer:
     """A token is a byte of UTF-8; one more ends the text."""
 
     special_ids = frozenset({EOS})
-    has_chat_template = True
 
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else bytes([token])

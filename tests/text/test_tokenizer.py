@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,6 @@ def test_older_files(checkpoint: Path) -> None:
 def test_without_a_configuration(checkpoint: Path) -> None:
     tokenizer = Tokenizer(checkpoint)
     assert tokenizer.eos_id is None
-    assert not tokenizer.has_chat_template
     assert tokenizer.decode(tokenizer.encode("hello<|end|>")) == "hello"
     assert tokenizer.decode(tokenizer.encode("hello<|end|>"), skip_special_tokens=False) == "hello<|end|>"
 
@@ -164,8 +164,34 @@ def test_threads(loaded: dict[str, Tokenizer]) -> None:
 
 
 def test_importing_the_room_is_cheap() -> None:
-    modules = ["assembler", "chat", "detokenizer", "files", "pieces", "stop", "tokenizer"]
+    modules = ["chat", "detokenizer", "files", "stop", "tokenizer"]
     code = f"import sys, {', '.join(f'penstock.text.{name}' for name in modules)}\n"
     code += "print({'tokenizers', 'jinja2', 'transformers', 'torch', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize("word", ["fox", " fox", "\n fox", "lazy dog", "Grüße", "ꙮ"])
+def test_a_bad_word_is_found_where_a_text_begins_and_after_a_space(
+    loaded: dict[str, Tokenizer], kind: str, word: str
+) -> None:
+    tokenizer = loaded[kind]
+    found = tokenizer.encode_bad_words([word])
+    assert 1 <= len(found) <= 2
+    assert {tokenizer.decode(tokens).lstrip() for tokens in found} == {word.lstrip()}
+    for text in (word.lstrip(), "The " + word.lstrip()):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert any(tuple(ids[len(ids) - len(tokens) :]) == tokens for tokens in found)
+
+
+def test_bad_words_with_the_same_tokens_come_once(loaded: dict[str, Tokenizer]) -> None:
+    found = loaded["byte_level"].encode_bad_words(["fox", " fox", "dog"])
+    assert len(set(found)) == len(found)
+    assert all(a != b for a, b in pairwise(found))
+    assert loaded["byte_level"].encode_bad_words([]) == ()
+
+
+def test_a_bad_word_that_is_no_unicode_is_named(loaded: dict[str, Tokenizer]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^bad_words: not valid Unicode"):
+        loaded["byte_level"].encode_bad_words(["\ud800"])
