@@ -1,6 +1,6 @@
 # make serve and make test are all that most people need; each sets up what is missing.
 PY := .venv/bin/python
-SOURCES := penstock tests tools
+SOURCES := penstock tests tools examples
 
 .PHONY: serve test test-slow check format clean
 

@@ -15,7 +15,8 @@ import pytest
 from tests.helpers.deployments import PACED, colocated, deployed, disaggregated
 from tests.helpers.servers import refuses_while_it_drains
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted([*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
 ASK = {"model": "demo", "prompt": "import os", "max_tokens": 12, "temperature": 0}
 
 
