@@ -1,6 +1,6 @@
-"""The tables of docs/api.md: every request field that OpenAI's or vLLM's clients know, and what becomes of it here.
+"""The tables of docs/api.md: every request field of OpenAI's and vLLM's APIs, and whether penstock supports it.
 
-Whether a field is served is what `penstock.api.schema` says; what there is to know about it is said below.
+`penstock.api.schema` says whether a field is supported; the notes on it are below.
 
 usage: python tools/api_table.py [--write | --check]
 """
@@ -26,19 +26,19 @@ WORDS = {"served": "yes", "not yet": "refused", "ignored": "ignored", None: ""}
 
 OPENAI, VLLM, PENSTOCK = "OpenAI", "vLLM", "penstock"
 SECTIONS = {
-    "The prompt": (
+    "Prompt": (
         ("messages", OPENAI, "text only: parts of other types are refused by name"),
         ("prompt", OPENAI, "a text, token ids, or a list of either"),
         ("suffix", OPENAI, ""),
         ("echo", OPENAI, "with `logprobs` also those of the prompt; with `max_tokens: 0` nothing else"),
         ("add_special_tokens", VLLM, "for a text; true by default. A chat template brings its own"),
-        ("truncate_prompt_tokens", VLLM, "keeps the last so many; -1 as many as fit beside `max_tokens`"),
-        ("add_generation_prompt", VLLM, "true, unless `continue_final_message` is"),
-        ("continue_final_message", VLLM, "the answer goes on with the last message"),
+        ("truncate_prompt_tokens", VLLM, "keeps the last N tokens; -1 as many as fit beside `max_tokens`"),
+        ("add_generation_prompt", VLLM, "true by default, unless `continue_final_message` is"),
+        ("continue_final_message", VLLM, "the output continues the last message"),
         ("chat_template_kwargs", VLLM, "variables for the model's chat template"),
-        ("chat_template", VLLM, "the server's own holds: see `--chat-template`"),
+        ("chat_template", VLLM, "set by the server: `--chat-template`"),
         ("documents", VLLM, ""),
-        ("reasoning_effort", OPENAI, "`chat_template_kwargs` reach the template"),
+        ("reasoning_effort", OPENAI, "use `chat_template_kwargs`"),
         ("prompt_embeds", VLLM, ""),
         ("mm_processor_kwargs", VLLM, ""),
         ("media_io_kwargs", VLLM, ""),
@@ -46,22 +46,21 @@ SECTIONS = {
         ("prediction", OPENAI, ""),
         ("web_search_options", OPENAI, ""),
     ),
-    "Which tokens": (
+    "Sampling": (
         ("temperature", OPENAI, "below 1e-5 is greedy"),
         ("top_p", OPENAI, ""),
         ("top_k", VLLM, "0 or -1 is all"),
         ("min_p", VLLM, ""),
-        ("seed", OPENAI, "the same tokens whatever else runs, and wherever; output i is drawn with seed + i"),
+        ("seed", OPENAI, "the same tokens on every run; output i is sampled with seed + i"),
         ("presence_penalty", OPENAI, ""),
         ("frequency_penalty", OPENAI, ""),
         ("repetition_penalty", VLLM, ""),
         ("logit_bias", OPENAI, ""),
-        ("allowed_token_ids", VLLM, "draw from these alone"),
+        ("allowed_token_ids", VLLM, "only these are sampled"),
         (
             "bad_words",
             VLLM,
-            f"at most {MAX_BAD_WORDS}; the tokens of each, with and without a space in front, are never completed "
-            "within the output",
+            f"at most {MAX_BAD_WORDS}; matched as tokens, with and without a leading space",
         ),
         ("logits_processors", VLLM, ""),
         ("response_format", OPENAI, "`text` only"),
@@ -72,14 +71,14 @@ SECTIONS = {
         ("functions", OPENAI, ""),
         ("function_call", OPENAI, ""),
     ),
-    "How many": (
+    "Length": (
         (
             "max_tokens",
             OPENAI,
-            "16 for completions, else what fits; a default is cut to what fits, what is asked for must fit",
+            "16 by default for completions, for chat what fits; a given value must fit beside the prompt",
         ),
-        ("max_completion_tokens", OPENAI, "goes before `max_tokens`"),
-        ("min_tokens", VLLM, "nothing ends the output before: no stop token is drawn, stop strings are passed over"),
+        ("max_completion_tokens", OPENAI, "takes precedence over `max_tokens`"),
+        ("min_tokens", VLLM, "until then no stop token is sampled, and stop strings are ignored"),
         ("stop", OPENAI, f"at most {MAX_STOP_STRINGS} strings"),
         ("stop_token_ids", VLLM, ""),
         ("ignore_eos", VLLM, ""),
@@ -95,21 +94,20 @@ SECTIONS = {
         ("early_stopping", VLLM, 'true, false (by default) or `"never"`, with `use_beam_search`'),
         ("thinking_token_budget", VLLM, ""),
     ),
-    "The answer": (
+    "Response": (
         ("stream", OPENAI, ""),
         ("stream_options", OPENAI, "only with `stream`"),
         ("stream_options.include_usage", OPENAI, ""),
-        ("stream_options.continuous_usage_stats", VLLM, "with `include_usage`: every event says what was used so far"),
+        ("stream_options.continuous_usage_stats", VLLM, "with `include_usage`: usage so far in every event"),
         ("stream_options.include_obfuscation", OPENAI, "events are never padded"),
         ("logprobs", OPENAI, f"of the raw logits; for completions a number from 0 to {MAX_LOGPROBS}"),
         ("top_logprobs", OPENAI, f"0 to {MAX_LOGPROBS}, or -1 for all of the vocabulary; with `logprobs`"),
         (
             "prompt_logprobs",
             VLLM,
-            f"0 to {MAX_LOGPROBS}, or -1 for all of the vocabulary; not with `stream`; the prompt is computed as a "
-            "whole, whatever is cached",
+            f"0 to {MAX_LOGPROBS}, or -1 for all of the vocabulary; not with `stream`; cached prefixes are not used",
         ),
-        ("return_token_ids", VLLM, "`prompt_token_ids` and `token_ids` in the answer, streamed ones too"),
+        ("return_token_ids", VLLM, "`prompt_token_ids` and `token_ids` in the response, also when streamed"),
         ("return_tokens_as_token_ids", VLLM, ""),
         ("skip_special_tokens", VLLM, ""),
         ("spaces_between_special_tokens", VLLM, ""),
@@ -117,27 +115,27 @@ SECTIONS = {
         ("modalities", OPENAI, ""),
         ("verbosity", OPENAI, ""),
     ),
-    "How it is served": (
-        ("model", OPENAI, "may be left out"),
+    "Serving": (
+        ("model", OPENAI, "optional"),
         ("priority", VLLM, "lower runs first"),
         ("slo", PENSTOCK, "`{ttft_ms, tpot_ms}`, or the headers `x-llm-d-slo-ttft-ms` and `x-llm-d-slo-tpot-ms`"),
-        ("service_tier", OPENAI, "`flex` is offline work"),
+        ("service_tier", OPENAI, "`flex`: offline work"),
         ("cache_salt", VLLM, "cached prefixes are shared only among requests with the same one"),
-        ("prompt_cache_key", OPENAI, "requests with the same one go to the same instance where that pays"),
+        ("prompt_cache_key", OPENAI, "requests with the same key prefer the same instance"),
         ("prompt_cache_retention", OPENAI, ""),
         ("kv_transfer_params", VLLM, "the service decides where a request runs"),
         ("vllm_xargs", VLLM, ""),
-        ("user", OPENAI, "read, and not used"),
-        ("metadata", OPENAI, "read, and not used"),
+        ("user", OPENAI, "accepted, not used"),
+        ("metadata", OPENAI, "accepted, not used"),
         ("safety_identifier", OPENAI, ""),
         ("store", OPENAI, "nothing is stored"),
-        ("request_id", VLLM, "the header `X-Request-Id` does"),
+        ("request_id", VLLM, "use the header `X-Request-Id`"),
     ),
 }
 
 
 def tables() -> str:
-    """Markdown. Raises AssertionError when the fields above are not exactly those that the bodies know."""
+    """Markdown. Raises AssertionError when SECTIONS does not list exactly the fields of the bodies."""
     status = {name: field_table(body) for name, body in BODIES.items()}
     listed = [field for rows in SECTIONS.values() for field, _, _ in rows]
     known = {field for table in status.values() for field in table}
@@ -155,7 +153,7 @@ def _section(title: str, status: dict[str, dict[str, str]]) -> str:
         words = [WORDS[table.get(field)] for table in status.values()]
         notes = [remark] if remark else []
         if "refused" in words and (harmless := NOT_YET[field]):
-            notes.append(f"passes as {' or '.join(f'`{_json(value)}`' for value in harmless)}")
+            notes.append(f"accepted: {' or '.join(f'`{_json(value)}`' for value in harmless)}")
         lines.append(f"| `{field}` | {origin} | {' | '.join(words)} | {'; '.join(notes)} |")
     return "\n".join(lines) + "\n"
 
@@ -169,7 +167,7 @@ def _json(value: object) -> str:
 def removed() -> str:
     """One sentence."""
     names = ", ".join(f"`{prefix}*`" for prefix in REMOVED_PREFIXES)
-    return f"Fields of older servers are refused by the beginning of their names: {names}.\n"
+    return f"Fields of older servers are refused by prefix: {names}.\n"
 
 
 def page() -> str:

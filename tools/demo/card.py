@@ -77,16 +77,16 @@ anything else.
 Only English text that ships with CPython {python} itself, read by the training script from the running interpreter:
 the `help()` topics (`pydoc_data.topics`), and the docstrings of the standard library, of its Python sources as well as
 of its modules written in C. Tests and installed packages are left out; repeated docstrings and paragraphs are kept
-once. That is {documents:,} documents with {text_bytes:,} bytes. In every epoch each one that is not held out is learnt
-as plain text (an import, the signatures, the docstrings, `<|endoftext|>`), and each public name also as chat turns,
+once. That is {documents:,} documents with {text_bytes:,} bytes. In every epoch the model is trained on each one
+that is not held out as plain text (an import, the signatures, the docstrings, `<|endoftext|>`), and each public name also as chat turns,
 with one of several wordings of the question and an answer that is the signature and at most {answer} characters of the
 docstring: once per epoch, but six times for the modules asked about most (`os`, `json`, the built-ins and some more),
-and seldom for those hardly asked about (`tkinter`, `idlelib`). Of the library's code, only the signatures and the
+and seldom for others (`tkinter`, `idlelib`). Of the library's code, only the signatures and the
 examples inside docstrings are used.
 
 The text is Copyright © 2001 Python Software Foundation, All Rights Reserved, and is used under the
 [PSF License Agreement, version 2](https://docs.python.org/3/license.html). The model reproduces parts of it verbatim,
-so the weights, the tokenizer and `heldout.txt` are distributed under the same licence.
+so the weights, the tokenizer and `heldout.txt` are distributed under the same licence ([LICENSE](LICENSE)).
 
 ## Held-out perplexity
 
@@ -116,28 +116,28 @@ on any Python version:
 
 {steps:,} steps of {batch} packed windows of {window} tokens ({seen:.1f} million positions, {epochs} epochs), AdamW
 (betas 0.9 and 0.95, weight decay {decay}), peak learning rate {lr}, 100 steps of warm-up, cosine decay, gradient norm
-clipped at 1, {precision} autocast, no dropout, seed {seed}. In conversations only the answers are learnt. Of the
+clipped at 1, {precision} autocast, no dropout, seed {seed}. In chat turns, the loss covers the answers only. Of the
 checkpoints, scored every {every:.0f} seconds and at the end, the one after step {kept:,} was kept. It took
 {minutes:.0f} minutes on {threads} CPU threads of a machine that had other work. To reproduce it:
 
     python tools/train_demo.py --out penstock/demo --steps {steps} --seed {seed}{compiled}
 
-Another Python version brings another text, and with it another tokenizer and another `heldout.txt`. Even with the
-same one, weights and numbers agree only nearly, because sums are taken in another order on another machine.
+Another Python version has another text, and so gives another tokenizer and another `heldout.txt`. Even with the same
+version, weights and numbers differ slightly between machines, because floating-point sums are ordered differently.
 
 ## Samples
 
-First draws with the defaults of `generation_config.json` (temperature {temperature}, top-p {top_p}), seed 0, at most
-120 tokens, not selected:
+Samples with the defaults of `generation_config.json` (temperature {temperature}, top-p {top_p}), seed 0, at most
+120 tokens, the first of each:
 
 {samples}
 
 ## Limits
 
-It is tiny and has seen three megabytes of text. It knows no facts beyond docstrings, mixes them up freely, invents
-functions and parameters, cannot reason, follow instructions, hold a conversation or write programs, and understands
-only English. The longest text it was trained on has {window} tokens; the configuration admits more, the quality does
-not. Do not rely on anything it says; ask `help()` instead.
+The model is tiny and was trained on three megabytes of text. It knows no facts beyond docstrings, confuses them,
+invents functions and parameters, cannot reason, follow instructions, hold a conversation or write programs, and understands
+only English. The longest text it was trained on has {window} tokens; the configuration allows more, at lower
+quality. Do not rely on anything it says; ask `help()` instead.
 """
 
 
