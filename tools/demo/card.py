@@ -78,11 +78,11 @@ Only English text that ships with CPython {python} itself, read by the training 
 the `help()` topics (`pydoc_data.topics`), and the docstrings of the standard library, of its Python sources as well as
 of its modules written in C. Tests and installed packages are left out; repeated docstrings and paragraphs are kept
 once. That is {documents:,} documents with {text_bytes:,} bytes. In every epoch the model is trained on each one
-that is not held out as plain text (an import, the signatures, the docstrings, `<|endoftext|>`), and each public name also as chat turns,
-with one of several wordings of the question and an answer that is the signature and at most {answer} characters of the
-docstring: once per epoch, but six times for the modules asked about most (`os`, `json`, the built-ins and some more),
-and seldom for others (`tkinter`, `idlelib`). Of the library's code, only the signatures and the
-examples inside docstrings are used.
+that is not held out as plain text (an import, the signatures, the docstrings, `<|endoftext|>`). Each public name also
+appears in chat turns, with one of several wordings of the question and an answer that is the signature and at most
+{answer} characters of the docstring: once per epoch, but six times for the modules asked about most (`os`, `json`, the
+built-ins and some more), and seldom for others (`tkinter`, `idlelib`). Of the library's code, only the signatures and
+the examples inside docstrings are used.
 
 The text is Copyright © 2001 Python Software Foundation, All Rights Reserved, and is used under the
 [PSF License Agreement, version 2](https://docs.python.org/3/license.html). The model reproduces parts of it verbatim,
@@ -135,8 +135,8 @@ Samples with the defaults of `generation_config.json` (temperature {temperature}
 ## Limits
 
 The model is tiny and was trained on three megabytes of text. It knows no facts beyond docstrings, confuses them,
-invents functions and parameters, cannot reason, follow instructions, hold a conversation or write programs, and understands
-only English. The longest text it was trained on has {window} tokens; the configuration allows more, at lower
+invents functions and parameters, cannot reason, follow instructions, hold a conversation or write programs, and
+understands only English. The longest text it was trained on has {window} tokens; the configuration allows more, at lower
 quality. Do not rely on anything it says; ask `help()` instead.
 """
 
