@@ -136,8 +136,8 @@ Samples with the defaults of `generation_config.json` (temperature {temperature}
 
 The model is tiny and was trained on three megabytes of text. It knows no facts beyond docstrings, confuses them,
 invents functions and parameters, cannot reason, follow instructions, hold a conversation or write programs, and
-understands only English. The longest text it was trained on has {window} tokens; the configuration allows more, at lower
-quality. Do not rely on anything it says; ask `help()` instead.
+understands only English. The longest text it was trained on has {window} tokens; the configuration allows more, at
+lower quality. Do not rely on anything it says; ask `help()` instead.
 """
 
 
