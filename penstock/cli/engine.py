@@ -6,7 +6,7 @@ JSON:
     parent              process id; without that process this one ends
     role                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
-    pulse               the file that shows whoever started it that it gets on
+    heartbeat           the file that shows whoever started it that it gets on
     keeper              the socket of the host's keeper of KV blocks; null for memory of its own
     transport           {"kind", "address", "faults"}: the way to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
@@ -58,7 +58,7 @@ def main(settings: dict[str, Any]) -> int:
     for variable in KERNEL_CACHES:
         os.environ.setdefault(variable, str(KERNELS_KEPT))
     from penstock.core.clock import SystemClock
-    from penstock.core.pulse import Pulse
+    from penstock.core.heartbeat import Heartbeat
     from penstock.engine.server import EngineServer
 
     clock = SystemClock()
@@ -83,7 +83,7 @@ def main(settings: dict[str, Any]) -> int:
             return 1
         ready = introduce(settings, incarnation, built, transport)
         server = stack.enter_context(closing(EngineServer(settings["address"], clock)))
-        pulse = Pulse(Path(settings["pulse"]), ready.device)
+        heartbeat = Heartbeat(Path(settings["heartbeat"]), ready.device)
         collect_rarely()
         try:
             server.run(
@@ -92,7 +92,7 @@ def main(settings: dict[str, Any]) -> int:
                 orphaned=lambda: os.getppid() != settings["parent"],
                 transport=transport,
                 lease=settings.get("lease_s", 5.0),
-                beat=pulse.beat,
+                beat=heartbeat.beat,
             )
         except Exception as error:
             log.exception("the engine failed")

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
         folder = Path(scratch)
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
-        program = engine_program(settings, folder / "pulse", address=settings["address"], socket=folder / ENGINE)
+        program = engine_program(settings, folder / "heartbeat", address=settings["address"], socket=folder / ENGINE)
         restart = Restart(backoff=0.5, limit=2)  # the third death in a row ends the server
         supervisor = Supervisor([program], restart, server.drain_timeout)
         with contextlib.closing(Launcher([program], supervisor, SystemClock(), {})) as launcher:

@@ -179,7 +179,7 @@ def make_tables() -> Tables:
             Option("start-seconds", between(0, 86_400), 2.05, "from the decision until an instance serves"),
             Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
         ),
-        heartbeat=(
+        status_reports=(
             Option("every-ms", number(0, 60_000), 50.0, "between snapshots while the load changes"),
             Option("delay-ms", between(0, 60_000), 5.0, "by which the master hears of them later"),
         ),

@@ -47,7 +47,7 @@ from penstock.transfer.carrier import Arrival, LinkDown
 from penstock.transfer.transports import Transport
 
 log = logging.getLogger("penstock.engine")
-HEARTBEAT = 0.5  # seconds between signs of life while idle
+REPORT_INTERVAL = 0.5  # seconds between signs of life while idle
 SNAPSHOT = 0.05  # seconds between snapshots while the load changes
 STALLED = 0.005  # seconds to wait when there is work and no room for it
 
@@ -66,7 +66,7 @@ class EngineServer:
 
     Args:
         address: a ZMQ endpoint to bind, such as ipc:///run/engine.sock.
-        clock: for heartbeats and leases.
+        clock: for status reports and leases.
     """
 
     def __init__(self, address: str, clock: Clock) -> None:
@@ -130,7 +130,7 @@ class EngineServer:
 
     def _serve(self, orphaned: Callable[[], bool]) -> None:
         engine = self._engine
-        looked = self._beat = self._clock.now() - HEARTBEAT
+        looked = self._beat = self._clock.now() - REPORT_INTERVAL
         stalled = False
         while not self._stopping:
             if not engine.tokens_in_flight:  # else a turn proves nothing of the step
@@ -142,8 +142,8 @@ class EngineServer:
             if failed := self._intake.take_failed():
                 self._report(failed, 0)
             now = self._clock.now()
-            self._pulse(now)
-            if now - looked >= HEARTBEAT:
+            self._on_clock(now)
+            if now - looked >= REPORT_INTERVAL:
                 looked = now
                 if orphaned():
                     log.info("nobody is left to serve")
@@ -165,7 +165,7 @@ class EngineServer:
             return STALLED
         if not stalled and engine.has_work and (not engine.tokens_in_flight or (lane is not None and lane.ready)):
             return 0.0
-        due = min(self._beat + HEARTBEAT, engine.gives_up_at)
+        due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at)
         if self._changed or load.has_news(engine):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:
@@ -198,19 +198,19 @@ class EngineServer:
 
     def _miss_clients(self, now: float) -> None:
         """Give up whoever has been silent for too long; to be called when everything that has arrived was read."""
-        if now - self._looked_at < HEARTBEAT:
+        if now - self._looked_at < REPORT_INTERVAL:
             return
         self._looked_at = now
         for client in [c for c, state in self._clients.items() if now - state.heard > LEASE]:
             log.info("the %s %s has gone", self._clients[client].kind, client)
             self._forsake(client)
 
-    def _pulse(self, now: float) -> None:
+    def _on_clock(self, now: float) -> None:
         """What is done by the clock."""
         if self._handoffs is not None and now - self._ticked_at >= self._tick_every:
             self._ticked_at = now
             self._handoffs.tick(now)
-        if now - self._beat >= HEARTBEAT:
+        if now - self._beat >= REPORT_INTERVAL:
             self._report([], 0)
         if now - self._snapshot_at >= SNAPSHOT:
             self._tell_masters(now)
@@ -325,7 +325,7 @@ class EngineServer:
         if not masters:
             return
         seen, last = snapshot(self._intake), self._last_snapshot
-        if last is None or now - self._told_at >= HEARTBEAT or seen != last:
+        if last is None or now - self._told_at >= REPORT_INTERVAL or seen != last:
             self._last_snapshot, self._told_at = seen, now
             self._snapshots += 1
             for client in masters:

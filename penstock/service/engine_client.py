@@ -171,7 +171,7 @@ class EngineClient:
     def _cancel(self, flight: Flight, peers: Iterable[Peer]) -> None:
         """Have this attempt dropped there."""
         for peer in peers:
-            if self.instances[peer.name].is_life(peer.incarnation):
+            if self.instances[peer.name].is_current(peer.incarnation):
                 self._channels[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
 
     # --- places
@@ -247,7 +247,7 @@ class EngineClient:
 
     def _reaches(self, peer: Peer) -> bool:
         instance = self.instances.get(peer.name)
-        return instance is not None and instance.is_life(peer.incarnation) and instance.serves(self._clock.now())
+        return instance is not None and instance.is_current(peer.incarnation) and instance.serves(self._clock.now())
 
     def _launch(self, held: Held, placed: Placed) -> None:
         flight = held.flight
@@ -333,7 +333,7 @@ class EngineClient:
     def _handle(self, instance: Instance, event: Event | ChannelLost) -> None:
         instance.heard = self._clock.now()
         match event:
-            case StepReport() if instance.is_life(event.incarnation):
+            case StepReport() if instance.is_current(event.incarnation):
                 self._metrics.observe_stats(instance.name, event.stats, event.step_tokens)
                 self._deliver(instance.name, event)
             case Ready():

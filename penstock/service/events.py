@@ -33,7 +33,7 @@ class ToFrontend(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StartInstance:
-    """Somebody is to begin a life of it."""
+    """An incarnation of it is to be started."""
 
     name: str
     role: Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.pulse import step_limit
+from penstock.core.heartbeat import step_limit
 from penstock.core.wire.engine import Ready, Role
 
 SILENT_AFTER = 2.0  # seconds without a word after which an instance is said to be silent
@@ -72,6 +72,6 @@ class Instance:
         """Why it does not serve although it did, or should; "" otherwise."""
         return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
 
-    def is_life(self, incarnation: int) -> bool:
+    def is_current(self, incarnation: int) -> bool:
         """Whether that life is the present one."""
         return self.ready is not None and self.ready.peer.incarnation == incarnation

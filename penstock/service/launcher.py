@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.clock import Clock
-from penstock.core.pulse import read_pulse
+from penstock.core.heartbeat import read_heartbeat
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 from penstock.service.vitals import Watch, read_vitals
 
@@ -45,7 +45,7 @@ def plan(
     Args:
         directory: of the model.
         folder: for sockets; short, because the path of one has at most 107 bytes.
-        listeners: bound, one for each frontend. They stay open here, so that a frontend keeps its port over its lives.
+        listeners: bound, one for each frontend. They stay open here, so that a frontend that is restarted keeps its port.
         engine_fields: group and number of an instance among all -> fields of its engine's options.
     """
     import msgspec
@@ -70,7 +70,7 @@ def plan(
             settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "keeper" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
-        programs.append(engine_program(settings, folder / f"{name}.pulse", needs=needs, **place))
+        programs.append(engine_program(settings, folder / f"{name}.heartbeat", needs=needs, **place))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["flight_recorder"] = deployment.flight_recorder
@@ -82,14 +82,14 @@ def plan(
     return programs
 
 
-def engine_program(settings: Mapping[str, Any], pulse: Path, **more: Any) -> Program:
+def engine_program(settings: Mapping[str, Any], heartbeat: Path, **more: Any) -> Program:
     """An engine's process.
 
     Args:
-        settings: as `penstock.cli.engine` has them, but for the pulse.
-        pulse: the file by which it is watched.
+        settings: as `penstock.cli.engine` has them, but for the heartbeat.
+        heartbeat: the file by which it is watched.
     """
-    return _program(settings["name"], "engine", {**settings, "pulse": str(pulse)}, pulse=pulse, **more)
+    return _program(settings["name"], "engine", {**settings, "heartbeat": str(heartbeat)}, heartbeat=heartbeat, **more)
 
 
 def _program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
@@ -237,9 +237,9 @@ class Launcher:
     def _watch(self, now: float) -> None:
         """Tell the supervisor who does not get on."""
         for name, watch in self._watches.items():
-            pulse = self._programs[name].pulse
-            assert pulse is not None
-            if watch.beats(now, read_pulse(pulse)):
+            heartbeat = self._programs[name].heartbeat
+            assert heartbeat is not None
+            if watch.beats(now, read_heartbeat(heartbeat)):
                 continue
             if why := watch.trouble(now, read_vitals(self._processes[name].pid)):
                 log.warning("%s is stuck: %s", name, why)
@@ -259,8 +259,8 @@ class Launcher:
         if program.socket is not None:
             program.socket.unlink(missing_ok=True)
             self._starting[program.name] = program.socket
-        if program.pulse is not None:
-            program.pulse.unlink(missing_ok=True)
+        if program.heartbeat is not None:
+            program.heartbeat.unlink(missing_ok=True)
             self._watches[program.name] = Watch(self._clock.now())
         # a group of its own, because a terminal's Ctrl-C must reach only us: frontends drain before the others stop
         process = subprocess.Popen(

@@ -68,12 +68,12 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.life import SUSPECT_AFTER, Life
 from penstock.service.mesh import Mesh
 from penstock.service.queue import Queue, Waiting
 from penstock.service.rates import RateWindow
 from penstock.service.roster import Roster
 from penstock.service.scaling import FleetLimits, Scaler
+from penstock.service.session import SUSPECT_AFTER, InstanceSession
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
@@ -82,12 +82,12 @@ SHOWN = 256  # offline sequences that policies see, of however many wait
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A sequence that was placed, with the lives it counts on."""
+    """A sequence that was placed, with the sessions that count it."""
 
     demand: Demand
     placed: Placed
-    prefiller: Life
-    home: Life
+    prefiller: InstanceSession
+    home: InstanceSession
     keys: list[bytes]
 
 
@@ -144,14 +144,14 @@ class Master:
         self.index = ClusterIndex()
         self.wake = inf
         self._endpoints = {endpoint.name: endpoint for endpoint in instances}
-        self._lives: dict[str, Life] = {}
-        self._touched: set[str] = set()  # lives of which something has changed
-        self._roster = Roster(self._lives, self._touched)
-        self._mesh = Mesh(self._lives, everybody=policies.roles is not None and policies.roles.dynamic)
+        self._sessions: dict[str, InstanceSession] = {}
+        self._touched: set[str] = set()  # sessions of which something has changed
+        self._roster = Roster(self._sessions, self._touched)
+        self._mesh = Mesh(self._sessions, everybody=policies.roles is not None and policies.roles.dynamic)
         self._policies, self._rng, self._recorder = policies, rng, recorder
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
         self._frontends: dict[str, float] = {}  # name -> when it was heard
-        self._frontend_lives: dict[str, int] = {}
+        self._frontend_incarnations: dict[str, int] = {}
         self._queue = Queue()  # online
         self._backlog = Queue(shown=SHOWN)  # offline
         self._untold: list[Key] = []  # in one of them, whose frontends were not told
@@ -201,58 +201,60 @@ class Master:
     # --- instances
 
     def _on_engine(self, now: float, name: str, event: Event | ChannelLost) -> list[Action]:
-        life = self._lives.get(name)
+        session = self._sessions.get(name)
         match event:
-            case Snapshot() if life is not None and event.incarnation == life.peer.incarnation:
-                return self._on_snapshot(now, life, event)
+            case Snapshot() if session is not None and event.incarnation == session.peer.incarnation:
+                return self._on_snapshot(now, session, event)
             case Ready():
-                if life is None or life.peer.incarnation != event.peer.incarnation:
+                if session is None or session.peer.incarnation != event.peer.incarnation:
                     return self._join(now, name, event)
             case ChannelLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
             case CacheDelta() if (
-                self.joined.wants_keys and life is not None and event.incarnation == life.peer.incarnation
+                self.joined.wants_keys and session is not None and event.incarnation == session.peer.incarnation
             ):
-                if not self.index.apply(name, event) and now - life.asked >= ASK_AGAIN:
-                    life.asked = now
+                if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
+                    session.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
-            case LinkFailed(peer=peer, message=message) if life is not None:
-                if event.incarnation == life.peer.incarnation:
-                    return self._mesh.fail(now, life, peer, message)
+            case LinkFailed(peer=peer, message=message) if session is not None:
+                if event.incarnation == session.peer.incarnation:
+                    return self._mesh.fail(now, session, peer, message)
         return []
 
-    def _on_snapshot(self, now: float, life: Life, snapshot: Snapshot) -> list[Action]:
-        life.hear(now, snapshot)
-        if snapshot.role == life.role:
-            life.role_generation = max(life.role_generation, snapshot.role_generation)  # counted by an earlier master
+    def _on_snapshot(self, now: float, session: InstanceSession, snapshot: Snapshot) -> list[Action]:
+        session.hear(now, snapshot)
+        if snapshot.role == session.role:
+            session.role_generation = max(
+                session.role_generation, snapshot.role_generation
+            )  # counted by an earlier master
             return []
-        if snapshot.role_generation < life.role_generation:
-            return [self._set_role(life)]  # it has not heard, or the message was lost
-        life.role, life.role_generation = snapshot.role, snapshot.role_generation  # decided before this master
-        return self._mesh.connect(life)
+        if snapshot.role_generation < session.role_generation:
+            return [self._set_role(session)]  # it has not heard, or the message was lost
+        session.role, session.role_generation = snapshot.role, snapshot.role_generation  # decided before this master
+        return self._mesh.connect(session)
 
-    def _set_role(self, life: Life) -> Action:
-        return ToEngine(life.name, SetRole(life.peer.incarnation, life.role, life.role_generation))
+    def _set_role(self, session: InstanceSession) -> Action:
+        return ToEngine(session.name, SetRole(session.peer.incarnation, session.role, session.role_generation))
 
     def _join(self, now: float, name: str, ready: Ready) -> list[Action]:
         if name not in self._endpoints:
             return []
-        actions = self._leave(name, "another life of it has begun")
+        actions = self._leave(name, "another incarnation of it has begun")
         if self._scaler is not None:
             self._scaler.serves(name)
-        life = self._lives[name] = Life(ready, heard=now, role=ready.role, touched=self._touched)
-        self._roster.lives_changed()
-        actions.append(Notice(f"{name} is ready: role {life.role}, {ready.num_blocks} blocks on {ready.device}"))
-        if self._roles.get(name, life.role) != life.role:
-            life.role, life.role_generation = self._roles[name], 1
-            actions.append(self._set_role(life))
-        return actions + self._mesh.connect(life)
+        session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
+        self._roster.sessions_changed()
+        actions.append(Notice(f"{name} is ready: role {session.role}, {ready.num_blocks} blocks on {ready.device}"))
+        if self._roles.get(name, session.role) != session.role:
+            session.role, session.role_generation = self._roles[name], 1
+            actions.append(self._set_role(session))
+        return actions + self._mesh.connect(session)
 
     def _leave(self, name: str, why: str) -> list[Action]:
         self.index.forget(name)
-        if self._lives.pop(name, None) is None:
+        if self._sessions.pop(name, None) is None:
             return []
-        self._roster.lives_changed()
+        self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
     # --- frontends
@@ -261,8 +263,8 @@ class Master:
         self._frontends[name] = now
         match message:
             case Join(incarnation=incarnation, protocol=protocol):
-                if self._frontend_lives.setdefault(name, incarnation) != incarnation:
-                    self._frontend_lives[name] = incarnation
+                if self._frontend_incarnations.setdefault(name, incarnation) != incarnation:
+                    self._frontend_incarnations[name] = incarnation
                     self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
                 joined = msgspec.structs.replace(self.joined, waiting=self.waiting)
@@ -279,7 +281,7 @@ class Master:
         return []
 
     def _forget_silent_frontends(self, now: float) -> list[Action]:
-        """One that lives after all hears that what it has in the queue is over, and has it nowhere for ever."""
+        """One that was only slow hears that what it has in the queue is over, and does not wait for it for ever."""
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
         if not gone:
             return []
@@ -291,7 +293,7 @@ class Master:
         self._forget(now, gone)
         for name in gone:
             del self._frontends[name]
-            self._frontend_lives.pop(name, None)
+            self._frontend_incarnations.pop(name, None)
         return told
 
     def _forget(self, now: float, frontends: set[str]) -> None:
@@ -371,8 +373,8 @@ class Master:
         queued = self._queue.pop(key) or self._backlog.pop(key)
         assert queued is not None
         demand, place = queued.demand, queued.place
-        prefiller = self._lives[decision.prefill]
-        home = prefiller if decision.decode is None else self._lives[decision.decode]
+        prefiller = self._sessions[decision.prefill]
+        home = prefiller if decision.decode is None else self._sessions[decision.decode]
         placed = Placed(
             place.request_id,
             place.generation,
@@ -440,8 +442,8 @@ class Master:
         return actions
 
     @staticmethod
-    def _able_for(demand: Demand, able: Sequence[Life]) -> bool:
-        return any(life.ready.max_model_len >= demand.tokens and life.name not in demand.exclude for life in able)
+    def _able_for(demand: Demand, able: Sequence[InstanceSession]) -> bool:
+        return any(s.ready.max_model_len >= demand.tokens and s.name not in demand.exclude for s in able)
 
     def _no_place(self, now: float, frontend: str, place: Place) -> Action:
         return ToFrontend(frontend, NoPlace(place.request_id, place.generation, self._why_nobody(now, place)))
@@ -461,22 +463,22 @@ class Master:
     def _move(self, now: float, moves: Sequence[Move]) -> list[Action]:
         actions: list[Action] = []
         for move in moves:
-            life = self._lives[move.name]
-            if life.role == move.role:
+            session = self._sessions[move.name]
+            if session.role == move.role:
                 continue
-            self._roles[move.name] = life.role = move.role
-            life.role_generation += 1
-            life.changed()
-            actions.append(self._set_role(life))
+            self._roles[move.name] = session.role = move.role
+            session.role_generation += 1
+            session.changed()
+            actions.append(self._set_role(session))
             actions.append(Notice(f"{move.name} changes to role {move.role}: {move.reason}"))
-            actions += self._mesh.connect(life)
+            actions += self._mesh.connect(session)
             if self._recorder is not None:
                 self._recorder.moved(now, move)
         return actions
 
     def _scale(self, now: float, scaler: Scaler) -> list[Action]:
         actions: list[Action] = []
-        for change in scaler.decide(now, self._view(now), self._endpoints, self._lives):
+        for change in scaler.decide(now, self._view(now), self._endpoints, self._sessions):
             if self._recorder is not None and not isinstance(change, Move):
                 self._recorder.moved(now, change)
             match change:
@@ -486,15 +488,15 @@ class Master:
                     self._roles[name] = role
                     actions += [StartInstance(name, role), Notice(f"{name} is started for role {role}: {reason}")]
                 case Stop(name=name, reason=reason):
-                    life = self._lives[name]
-                    life.drain()
-                    actions.append(ToEngine(name, Drain(life.peer.incarnation)))
+                    session = self._sessions[name]
+                    session.drain()
+                    actions.append(ToEngine(name, Drain(session.peer.incarnation)))
                     actions.append(Notice(f"{name} is drained: {reason}"))
         return actions
 
     def _retire(self, now: float) -> list[Action]:
         """Those that have drained may go."""
-        return [StopInstance(life.name) for life in self._lives.values() if life.draining and life.drained]
+        return [StopInstance(s.name) for s in self._sessions.values() if s.draining and s.drained]
 
     def _why_nobody(self, now: float, place: Place) -> str:
         states = self.states(now)
@@ -509,22 +511,22 @@ class Master:
 
     def states(self, now: float) -> dict[str, str]:
         """Every instance -> "absent", "ready", "suspect" or "draining"."""
-        return {name: self._state(now, self._lives.get(name)) for name in self._endpoints}
+        return {name: self._state(now, self._sessions.get(name)) for name in self._endpoints}
 
-    def _state(self, now: float, life: Life | None) -> str:
-        if life is None:
+    def _state(self, now: float, session: InstanceSession | None) -> str:
+        if session is None:
             return "absent"
-        if now - life.heard > SUSPECT_AFTER:
+        if now - session.heard > SUSPECT_AFTER:
             return "suspect"
-        return "draining" if life.leaving else "ready"
+        return "draining" if session.leaving else "ready"
 
     def check(self) -> None:
         """Raise AssertionError unless every sequence in flight is counted once on each side."""
-        for life in self._lives.values():
-            homes = {key for key, flight in self._in_flight.items() if flight.home is life}
-            assert life.homes.keys() == homes, "requests are miscounted"
-            assert all(self._in_flight[key].prefiller is life for key in life.prompts), "a request that is over"
-            life.check()
+        for session in self._sessions.values():
+            homes = {key for key, flight in self._in_flight.items() if flight.home is session}
+            assert session.homes.keys() == homes, "requests are miscounted"
+            assert all(self._in_flight[key].prefiller is session for key in session.prompts), "a request that is over"
+            session.check()
         self._roster.check()
         self._queue.check()
         self._backlog.check()

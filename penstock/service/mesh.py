@@ -9,7 +9,7 @@ from typing import get_args
 from penstock.core.wire.engine import LinkPeer, Peer, Role, UnlinkPeer
 from penstock.sched.cluster import hands_over
 from penstock.service.events import Action, Notice, ToEngine
-from penstock.service.life import Life
+from penstock.service.session import InstanceSession
 
 RELINK_AFTER = 5.0  # seconds until a failed link is tried again
 PROBATION = 1.0  # seconds without a complaint until it is trusted again
@@ -34,29 +34,30 @@ _Pair = tuple[str, str]  # instances: from, to
 class Mesh:
     """
     Args:
-        lives: that serve now, by name; kept by whoever owns this.
+        sessions: that serve now, by name; kept by whoever owns this.
         everybody: whether all may have to hand over to all, since roles change.
     """
 
-    def __init__(self, lives: Mapping[str, Life], *, everybody: bool) -> None:
-        self._lives = lives
+    def __init__(self, sessions: Mapping[str, InstanceSession], *, everybody: bool) -> None:
+        self._sessions = sessions
         self._everybody = everybody
         self._failed: dict[_Pair, _Failure] = {}
 
-    def connect(self, life: Life) -> list[Action]:
+    def connect(self, session: InstanceSession) -> list[Action]:
         """Whatever links it should have now, in both directions."""
-        others: Iterable[Life] = self._lives.values()
+        others: Iterable[InstanceSession] = self._sessions.values()
         if not self._everybody:  # of a thousand alike nobody may have one: then a look at each is too much
-            linked = {role for role in get_args(Role) if hands_over(life.role, role) or hands_over(role, life.role)}
+            mine = session.role
+            linked = {role for role in get_args(Role) if hands_over(mine, role) or hands_over(role, mine)}
             others = [other for other in others if other.role in linked]
         return [
             action
             for other in others
-            if other is not life
-            for action in (*self._connect(life, other), *self._connect(other, life))
+            if other is not session
+            for action in (*self._connect(session, other), *self._connect(other, session))
         ]
 
-    def _connect(self, source: Life, target: Life) -> list[Action]:
+    def _connect(self, source: InstanceSession, target: InstanceSession) -> list[Action]:
         name = target.name
         if not self._may_link(source, target) or name in source.links:
             return []
@@ -67,7 +68,7 @@ class Mesh:
         source.peers.add(name)
         return [ToEngine(source.name, LinkPeer(source.peer.incarnation, target.peer))]
 
-    def _may_link(self, source: Life, target: Life) -> bool:
+    def _may_link(self, source: InstanceSession, target: InstanceSession) -> bool:
         """Whether one should be able to hand over to the other."""
         linkable = bool(source.peer.address and target.peer.address)
         return linkable and (self._everybody or hands_over(source.role, target.role))
@@ -75,28 +76,28 @@ class Mesh:
     def leave(self, name: str) -> list[Action]:
         """An instance has gone."""
         actions: list[Action] = []
-        for other, life in self._lives.items():
-            if name in life.links:
-                actions.append(ToEngine(other, UnlinkPeer(life.peer.incarnation, life.links[name])))
-            life.disconnect(name)
+        for other, session in self._sessions.items():
+            if name in session.links:
+                actions.append(ToEngine(other, UnlinkPeer(session.peer.incarnation, session.links[name])))
+            session.disconnect(name)
         for pair in [pair for pair in self._failed if name in pair]:
             del self._failed[pair]
         return actions
 
-    def fail(self, now: float, life: Life, peer: Peer, message: str) -> list[Action]:
+    def fail(self, now: float, session: InstanceSession, peer: Peer, message: str) -> list[Action]:
         """It says that its link to a peer has failed."""
-        if life.links.get(peer.name) != peer:
+        if session.links.get(peer.name) != peer:
             return []
-        self._failed[life.name, peer.name] = _Failure(now)
-        life.peers.discard(peer.name)
-        life.unlinked[peer.name] = message
-        return [Notice(f"{life.name} cannot hand over to {peer.name}: {message}")]
+        self._failed[session.name, peer.name] = _Failure(now)
+        session.peers.discard(peer.name)
+        session.unlinked[peer.name] = message
+        return [Notice(f"{session.name} cannot hand over to {peer.name}: {message}")]
 
     def retry(self, now: float) -> list[Action]:
         """Time goes on: connect again, and trust what has held."""
         actions: list[Action] = []
         for (name, other), failure in list(self._failed.items()):
-            source = self._lives[name]
+            source = self._sessions[name]
             if now - failure.since < RELINK_AFTER:
                 continue
             if not failure.retried:
@@ -109,13 +110,13 @@ class Mesh:
 
     def check(self) -> None:
         """Raise AssertionError unless links are between those that are there."""
-        for name, life in self._lives.items():
+        for name, session in self._sessions.items():
             failed = {other for source, other in self._failed if source == name}
-            assert life.peers == life.links.keys() - failed, "links are miscounted"
-            assert life.links.keys() | life.unlinked.keys() <= self._lives.keys(), "a link to nobody"
+            assert session.peers == session.links.keys() - failed, "links are miscounted"
+            assert session.links.keys() | session.unlinked.keys() <= self._sessions.keys(), "a link to nobody"
 
 
-def _mismatch(source: Life, target: Life) -> str:
+def _mismatch(source: InstanceSession, target: InstanceSession) -> str:
     """Why blocks of one mean nothing to the other; "" when they do."""
     mine, theirs = source.ready.layout, target.ready.layout
     if mine is None or theirs is None:

@@ -152,7 +152,7 @@ class _Question:
 
 
 class RemotePlacement:
-    """The master is another process. What it was asked when it died or fell silent, its next life is asked again.
+    """The master is another process. What it has not answered when it dies or falls silent is asked again of the next.
 
     Attributes:
         wants_keys: as the master said last.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import inf
 
 from penstock.sched.cluster import InstanceLoad, Instances
-from penstock.service.life import SUSPECT_AFTER, Life
+from penstock.service.session import SUSPECT_AFTER, InstanceSession
 
 DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets none although there is nobody else
 REMEMBERED = 8  # changes of each instance, on average, after which what changed is forgotten
@@ -16,14 +16,14 @@ REMEMBERED = 8  # changes of each instance, on average, after which what changed
 class Roster:
     """
     Args:
-        lives: that serve now, by name; kept by whoever owns this, who says when one has come or gone.
-        touched: names of lives of which something has changed, also that they were silent; they are given it, and it
+        sessions: that serve now, by name; kept by whoever owns this, who says when one has come or gone.
+        touched: names of sessions of which something has changed, also that they were silent; they are given it, and it
             is emptied here.
     """
 
-    def __init__(self, lives: Mapping[str, Life], touched: set[str]) -> None:
-        self._lives, self._touched = lives, touched
-        self._able: list[Life] = []
+    def __init__(self, sessions: Mapping[str, InstanceSession], touched: set[str]) -> None:
+        self._sessions, self._touched = sessions, touched
+        self._able: list[InstanceSession] = []
         self._loads: list[InstanceLoad] = []  # of those, in the same order
         self._history: list[int] = []  # places of those that changed; see `Instances`
         self._places: dict[str, int] = {}  # in both
@@ -31,11 +31,11 @@ class Roster:
         self._oldest = -inf  # no report of these is older; -inf: they are to be found anew
         self._shortest = 0
 
-    def lives_changed(self) -> None:
+    def sessions_changed(self) -> None:
         """One has come or gone."""
         self._oldest = -inf
 
-    def able(self, now: float) -> list[Life]:
+    def able(self, now: float) -> list[InstanceSession]:
         """Instances that may be given work. Silent ones are among them only when all are: a single engine in the middle
         of a long step still takes requests, for there is nobody else who could."""
         if now - self._oldest > SUSPECT_AFTER or any(map(self._is_misplaced, self._touched)):
@@ -63,23 +63,23 @@ class Roster:
         return self._shortest
 
     def _choose(self, now: float) -> None:
-        taking = [life for life in self._lives.values() if not life.leaving]
-        fresh = [life for life in taking if now - life.heard <= SUSPECT_AFTER]
-        self._oldest = min((life.heard for life in fresh), default=-inf)
-        self._able = fresh or [life for life in taking if now - life.heard <= DEAD_AFTER]
-        self._loads, self._history = [life.view() for life in self._able], []
-        self._places = {life.name: place for place, life in enumerate(self._able)}
-        self._shortest = min((life.ready.max_model_len for life in self._able), default=0)
+        taking = [session for session in self._sessions.values() if not session.leaving]
+        fresh = [session for session in taking if now - session.heard <= SUSPECT_AFTER]
+        self._oldest = min((session.heard for session in fresh), default=-inf)
+        self._able = fresh or [session for session in taking if now - session.heard <= DEAD_AFTER]
+        self._loads, self._history = [session.view() for session in self._able], []
+        self._places = {session.name: place for place, session in enumerate(self._able)}
+        self._shortest = min((session.ready.max_model_len for session in self._able), default=0)
 
     def _is_misplaced(self, name: str) -> bool:
         """Whether one may be given work that was not, or the other way round."""
-        life = self._lives.get(name)
-        return life is not None and (name in self._places) == life.leaving
+        session = self._sessions.get(name)
+        return session is not None and (name in self._places) == session.leaving
 
     def check(self) -> None:
         """Raise AssertionError unless what is kept is what would be found anew."""
-        for place, life in enumerate(self._able):
-            assert self._places[life.name] == place, "an instance is elsewhere"
-            assert life.name in self._touched | self._unseen or self._loads[place] is life.load, (
+        for place, session in enumerate(self._able):
+            assert self._places[session.name] == place, "an instance is elsewhere"
+            assert session.name in self._touched | self._unseen or self._loads[place] is session.load, (
                 "policies see what is over"
             )

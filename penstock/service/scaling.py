@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.sched.cluster import ClusterView, Fleet, Move, ScalingPolicy, Start, Stop
-from penstock.service.life import Life
+from penstock.service.session import InstanceSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class Scaler:
         return now >= self._next
 
     def decide(
-        self, now: float, view: ClusterView, names: Iterable[str], lives: Mapping[str, Life]
+        self, now: float, view: ClusterView, names: Iterable[str], sessions: Mapping[str, InstanceSession]
     ) -> Sequence[Move | Start | Stop]:
         """
         Args:
             names: all instances that there can be.
-            lives: of those that serve, or drain.
+            sessions: of those that serve, or drain.
         """
         self._next = now + self._policy.interval
         fleet = Fleet(
-            absent=[name for name in names if name not in lives and name not in self._starting],
+            absent=[name for name in names if name not in sessions and name not in self._starting],
             starting=dict(self._starting),
-            draining={name for name, life in lives.items() if life.leaving},
+            draining={name for name, session in sessions.items() if session.leaving},
             least=self._limits.least,
             most=self._limits.most,
         )

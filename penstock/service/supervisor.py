@@ -11,7 +11,9 @@ from typing import Literal
 ProcessKind = Literal["keeper", "engine", "master", "frontend"]
 STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
 CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
-STEADY = 60.0  # seconds of service after which a life counts as a success, and the deaths before it are forgotten
+STEADY = (
+    60.0  # seconds of service after which an incarnation counts as a success, and the deaths before it are forgotten
+)
 MOST_BACKOFF = 30.0  # seconds
 STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
 DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
@@ -31,16 +33,16 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A process of the deployment, over all its lives.
+    """A process of the deployment, over all its incarnations.
 
     Attributes:
         command: the command line.
         descriptors: file descriptors that it inherits.
         address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
-        socket: made by it when it can be reached. One that an earlier life left is removed before the next starts.
-            Without one, a life of `STEADY` seconds shows that it could be.
-        pulse: the file by which it shows that it gets on; None where it is not watched.
-        needs: the program whose socket must be there first, and whose end is the end of this one's life too.
+        socket: made by it when it can be reached. One left behind is removed before the next start.
+            Without one, an incarnation of `STEADY` seconds shows that it could be.
+        heartbeat: the file by which it shows that it gets on; None where it is not watched.
+        needs: the program whose socket must be there first, and whose end ends this one too.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Program:
     descriptors: tuple[int, ...] = ()
     address: str | None = None
     socket: Path | None = None
-    pulse: Path | None = None
+    heartbeat: Path | None = None
     needs: str | None = None
 
 
@@ -65,10 +67,10 @@ class _Place:
 
     program: Program
     due: float | None = 0.0
-    since: float | None = None  # start of the life that runs now
+    since: float | None = None  # start of the incarnation that runs now
     up: bool = False  # those that need it may start
     up_since: float | None = None  # of one with a socket
-    proven: bool = False  # it was up in some life: what it is told can be served
+    proven: bool = False  # some incarnation was up: what it is told can be served
     fallen: bool = False  # what it needs has ended
     stuck: str = ""  # why it is taken for dead although it runs
     killed: bool = False
@@ -80,12 +82,12 @@ class _Place:
         return self.since is not None
 
     def served(self, now: float) -> float:
-        """Seconds that it could be reached in this life; where that cannot be told, seconds that it has lived."""
+        """Seconds that it could be reached in this incarnation; where that cannot be told, its age."""
         since = self.since if self.program.socket is None else self.up_since
         return 0.0 if since is None else now - since
 
     def end(self) -> None:
-        """This life is over."""
+        """This incarnation is over."""
         self.since = self.due = self.up_since = None
         self.up = self.fallen = self.killed = False
         self.stuck = ""

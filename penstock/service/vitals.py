@@ -1,4 +1,4 @@
-"""Whether a process gets on, seen from outside: by its pulse, and by what the kernel says of it."""
+"""Whether a process makes progress, seen from outside: by its heartbeat, and by what the kernel says of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.pulse import STILL, Beat
+from penstock.core.heartbeat import STILL, Beat
 
 MOVED = 0.1  # seconds of CPU that are work; threads that only answer the wire use less while anything is believed of it
 LONGEST_LOOK = 2.0  # seconds that count between two looks: whoever looks may itself have been stopped
@@ -43,7 +43,7 @@ def read_vitals(group: int) -> Vitals:
 
 
 class Watch:
-    """Of one life of a process. Call `look` about once a second."""
+    """Of one incarnation of a process. Call `look` about once a second."""
 
     def __init__(self, now: float) -> None:
         self._at = now

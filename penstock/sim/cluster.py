@@ -267,7 +267,7 @@ class Cluster:
             Pace(group.times, group.slowdown, group.noise, self._noises(place.number)),
             self,
             self._lengths,
-            heartbeat=self._scenario.heartbeat,
+            report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys,
             way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
@@ -371,12 +371,12 @@ class Cluster:
 
     def to_master(self, now: float, name: str, event: Event) -> Due:
         act = partial(self.at_master, name=name, event=event)
-        if isinstance(event, Snapshot | CacheDelta) and self._scenario.heartbeat_delay:
+        if isinstance(event, Snapshot | CacheDelta) and self._scenario.report_delay:
             return Due(self.report_arrives(now), Priority.MESSAGE, act)
         return self._message(now, act)
 
     def report_arrives(self, at: float) -> float:
-        return at + self._scenario.latency + self._scenario.heartbeat_delay
+        return at + self._scenario.latency + self._scenario.report_delay
 
     def at_master(self, now: float, name: str, event: Event) -> list[Due]:
         return self._at_master(FromEngine(name, event), now)

@@ -50,7 +50,7 @@ from penstock.sim.stride import Stride, begin_stride
 from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
 
-IDLE_HEARTBEAT = 0.5  # seconds between snapshots while nothing changes
+IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
 IDLE = 0  # the lane of those who say again that nothing has changed; see `Due`
 TICKS = 20  # of the hand-offs, in a lease
 
@@ -94,7 +94,7 @@ class Instance:
     Args:
         ready: what it says of itself at first.
         lengths: tokens that each request will generate: what only the device knows.
-        heartbeat: seconds between snapshots while the load changes.
+        report_interval: seconds between snapshots while the load changes.
         lease: seconds of silence after which a hand-off is over.
         tells_cache: whether the master looks at what comes and goes in the cache.
         way: to the host's memory; None when the scheduler has no tier there.
@@ -113,7 +113,7 @@ class Instance:
         post: Post,
         lengths: Mapping[str, int],
         *,
-        heartbeat: float,
+        report_interval: float,
         lease: float,
         tells_cache: bool = True,
         way: HostWay | None = None,
@@ -130,7 +130,7 @@ class Instance:
         self.busy = 0.0
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
         self._way = way
-        self._heartbeat, self._tick_every = heartbeat, lease / TICKS
+        self._report_interval, self._tick_every = report_interval, lease / TICKS
         self._strides, self._tells_cache = strides, tells_cache
         self._incarnation = ready.peer.incarnation
         self._inbox: list[Letter] = []
@@ -145,7 +145,7 @@ class Instance:
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = snapshot(self.intake)  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
-        self._idle_heartbeat = max(heartbeat, IDLE_HEARTBEAT)
+        self._idle_report = max(report_interval, IDLE_REPORT)
         self._says_so_at = inf  # when it says again that nothing has changed; inf unless nothing else can come of time
 
     @property
@@ -194,7 +194,7 @@ class Instance:
         while self._says_so_at < now:  # it has, and the master is going to hear it
             self._looked_at = self._told_at = self._says_so_at
             self._news.append(self._post.to_master(self._told_at, self.name, self._next_snapshot()))
-            self._says_so_at += self._idle_heartbeat
+            self._says_so_at += self._idle_report
         self._says_so_at = inf
         if self._stride is None:
             return self._go_on(now)
@@ -218,7 +218,7 @@ class Instance:
     def _go_on(self, now: float) -> list[Due]:
         """Between steps: do what is due, read what has come, and begin the next step."""
         self._copy(now)
-        self._pulse(now)
+        self._on_clock(now)
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
@@ -226,12 +226,12 @@ class Instance:
             self._begin(now)
         self._copy(now)
         self._send_peers(now)
-        wake = self._stride.end if self._stride is not None else self._next_pulse()
+        wake = self._stride.end if self._stride is not None else self._next_due()
         if self._stride is None and self._way is not None and self.scheduler.has_work:
             wake = min(wake, self._way.next_store)  # somebody may wait for blocks that are being copied
         # whatever comes or begins makes the load unknown
         if self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None:
-            return self._say(self._rest_until(now + self._idle_heartbeat))
+            return self._say(self._rest_until(now + self._idle_report))
         return self._wait_until(max(now, wake))
 
     def _wait_until(self, at: float) -> list[Due]:
@@ -260,7 +260,7 @@ class Instance:
             return []
         self._looked_at = self._told_at = at
         dues = self._post.at_master(now, self.name, self._next_snapshot())
-        dues.append(self._rest_until(at + self._idle_heartbeat, IDLE))
+        dues.append(self._rest_until(at + self._idle_report, IDLE))
         return dues
 
     # --- steps
@@ -274,7 +274,7 @@ class Instance:
         self.intake.recent.started(plan, now)
         alike = self._strides and not plan.work.prefills  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
-        until = self._next_pulse() if repeats else now
+        until = self._next_due() if repeats else now
         to_end = self._way is None  # else blocks are to be copied before it
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until, to_end=to_end)
 
@@ -286,9 +286,9 @@ class Instance:
         """Between two steps of a stride that goes on: nothing has come, only the clock asks for something."""
         self._record(now, stride)
         self._copy(now)
-        self._pulse(now)
+        self._on_clock(now)
         set_aside(self.scheduler, stride.plan)
-        stride.go_on(self._pace, self._next_pulse())
+        stride.go_on(self._pace, self._next_due())
         return self._wait_until(stride.end)
 
     def _finish(self, now: float, stride: Stride) -> None:
@@ -371,18 +371,18 @@ class Instance:
 
     # --- by the clock
 
-    def _next_pulse(self) -> float:
+    def _next_due(self) -> float:
         """When the clock next asks for something."""
-        snapshot = self._looked_at + self._heartbeat
+        snapshot = self._looked_at + self._report_interval
         if not self._changed:
-            snapshot = max(snapshot, self._told_at + IDLE_HEARTBEAT)
+            snapshot = max(snapshot, self._told_at + IDLE_REPORT)
         return min(snapshot, self._ticked_at + self._tick_every) if self.handoffs.busy else snapshot
 
-    def _pulse(self, now: float) -> None:
+    def _on_clock(self, now: float) -> None:
         if self.handoffs.busy and now >= self._ticked_at + self._tick_every:
             self._ticked_at, self._load = now, None
             self.handoffs.tick(now)
-        if now >= self._looked_at + self._heartbeat and (self._changed or now >= self._told_at + IDLE_HEARTBEAT):
+        if now >= self._looked_at + self._report_interval and (self._changed or now >= self._told_at + IDLE_REPORT):
             self._tell_master(now)
 
     def _tell_master(self, now: float) -> None:
@@ -391,7 +391,7 @@ class Instance:
         self._looked_at, self._changed = now, False
         if self._load is None:
             self._load = snapshot(self.intake)
-        if self._load != self._told or now >= self._told_at + IDLE_HEARTBEAT:
+        if self._load != self._told or now >= self._told_at + IDLE_REPORT:
             self._told, self._told_at = self._load, now
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
         added, removed = self.scheduler.pool.take_changes()

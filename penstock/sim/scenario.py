@@ -23,7 +23,7 @@ from penstock.sim.wires import Transport
 from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
 
 PREFIX = "modelled:"
-SECTIONS = ("workload", "slo", "engine", "instances", "layouts", "scaling", "heartbeat", "transport", "failures")
+SECTIONS = ("workload", "slo", "engine", "instances", "layouts", "scaling", "status-reports", "transport", "failures")
 SOURCES = ("trace", "synthetic", "tasks")  # of online requests
 
 
@@ -50,7 +50,7 @@ class Tables:
     engine: Sequence[Setting]
     instances: Sequence[Setting]
     scaling: Sequence[Setting]
-    heartbeat: Sequence[Setting]
+    status_reports: Sequence[Setting]
     transport: Sequence[Setting]
     failures: Sequence[Setting]
     load_device: Callable[[str], DeviceModel]
@@ -140,8 +140,8 @@ class Scenario:
         target: share of online requests that have to keep their targets.
         scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
-        heartbeat: seconds between an instance's snapshots while its load changes.
-        heartbeat_delay: seconds that the master hears of them later than it could.
+        report_interval: seconds between an instance's snapshots while its load changes.
+        report_delay: seconds that the master hears of them later than it could.
     """
 
     name: str
@@ -152,8 +152,8 @@ class Scenario:
     workload: Workload
     scaling: Scaling | None
     latency: float
-    heartbeat: float
-    heartbeat_delay: float
+    report_interval: float
+    report_delay: float
     transport: Transport
     failures: tuple[Failure, ...]
     seed: int
@@ -203,7 +203,7 @@ class _Parser:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         top = self._values(spots, tables.top)
         workload = self._workload()
-        heartbeat = self._section("heartbeat", tables.heartbeat)
+        reports = self._section("status-reports", tables.status_reports)
         transport = self._section("transport", tables.transport)
         layouts = self._layouts()
         scaling = self._scaling(layouts)
@@ -218,8 +218,8 @@ class _Parser:
             workload=workload,
             scaling=scaling,
             latency=top["latency_ms"] / 1e3,
-            heartbeat=heartbeat["every_ms"] / 1e3,
-            heartbeat_delay=heartbeat["delay_ms"] / 1e3,
+            report_interval=reports["every_ms"] / 1e3,
+            report_delay=reports["delay_ms"] / 1e3,
             transport=Transport(
                 kind=transport["kind"],
                 bandwidth=transport["gbps"] * 1e9 / 8,

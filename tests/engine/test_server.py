@@ -30,7 +30,7 @@ from penstock.core.wire.engine import (
     decode_event,
 )
 from penstock.engine.loop import Engine
-from penstock.engine.server import HEARTBEAT, SNAPSHOT, EngineServer
+from penstock.engine.server import REPORT_INTERVAL, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from tests.helpers.engines import make_request
@@ -162,7 +162,7 @@ def test_tokens_go_to_the_frontend_that_asked(served):
     assert b.tokens_of("from500") == [501, 502, 503, 504, 505]
 
 
-def test_refusals_cancellation_and_heartbeats(served):
+def test_refusals_cancellation_and_idle_reports(served):
     make, engine, runner = served
     a, b = make("a"), make("b")
     a.hello()
@@ -343,7 +343,7 @@ def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
             SNAPSHOT
         )  # that somebody came may have changed the load
         clock.advance(SNAPSHOT)
-        server._pulse(clock.now())
+        server._on_clock(clock.now())
         assert master.until(lambda e: isinstance(e, Snapshot)).sequence == 1
-        assert server._patience(stalled=False) == pytest.approx(HEARTBEAT - SNAPSHOT)
+        assert server._patience(stalled=False) == pytest.approx(REPORT_INTERVAL - SNAPSHOT)
     master.socket.close()

@@ -117,7 +117,7 @@ def test_whichever_total_went_back_the_engine_started_again(total: str) -> None:
     assert value(metrics, "num_preemptions_total") == (6 if total == "preemptions" else 10)
 
 
-def test_heartbeats_are_no_steps() -> None:
+def test_idle_reports_are_no_steps() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_stats("e", stats(1), 100)
     metrics.observe_stats("e", stats(1), 0)

@@ -101,7 +101,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
         await asyncio.sleep(3 * AGAIN)
         assert service.questions == asked
         assert not service.master._in_flight
-        assert service.master._lives["e0"].view().held_tokens == 0
+        assert service.master._sessions["e0"].view().held_tokens == 0
         assert not service.engine_client.held
 
     run(scenario)

@@ -277,7 +277,7 @@ def test_only_modelled_engines_make_a_modelled_model(tokenizer):
     async def scenario(frontend, channels, clock):
         assert frontend.modelled is None
         channels["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
-        await until(lambda: frontend.engine_client.instances["a"].is_life(2))
+        await until(lambda: frontend.engine_client.instances["a"].is_current(2))
         assert frontend.modelled is None
         channels["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
         await until(lambda: frontend.modelled)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import EngineFailure, Unavailable
-from penstock.core.pulse import step_limit
+from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport

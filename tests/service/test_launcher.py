@@ -240,7 +240,7 @@ def test_the_last_words_of_an_engine_are_told(capfd, caplog):
     assert "first\nCUDA out of memory\n" in capfd.readouterr().err
 
 
-def test_an_engine_whose_pulse_stops_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
+def test_an_engine_whose_heartbeat_stops_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("penstock.service.vitals.STILL", 0.3)
     monkeypatch.setattr("penstock.service.launcher.LOOK_CLOSELY", 0.1)
     pids = tmp_path / "pids"
@@ -251,7 +251,7 @@ def test_an_engine_whose_pulse_stops_is_killed_and_started_again(tmp_path, caplo
         until(lambda: len(lines(pids)) == 2)
         terminate()
 
-    engine = shell("engine-0", f"echo $$ >> {pids}; {STAY}", "engine", pulse=tmp_path / "pulse")
+    engine = shell("engine-0", f"echo $$ >> {pids}; {STAY}", "engine", heartbeat=tmp_path / "heartbeat")
     assert launch([engine], drive) == 0
     assert "engine-0 is stuck: a signal has kept it from running" in caplog.text
     assert "engine-0 ended with SIGKILL (a signal has kept it" in caplog.text

@@ -13,10 +13,10 @@ from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Place
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.life import SUSPECT_AFTER
 from penstock.service.master import Master, Policies
 from penstock.service.mesh import PROBATION, RELINK_AFTER
 from penstock.service.roster import DEAD_AFTER
+from penstock.service.session import SUSPECT_AFTER
 from tests.helpers.scripted import LAYOUT, ready, snapshot
 
 
@@ -122,9 +122,9 @@ def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
     burst = [cluster.place(tokens=10).prefill.name for _ in range(10)]
     assert burst.count("a0") == burst.count("a1") == 5
     cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
-    life = cluster.master._lives["a0"]
+    life = cluster.master._sessions["a0"]
     assert life.view().pending_tokens == 0
-    assert cluster.master._lives["a1"].view().pending_tokens == 50
+    assert cluster.master._sessions["a1"].view().pending_tokens == 50
     cluster.frontend(Ended([f"r{i}" for i in range(1, 11)]))
     assert (life.view().requests, life.view().held_tokens) == (0, 0)
 
@@ -186,9 +186,9 @@ def test_what_a_frontend_had_ends_with_it():
     assert cluster.frontend(Join("f", 1)) == [Joined(7)]
     cluster.place(), cluster.place(name="g")
     cluster.frontend(Join("f", 2))  # its next life
-    assert len(cluster.master._lives["a0"].homes) == 1
+    assert len(cluster.master._sessions["a0"].homes) == 1
     cluster.tick(LEASE + 0.1)
-    assert len(cluster.master._lives["a0"].homes) == 0
+    assert len(cluster.master._sessions["a0"].homes) == 0
     cluster.master.check()
 
 
@@ -238,7 +238,7 @@ def test_what_a_placement_looks_at_does_not_grow_with_pairs(monkeypatch):
     compared = []
     monkeypatch.setattr("penstock.service.mesh._mismatch", lambda *pair: compared.append(pair))
     made = []
-    monkeypatch.setattr("penstock.service.life.InstanceLoad", lambda **values: made.append(values["name"]))
+    monkeypatch.setattr("penstock.service.session.InstanceLoad", lambda **values: made.append(values["name"]))
     cluster.master._policies.dispatch.decide = lambda view, rng: Later()
     cluster.master.tick(0.0, FromFrontend("f", Place("new", 10, 10, [])))
     assert compared == []

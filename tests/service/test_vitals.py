@@ -1,4 +1,4 @@
-"""Who gets on and who does not, by pulse and by what the kernel says."""
+"""Who gets on and who does not, by heartbeat and by what the kernel says."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 
-from penstock.core.pulse import LOADING, STILL, STILL_LOADING, TURN, Beat, Pulse, read_pulse, step_limit
+from penstock.core.heartbeat import LOADING, STILL, STILL_LOADING, TURN, Beat, Heartbeat, read_heartbeat, step_limit
 from penstock.service.vitals import LONGEST_LOOK, MOVED, Vitals, Watch, read_vitals
 
 
@@ -68,19 +68,19 @@ def test_a_beat_starts_all_anew_and_a_pause_of_the_watch_counts_for_nothing():
     assert LONGEST_LOOK < STILL
 
 
-def test_the_pulse_says_what_a_step_may_take(tmp_path):
-    path = tmp_path / "pulse"
-    assert read_pulse(path) == LOADING
+def test_the_heartbeat_says_what_a_step_may_take(tmp_path):
+    path = tmp_path / "heartbeat"
+    assert read_heartbeat(path) == LOADING
     assert LOADING.limit == inf
-    pulse = Pulse(path, "cpu")
-    assert read_pulse(path) == LOADING, "it has not begun"
-    pulse.beat()
-    assert read_pulse(path) == Beat(1, TURN, STILL)
-    pulse.beat(512)
-    assert read_pulse(path) == Beat(2, step_limit(512, "cpu"), STILL)
-    gpu = Pulse(path, "cuda:0")
+    heartbeat = Heartbeat(path, "cpu")
+    assert read_heartbeat(path) == LOADING, "it has not begun"
+    heartbeat.beat()
+    assert read_heartbeat(path) == Beat(1, TURN, STILL)
+    heartbeat.beat(512)
+    assert read_heartbeat(path) == Beat(2, step_limit(512, "cpu"), STILL)
+    gpu = Heartbeat(path, "cuda:0")
     gpu.beat(512)
-    beat = read_pulse(path)
+    beat = read_heartbeat(path)
     assert beat.still == beat.limit == step_limit(512, "cuda:0") < step_limit(512, "cpu")
 
 

@@ -60,10 +60,10 @@ def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(mo
     monkeypatch.setattr(cluster, "Master", Witness)
     died = 4.03
     workload = WORKLOAD.replace("requests: 300, rate: 60", "requests: 12, rate: 1")
-    more = f"heartbeat: {{every-ms: 100, delay-ms: {late_ms}}}\nfailures: [{{instance: engine-1, at: {died}}}]\n"
+    more = f"status-reports: {{every-ms: 100, delay-ms: {late_ms}}}\nfailures: [{{instance: engine-1, at: {died}}}]\n"
     run(read(workload, "instances: [{count: 3}]\n", more))
     assert heard.keys() == {"engine-0", "engine-1", "engine-2"}
     for reports in heard.values():
         assert [number for _, number in reports] == list(range(1, len(reports) + 1))
-        assert max(after - before for (before, _), (after, _) in pairwise(reports)) < instance.IDLE_HEARTBEAT + 0.1
-    assert died - instance.IDLE_HEARTBEAT - 0.1 < heard["engine-1"][-1][0] < died, "and what a dying one has said"
+        assert max(after - before for (before, _), (after, _) in pairwise(reports)) < instance.IDLE_REPORT + 0.1
+    assert died - instance.IDLE_REPORT - 0.1 < heard["engine-1"][-1][0] < died, "and what a dying one has said"

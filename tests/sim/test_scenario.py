@@ -65,8 +65,8 @@ def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
 
 
 def test_units_and_defaults():
-    scenario = read(WORKLOAD, COLOCATED, "heartbeat: {delay-ms: 200}\ntransport: {gbps: 8}\n")
-    assert (scenario.heartbeat, scenario.heartbeat_delay) == (0.05, 0.2)
+    scenario = read(WORKLOAD, COLOCATED, "status-reports: {delay-ms: 200}\ntransport: {gbps: 8}\n")
+    assert (scenario.report_interval, scenario.report_delay) == (0.05, 0.2)
     assert (scenario.transport.bandwidth, scenario.transport.kind) == (1e9, "copy")
     assert (scenario.slo.ttft, scenario.slo.tpot) == (0.4, 0.03)
     assert scenario.policy == "least_loaded"

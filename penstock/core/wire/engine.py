@@ -164,7 +164,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought this frontend. `step_tokens` is 0 in the heartbeat that an idle engine sends."""
+    """What a step brought this frontend. `step_tokens` is 0 in the report that an idle engine sends."""
 
     incarnation: int
     outputs: list[TokenOutput]

@@ -12,7 +12,7 @@ from penstock.core.wire.engine import Peer
 class Join(msgspec.Struct, tag=True, frozen=True):
     """A frontend makes itself known, and says again every second that it lives; the master answers with `Joined`.
 
-    What a frontend placed is forgotten when it is not heard for `LEASE` seconds, or its next life is.
+    What a frontend placed is forgotten when it is not heard for `LEASE` seconds, or its next incarnation is heard.
     """
 
     sender: str

@@ -1,4 +1,4 @@
-"""One life of an instance as the master knows it: what it said, and what was placed on it since."""
+"""One incarnation of an instance as the master knows it: what it said, and what was placed on it since."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Life:
+class InstanceSession:
     """
     Attributes:
         heard: when its newest Snapshot came; at first, when it became ready.

@@ -1,4 +1,4 @@
-"""What proves that an engine gets on: a pulse in a file that it keeps mapped, and how long one beat may take.
+"""What proves that an engine makes progress: a counter in a mapped file, and how long one beat may take.
 
 Every turn of the engine's loop is a beat, and so are the beginning and the end of a step. A step itself is one call
 into the model, so there the limit is what no working step takes: it grows with the step's tokens.
@@ -47,7 +47,7 @@ def step_limit(tokens: int, device: str) -> float:
     return TURN + tokens * (TOKEN_ELSEWHERE if device.startswith("cuda") else TOKEN_ON_CPU)
 
 
-class Pulse:
+class Heartbeat:
     """The side that beats.
 
     Args:
@@ -75,7 +75,7 @@ class Pulse:
         _LAYOUT.pack_into(self._map, 0, self._number, limit, still)
 
 
-def read_pulse(path: Path) -> Beat:
+def read_heartbeat(path: Path) -> Beat:
     """The newest beat."""
     try:
         data = path.read_bytes()
