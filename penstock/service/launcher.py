@@ -45,7 +45,7 @@ def plan(
     Args:
         directory: of the model.
         folder: for sockets; short, because the path of one has at most 107 bytes.
-        listeners: bound, one for each frontend. They stay open here, so that a frontend that is restarted keeps its port.
+        listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
         engine_fields: group and number of an instance among all -> fields of its engine's options.
     """
     import msgspec
