@@ -24,7 +24,7 @@ SECTIONS = (
     ("`transport`", TABLES.transport),
     ("`transport.faults`, for tests", TABLES.faults),
     ("`transport.faults.partition`", TABLES.partition),
-    ("`keeper`", TABLES.keeper),
+    ("`kv-pool`", TABLES.kv_pool),
     ("`restart`", TABLES.restart),
 )
 

@@ -1,18 +1,17 @@
 """How far the simulator can be believed: the same slice of a trace through servers and through the simulator.
 
-    python tools/fidelity.py real --save     # the demo model on this machine's CPU, behind `penstock serve`
-    python tools/fidelity.py paced --save    # sixteen engines of a modelled device, behind `penstock up`
-    python tools/fidelity.py page            # what was saved, into docs/scheduling.md
+    python tools/fidelity.py real      # the demo model on this machine's CPU, behind `penstock serve`
+    python tools/fidelity.py paced     # sixteen engines of a modelled device, behind `penstock up`
 
 Arrivals, lengths, limits and policies are the same on both sides, and nothing is fitted to what is compared. What the
 simulator has to know of this machine is measured before, on other traffic:
 
     steps      real: `penstock doctor --save --model demo`, the engine by itself; paced: none, its steps are modelled
-    messages   one short request at a time, to servers that do nothing else: what its first token takes beyond its step,
-               shared out over the messages that it waits for. HTTP, at both ends, is part of that.
+    messages   one short request at a time to idle servers: what its first token takes beyond its step, shared out over
+               the messages that it waits for. HTTP, at both ends, is part of that.
 
 Every repetition sends the slice with other tokens to the same servers, so that nothing is found in a cache, and
-simulates it with another seed of the noise. Exit code 1 says that some figure is further off than it should be.
+simulates it with another seed of the noise. Exit code 1: some figure differs by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -49,9 +48,6 @@ from penstock.workload.requests import WorkRequest, between, limit_context, offe
 from penstock.workload.synthetic import synthesise
 from penstock.workload.traces import read_trace
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "scheduling.md"
-MARKED = re.compile(r"(?<=<!-- fidelity -->\n).*(?=<!-- end of fidelity -->)", re.DOTALL)
 TRACE = "azure2023_conv.csv.gz"
 MAX_MODEL_LEN = 4096
 SLO = {"ttft-ms": 2000, "tpot-ms": 150}  # that every request tells; they steer, and nothing here is judged by them
@@ -276,12 +272,10 @@ class Setup:
     Attributes:
         command: of penstock, which serves.
         scenario: the same for the simulator, without what is sent and what messages take.
-        facts: for whoever reads the result.
     """
 
     command: Sequence[str]
     scenario: dict[str, Any]
-    facts: dict[str, Any]
 
 
 def real(work: Workplace, options: argparse.Namespace) -> Setup:
@@ -302,7 +296,6 @@ def real(work: Workplace, options: argparse.Namespace) -> Setup:
     return Setup(
         ["serve", "demo", "--device", "cpu", "--kv-cache-memory", "1G", "--scheduling-policy", "slack", *flags],
         {"policy": "least_loaded", "engine": engine, "instances": [{"count": 1}]},
-        {"device": measured},
     )
 
 
@@ -313,7 +306,7 @@ def paced(work: Workplace, options: argparse.Namespace) -> Setup:
     same = {"policy": options.policy, "engine": engine, "instances": [{"count": options.instances}]}
     file = work.folder / "up.yaml"
     file.write_text(yaml.safe_dump({"model": "demo", **same}, sort_keys=False))
-    return Setup(["up", str(file)], same, {"policy": options.policy, "instances": options.instances})
+    return Setup(["up", str(file)], same)
 
 
 # --- all of it
@@ -343,23 +336,16 @@ def run(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         console.print(f"simulated {shown(found)}", soft_wrap=True)
     return {
         "mode": mode,
-        "command": shlex.join(["python", "tools/fidelity.py", *sys.argv[1:]]),
         "host": host_facts(),
         "slice": {
             "trace": "synthetic stand-in" if options.trace is None else options.trace.name,
             "requests": len(requests),
             "seconds": requests[-1].at,
-            "prompt_tokens": float(np.mean([r.prompt_tokens for r in requests])),
-            "output_tokens": float(np.mean([r.output_tokens for r in requests])),
         },
         "scenario": scenario,
-        **setup.facts,
         "busy_cores_without_load": others,
         "late": (folder / "server.log").read_text().count(LATE),
-        "tolerance": TOLERANCE[mode],
         "figures": compare(measured, simulated, TOLERANCE[mode]),
-        "measured": measured,
-        "simulated": simulated,
     }
 
 
@@ -389,80 +375,37 @@ def shown(found: Figures) -> str:
     return ", ".join(f"{label} {short(found[name])}" for name, label in FIGURES.items())
 
 
-# --- showing it
-
-
-def title(document: Mapping[str, Any]) -> str:
-    part = document["slice"]
-    lengths = f"{part['prompt_tokens']:.0f} tokens in and {part['output_tokens']:.0f} out on average"
-    return f"{document['mode']}: {part['requests']} requests in {part['seconds']:.0f} s of {part['trace']}, {lengths}"
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Measured, simulated, gap."""
-    both = []
-    for world in ("measured", "simulated"):
-        low, high = (short(value) for value in row[f"{world}_range"])
-        both.append(f"{short(row[world])} ({low} to {high})")
-    return [*both, f"{row['gap']:+.1%}"]
-
-
 def short(value: float) -> str:
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def show(document: Mapping[str, Any]) -> Table:
-    table = Table(title=title(document), title_justify="left")
-    table.add_column("")
-    for column in ("measured", "simulated", "gap"):
-        table.add_column(column, justify="right")
+    part = document["slice"]
+    title = f"{document['mode']}: {part['requests']} requests in {part['seconds']:.0f} s of {part['trace']}"
+    table = Table(title=title, title_justify="left", caption_justify="left", caption="\n".join(doubts(document)))
+    for column in ("", "measured", "simulated", "gap"):
+        table.add_column(column, justify="right" if column else "left")
     for name, label in FIGURES.items():
         row = document["figures"][name]
-        measured, simulated, gap = cells(row)
-        table.add_row(label, measured, simulated, f"[{'green' if row['within'] else 'red'}]{gap}[/]")
-    table.caption_justify, table.caption = "left", "\n".join(doubts(document))
+        medians = []
+        for side in ("measured", "simulated"):
+            low, high = map(short, row[f"{side}_range"])
+            medians.append(f"{short(row[side])} ({low} to {high})")
+        table.add_row(label, *medians, f"[{'green' if row['within'] else 'red'}]{row['gap']:+.1%}[/]")
     return table
 
 
 def doubts(document: Mapping[str, Any]) -> Iterator[str]:
     """Why this measurement may mean nothing."""
     if (others := max(document["busy_cores_without_load"])) > OTHERS:
-        yield f"[yellow]somebody else had up to {others:.1f} of the {document['host']['cores_usable']} cores[/]"
+        yield f"[yellow]other processes used up to {others:.1f} of the {document['host']['cores_usable']} cores[/]"
     if late := document["late"]:
-        yield f"[yellow]engines said {late} times that this host cannot keep their pace[/]"
-
-
-def page_part() -> str:
-    """What docs/scheduling.md says of what was saved."""
-    parts = []
-    for mode in TOLERANCE:
-        file = saved_file(mode)
-        if not file.exists():
-            parts.append(f"`python tools/fidelity.py {mode}`: not measured yet.\n")
-            continue
-        document = json.loads(file.read_text())
-        rows = [f"| {label} | {' | '.join(cells(document['figures'][name]))} |" for name, label in FIGURES.items()]
-        host = document["host"]
-        where = f"{host['cores_usable']} cores of {host['cpu']}, a message {document['scenario']['latency-ms']:.2g} ms."
-        head = ["| | measured | simulated | gap |", "|---|---:|---:|---:|"]
-        command = f"    {document['command']}"
-        parts.append("\n".join([command, "", f"{title(document)}; {where}", "", *head, *rows, ""]))
-    return "\n" + "\n".join(parts) + "\n"
-
-
-def saved_file(mode: str) -> Path:
-    return DOCS / "scheduling" / f"fidelity-{mode}.json"
-
-
-def write_page() -> int:
-    PAGE.write_text(MARKED.sub(lambda _: page_part(), PAGE.read_text()))
-    return 0
+        yield f"[yellow]engines reported {late} times that this host cannot keep their pace[/]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True, metavar="real | paced")
-    modes.add_parser("page").set_defaults(command=lambda options: write_page())
     for mode, rate, scale in (("real", 4.0, 0.5), ("paced", 8.0, 1.0)):
         one = modes.add_parser(mode, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         one.add_argument("--traces", type=Path, default=TRACES, help="the folder of traces")
@@ -472,22 +415,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one.add_argument("--length-scale", type=float, default=scale, help="factor on the trace's lengths")
         one.add_argument("--repetitions", type=int, default=3)
         one.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-        one.add_argument("--save", dest="json", action="store_const", const=saved_file(mode), help="... for the page")
-        one.add_argument("--keep", type=Path, metavar="FOLDER", help="leave what was read and written there")
         if mode == "paced":
             one.add_argument("--policy", default="unified")
             one.add_argument("--instances", type=int, default=16)
-        one.set_defaults(command=measure)
     options = parser.parse_args(arguments)
-    return options.command(options)
-
-
-def measure(options: argparse.Namespace) -> int:
-    """1 when something is further off than it should be."""
-    with contextlib.ExitStack() as stack:
-        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        document = run(options.mode, options, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        document = run(options.mode, options, Path(folder))
     Console().print(show(document))
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n")

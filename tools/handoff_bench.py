@@ -1,4 +1,4 @@
-"""What handing a request over costs per block: two processes, a real keeper, real transports, and no model.
+"""What handing a request over costs per block: two processes, a real KV pool server, real transports, and no model.
 
     python tools/handoff_bench.py [--blocks 32] [--requests 50] [--block-bytes 131072 7340032]
 
@@ -30,8 +30,8 @@ from penstock.core.wire.engine import Peer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.handoff import Handoffs
-from penstock.transfer.keeper import KeeperServer
-from penstock.transfer.pool import keeper_pool
+from penstock.transfer.kv_pool_server import KVPoolServer
+from penstock.transfer.pool import shared_pool
 from penstock.transfer.transports import open_transport
 
 LEASE = 30.0
@@ -44,14 +44,14 @@ class Node:
         layout = KVLayout(
             model="bench", order="digest", dtype="uint64", layers=1, kv_heads=1, head_dim=1, block_bytes=block_bytes
         )
-        self.pool = keeper_pool(str(folder / "keeper"), name, 1)(layout, quota)
+        self.pool = shared_pool(str(folder / "kv-pool"), name, 1)(layout, quota)
         address = f"unix:{folder / name}" if kind == "shared" else "tcp:127.0.0.1:0"
         self.transport = open_transport(kind, address, name, 1, layout, self.pool)
         self.peer = Peer(name, 1, self.transport.address)
         for block in self.pool.blocks:
             self.pool.memory.block(block)[:] = bytes(block_bytes)
         limits = Limits(token_budget=quota * BLOCK_TOKENS, max_sequences=8, max_model_len=quota * BLOCK_TOKENS)
-        self.scheduler = Scheduler(limits, BlockPool(self.pool.blocks, self.pool.keeper), prefix_cache=False)
+        self.scheduler = Scheduler(limits, BlockPool(self.pool.blocks, self.pool.client), prefix_cache=False)
         self.handoffs = Handoffs(self.scheduler, self.transport, self, LEASE)
         self.joins = 0
 
@@ -61,7 +61,7 @@ class Node:
     def spent(self, request_id: str) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def departed(self, request_id: str) -> None:
+    def migrated(self, request_id: str) -> None:
         pass
 
     def joined(
@@ -96,7 +96,7 @@ def hand_over(node: Node, peer: Peer, name: str, prompt: list[int]) -> float:
     request = Request(
         id=name, prompt=prompt, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=10, priority=0
     )
-    node.scheduler.add(request, departs=True)
+    node.scheduler.add(request, migrates=True)
     node.handoffs.begin(request, 0, "nobody", peer)
     plan = node.scheduler.schedule()
     node.handoffs.started(time.monotonic(), plan)
@@ -114,9 +114,9 @@ def measure(kind: str, block_bytes: int, blocks: int, requests: int) -> list[flo
     """Seconds of every hand-over."""
     quota = 4 * blocks
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        keeper = multiprocessing.get_context("spawn").Process(target=keep, args=(f"{folder}/keeper",), daemon=True)
-        keeper.start()
-        while not Path(folder, "keeper").exists():
+        server = multiprocessing.get_context("spawn").Process(target=keep, args=(f"{folder}/kv-pool",), daemon=True)
+        server.start()
+        while not Path(folder, "kv-pool").exists():
             time.sleep(0.01)
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         child = multiprocessing.get_context("spawn").Process(
@@ -131,13 +131,13 @@ def measure(kind: str, block_bytes: int, blocks: int, requests: int) -> list[flo
         ]
         ours.send(None)
         child.join()
-        keeper.terminate()
-        keeper.join()
+        server.terminate()
+        server.join()
     return times
 
 
 def keep(path: str) -> None:
-    server = KeeperServer(path)
+    server = KVPoolServer(path)
     server.run(threading.Event().is_set)
 
 

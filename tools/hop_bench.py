@@ -7,7 +7,7 @@ befalls all of them alike:
 
     engine    in this process, tokens in, tokens out
     serve     penstock serve: HTTP, frontend with the master inside, an engine process
-    up        penstock up with one instance: the master and the keeper are processes of their own too
+    up        penstock up with one instance: the master and the KV pool server are processes of their own too
     1P+1D     penstock up, prefill apart from decode
 
 "hop" is what frontend, master and the messages between the processes take: from the request's arrival at the frontend

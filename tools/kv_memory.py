@@ -54,7 +54,7 @@ def medians(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 def measure_map(block_bytes: int, blocks: int) -> dict[str, float]:
     """Microseconds a block, by what is done with it."""
-    memory = PoolMemory.private(blocks, block_bytes)
+    memory = PoolMemory.memfd(blocks, block_bytes)
     arena = Arena(memory, 3 * blocks)
     scattered = random.Random(0).sample(range(blocks), blocks)
     work = {
@@ -91,7 +91,7 @@ def print_map(sizes_kib: Sequence[int]) -> None:
 
 def open_cache(model: Decoder, mode: str, order: str, blocks: int, sequences: int, length: int) -> KVCache:
     layout = make_layout(model.config, model.dtype, order, "")
-    memory = PoolMemory.private(blocks, layout.block_bytes)
+    memory = PoolMemory.memfd(blocks, layout.block_bytes)
     if mode == "table":
         cache = KVCache.over_pool(layout, memory)
     else:

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.record import Answer, RequestRecord
-from penstock.bench.stream import AnswerTally
+from penstock.bench.metrics import Answer, RequestRecord
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, Unavailable
 
@@ -83,12 +82,12 @@ class Client:
         record, _ = await self._exchange(call, start)
         return record
 
-    async def try_out(self, call: Call) -> tuple[RequestRecord, bool]:
+    async def send_trial(self, call: Call) -> tuple[RequestRecord, bool]:
         """As `send`, and whether the answer carried token ids."""
-        record, tally = await self._exchange(call, self.clock.now())
-        return record, tally.token_ids_seen
+        record, answer = await self._exchange(call, self.clock.now())
+        return record, answer.token_ids_seen
 
-    async def _exchange(self, call: Call, start: float) -> tuple[RequestRecord, AnswerTally]:
+    async def _exchange(self, call: Call, start: float) -> tuple[RequestRecord, AnswerParser]:
         record = RequestRecord(
             number=call.number,
             start=start,
@@ -97,26 +96,26 @@ class Client:
             asked_tokens=call.output_tokens,
             answer=Answer() if self._keep_answers else None,
         )
-        tally = AnswerTally(record)
+        answer = AnswerParser(record)
         try:
             async with asyncio.timeout(self._timeout):
-                await self._stream(call.body, record, tally)
+                await self._stream(call.body, record, answer)
         except TimeoutError:
             record.fail("timeout", f"not complete after {self._timeout:g} s")
         except (self._aiohttp.ClientError, OSError) as error:
             record.fail("connection", f"{type(error).__name__}: {error}")
         record.end = self.clock.now()
-        return record, tally
+        return record, answer
 
-    async def _stream(self, body: bytes, record: RequestRecord, tally: AnswerTally) -> None:
+    async def _stream(self, body: bytes, record: RequestRecord, answer: AnswerParser) -> None:
         headers = {"Content-Type": "application/json"}
         async with self._session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
                 record.fail(f"http {response.status}", error_message(await response.text(errors="replace")))
                 return
             async for data in response.content.iter_any():
-                tally.feed(self.clock.now(), data)
-            tally.close()
+                answer.feed(self.clock.now(), data)
+            answer.close()
 
     async def get(self, path: str) -> tuple[int, str]:
         """(status, body) of a GET. Raises `Unavailable` when nobody answers."""
@@ -160,3 +159,134 @@ def _raise_file_limit() -> None:
     """Every connection is an open file, and the usual soft limit of 1024 is below what an open loop may need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    def content(self) -> str:
+        return self.text or (self.delta and self.delta.content) or ""
+
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(
+            self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
+        )
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENT_DECODER = msgspec.json.Decoder(_Event)
+
+
+class EventReader:
+    """Server-sent events out of bytes that arrive in any pieces."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads of the `data:` lines that are complete by now."""
+        lines = (self._partial + data).split(b"\n")
+        self._partial = lines.pop()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class AnswerParser:
+    """Counts the tokens of one streamed answer into its record. No sockets: bytes and times come as arguments.
+
+    A server that reports token ids is counted exactly, event by event. One that does not says at the end, in `usage`,
+    how many tokens there were, and they are spread evenly over the events with text: an event is never taken for a
+    token.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._reader = EventReader()
+        self._text_times: list[float] = []
+        self._last_time = record.sent
+        self._usage: _Usage | None = None
+        self.token_ids_seen = False
+
+    def feed(self, time: float, data: bytes) -> None:
+        """Bytes that arrived at `time`."""
+        for payload in self._reader.feed(data):
+            if payload != b"[DONE]" and self._record.error is None:
+                self._payload(time, payload)
+
+    def _payload(self, time: float, payload: bytes) -> None:
+        try:
+            event = _EVENT_DECODER.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._record.fail("bad event", f"{error}: {payload[:100]!r}")
+            return
+        if event.error is not None:
+            self._record.fail("error event", str(event.error))
+            return
+        self._usage = event.usage or self._usage
+        self._last_time = time
+        for choice in event.choices:
+            self._record.finish_reason = choice.finish_reason or self._record.finish_reason
+            if choice.token_ids is not None:
+                self.token_ids_seen = True
+            if choice.token_ids:
+                self._record.events.append((time, len(choice.token_ids)))
+            if choice.has_text():
+                self._text_times.append(time)
+            if self._record.answer is not None:
+                self._keep(self._record.answer, choice)
+
+    def _keep(self, answer: Answer, choice: _Choice) -> None:
+        answer.pieces.append(choice.content())
+        if choice.token_ids is not None:
+            answer.token_ids = answer.token_ids or []
+            answer.token_ids.extend(choice.token_ids)
+
+    def close(self) -> None:
+        """The stream has ended well: settle the counts, or fail the record when the answer is not whole."""
+        record, usage = self._record, self._usage
+        if record.error is not None:
+            return
+        if record.finish_reason is None:
+            record.fail("incomplete", f"the stream ended without a finish reason after {len(self._text_times)} events")
+            return
+        if usage is not None:
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            details = usage.prompt_tokens_details
+            record.cached_tokens = (details.cached_tokens or 0) if details else 0
+        if self.token_ids_seen:
+            return
+        if usage is None:
+            record.fail("uncounted", "the server gave neither token ids nor usage")
+        elif usage.completion_tokens:
+            record.events = spread(usage.completion_tokens, self._text_times or [self._last_time])
+
+
+def spread(tokens: int, times: list[float]) -> list[tuple[float, int]]:
+    """`tokens` shared out evenly over events at `times` (at least one); the first is not given more than its share."""
+    ends = [tokens * i // len(times) for i in range(len(times) + 1)]
+    return [(time, ends[i + 1] - ends[i]) for i, time in enumerate(times)]

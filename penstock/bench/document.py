@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord, Summary
 from penstock.bench.serve import Bench, Measurement
 from penstock.bench.slo import SearchResult
-from penstock.bench.summary import Summary
 from penstock.core.errors import ConfigError
 
 SCHEMA_VERSION = 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.bench.summary import Stats
+from penstock.bench.metrics import Stats
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure
 

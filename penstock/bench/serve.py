@@ -1,8 +1,14 @@
-"""One measurement of a running server: what is sent, the warm-up, the load, and both accounts of it."""
+"""One measurement of a running server: what is sent and when, the warm-up, and both sides' account of it.
+
+Requests are sent on a schedule (open loop) or one after another (closed loop). An open loop stands for users who do not
+know of each other: it never waits for an answer before it sends the next request. A closed loop stands for a fixed
+number of users who each wait for their answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bench.client import Call, Client
-from penstock.bench.load import Progress, closed_loop, open_loop
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord, Summary, summarise
 from penstock.bench.server import (
     Model,
     ServerView,
@@ -22,18 +27,21 @@ from penstock.bench.server import (
     read_metrics,
     settled_metrics,
 )
-from penstock.bench.summary import Summary, summarise
 from penstock.bench.verify import Verification, check_verifiable, verify
 from penstock.bench.words import WORDS
+from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.requests import WorkRequest, limit_context, materialise, reusable_tokens, unrelated
+
+Send = Callable[[Call, float], Awaitable[RequestRecord]]
+Progress = Callable[[RequestRecord], None]
 
 CHAT_TEMPLATE_TOKENS = 64  # room left for what a chat template adds to a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """What every request says besides its prompt and its number of tokens.
+class RequestOptions:
+    """Fields of every request beside its prompt and its number of tokens.
 
     Attributes:
         model: None asks for the first that the server lists.
@@ -91,27 +99,29 @@ class Measurement:
 class Bench:
     """A client together with what it found out about its server. Made by `connect`."""
 
-    def __init__(self, client: Client, model: Model, ids: npt.NDArray[np.int64], asking: Asking, counts: bool) -> None:
+    def __init__(
+        self, client: Client, model: Model, ids: npt.NDArray[np.int64], options: RequestOptions, counts: bool
+    ) -> None:
         self.client = client
         self.model = model
         self.counts_tokens = counts  # the server reports token ids, so tokens are counted event by event
         self._ids = ids
-        self._asking = asking
+        self._options = options
 
     @classmethod
-    async def connect(cls, client: Client, asking: Asking) -> Bench:
+    async def connect(cls, client: Client, options: RequestOptions) -> Bench:
         """Asks the server what it serves and sends one short request. Raises `ConfigError` when the server refuses
         it, `Unavailable` when it fails otherwise."""
-        model = await find_model(client, asking.model)
-        if asking.verify:
-            check_verifiable(model, asking.extra_body, client.base_url)
+        model = await find_model(client, options.model)
+        if options.verify:
+            check_verifiable(model, options.extra_body, client.base_url)
         chat = client.endpoint == "chat"
-        ids = np.arange(len(WORDS)) if chat else await find_token_ids(client, model.name, asking.vocab_size)
-        bench = cls(client, model, ids, asking, counts=True)
+        ids = np.arange(len(WORDS)) if chat else await find_token_ids(client, model.name, options.vocab_size)
+        bench = cls(client, model, ids, options, counts=True)
         trial = WorkRequest(number=0, at=0.0, prompt_tokens=4, output_tokens=4)
-        record, bench.counts_tokens = await client.try_out(bench.call(trial, seed=0))
+        record, bench.counts_tokens = await client.send_trial(bench.call(trial, seed=0))
         if record.error == "http 400":  # perhaps only because it does not know `return_token_ids`
-            record, bench.counts_tokens = await client.try_out(bench.call(trial, seed=0))
+            record, bench.counts_tokens = await client.send_trial(bench.call(trial, seed=0))
         if record.error is not None:
             kind = ConfigError if record.error.startswith("http 4") or record.error == "uncounted" else Unavailable
             raise kind(f"{client.base_url}: a trial request failed, {record.error}: {record.detail}")
@@ -130,11 +140,11 @@ class Bench:
             body["messages"] = [{"role": "user", "content": " ".join(WORDS[i] for i in ids)}]
         else:
             body["prompt"] = ids
-        body |= {"temperature": self._asking.temperature, "stream_options": {"include_usage": True}}
-        body |= {"ignore_eos": True} if self._asking.ignore_eos else {}
+        body |= {"temperature": self._options.temperature, "stream_options": {"include_usage": True}}
+        body |= {"ignore_eos": True} if self._options.ignore_eos else {}
         body |= {"return_token_ids": True} if self.counts_tokens else {}
-        body |= {"seed": (seed + request.number) % 2**63} if self._asking.verify else {}
-        return {**body, **self._asking.extra_body}
+        body |= {"seed": (seed + request.number) % 2**63} if self._options.verify else {}
+        return {**body, **self._options.extra_body}
 
     async def measure(
         self,
@@ -167,7 +177,7 @@ class Bench:
             cut=cut,
             reusable_tokens=reusable_tokens(fitting),
             failed_warmups=failed_warmups,
-            verification=await self._verify(fitting, records, shape.seed) if self._asking.verify else None,
+            verification=await self._verify(fitting, records, shape.seed) if self._options.verify else None,
         )
 
     async def _verify(
@@ -189,3 +199,60 @@ class Bench:
         calls = [self.call(request, shape.seed) for request in unrelated(requests, shape.warmups)]
         records = await open_loop(calls, self.client.send, self.client.clock, max_concurrency=shape.concurrency)
         return sum(record.error is not None for record in records)
+
+
+async def open_loop(
+    calls: Sequence[Call],
+    send: Send,
+    clock: Clock,
+    *,
+    max_concurrency: int | None = None,
+    progress: Progress | None = None,
+) -> list[RequestRecord]:
+    """Sends each call when it is due; returns the records in the order of `calls`, which ascend in `at`.
+
+    A record's `start` is when the call was due, so a late client, or a wait for one of `max_concurrency` slots,
+    counts as latency and shows as lag; the schedule itself never slips.
+    """
+    slots = asyncio.Semaphore(max_concurrency or len(calls) or 1)
+
+    async def one(call: Call, due: float) -> RequestRecord:
+        async with slots:
+            record = await send(call, due)
+        if progress:
+            progress(record)
+        return record
+
+    origin = clock.now()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for call in calls:
+            due = origin + call.at
+            while (wait := due - clock.now()) > 0:  # timers may fire early by part of a millisecond
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(call, due)))
+    return [task.result() for task in tasks]
+
+
+async def closed_loop(
+    calls: Sequence[Call],
+    send: Send,
+    clock: Clock,
+    *,
+    concurrency: int,
+    progress: Progress | None = None,
+) -> list[RequestRecord]:
+    """Keeps `concurrency` calls in flight until all were sent; returns the records in the order of `calls`."""
+    records: dict[int, RequestRecord] = {}
+    waiting = iter(enumerate(calls))
+
+    async def user() -> None:
+        for index, call in waiting:  # shared by all users: each takes the next call
+            record = records[index] = await send(call, clock.now())
+            if progress:
+                progress(record)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(calls))):
+            group.create_task(user())
+    return [records[index] for index in range(len(calls))]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bench.client import Client, error_message
-from penstock.bench.summary import Summary
+from penstock.bench.metrics import Summary
 from penstock.bench.words import WORDS
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.requests import safe_ids
@@ -30,12 +30,12 @@ class Model:
     """
     Attributes:
         max_model_len: in tokens, None when the server does not say.
-        drawn_ids: token ids that a modelled model draws from; None when the model is a real one, or does not say.
+        sampled_ids: token ids that a modelled model draws from; None when the model is a real one, or does not say.
     """
 
     name: str
     max_model_len: int | None
-    drawn_ids: range | None = None
+    sampled_ids: range | None = None
 
 
 async def find_model(client: Client, name: str | None) -> Model:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from penstock.bench.client import Client
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord
 from penstock.bench.server import Model, chat_tokens, text_of
 from penstock.core.digest import offline
 from penstock.core.errors import ConfigError
@@ -65,7 +65,7 @@ class Verification:
 
 def check_verifiable(model: Model, extra_body: Mapping[str, Any], url: str) -> None:
     """Raises `ConfigError` unless the text of every answer can be computed."""
-    if model.drawn_ids is None:
+    if model.sampled_ids is None:
         raise ConfigError(
             f"--verify: {model.name} at {url} does not say that its engines are modelled ones, so its text cannot be "
             "computed offline",
@@ -116,12 +116,12 @@ async def _wrong(client: Client, model: Model, body: Mapping[str, Any], record: 
 
 def expect(prompt: Sequence[int], body: Mapping[str, Any], model: Model) -> tuple[list[int], FinishReason]:
     """The tokens that a modelled model gives to a request, and why they end."""
-    assert model.drawn_ids is not None
+    assert model.sampled_ids is not None
     room = body["max_tokens"] if model.max_model_len is None else model.max_model_len - len(prompt)
     return offline(
         prompt,
         max_tokens=min(body["max_tokens"], room),
-        token_ids=model.drawn_ids,
+        token_ids=model.sampled_ids,
         seed=None if body["temperature"] < GREEDY_BELOW else body["seed"],
         stop_ids=frozenset(body.get("stop_token_ids", ())),
     )

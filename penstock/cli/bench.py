@@ -6,10 +6,10 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import bench_kernels
+from penstock.cli import bench_kernels, bench_offline
 from penstock.cli.options import client_key
 from penstock.core.errors import ConfigError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.bench.client import Client
     from penstock.bench.dataset import Dataset
     from penstock.bench.serve import Bench, LoadShape, Measurement
-    from penstock.workload.requests import WorkRequest
 
 # flag -> (least, greatest, whether the least itself is allowed)
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -98,23 +97,12 @@ def add_parser(subparsers: Any) -> None:
     _result_flags(slo)
     slo.set_defaults(run=run, benchmark=_slo)
 
-    latency = kinds.add_parser("latency", allow_abbrev=False, help="time one batch of a fixed shape in this process")
-    _engine_flags(latency)
-    latency.add_argument("--batch-size", type=int, default=8)
-    latency.add_argument("--input-len", type=int, default=32, help="prompt tokens")
-    latency.add_argument("--output-len", type=int, default=128, help="generated tokens")
-    latency.add_argument("--num-iters", type=int, default=30)
-    latency.add_argument("--num-iters-warmup", type=int, default=3)
-    latency.add_argument("--seed", type=int, default=0)
+    latency = bench_offline.add_latency_parser(kinds)
     _result_flags(latency)
     latency.set_defaults(run=run, benchmark=_latency)
 
-    throughput = kinds.add_parser(
-        "throughput", allow_abbrev=False, help="hand many prompts to an engine in this process at once"
-    )
-    _engine_flags(throughput)
+    throughput = bench_offline.add_throughput_parser(kinds)
     _dataset_flags(throughput, num_prompts=1000)
-    throughput.add_argument("--num-warmups", type=int, default=3, help="prompts before the run, which are not counted")
     _result_flags(throughput)
     throughput.set_defaults(run=run, benchmark=_throughput)
 
@@ -198,17 +186,6 @@ def _search_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier, inf constant")
 
 
-def _engine_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
-    group.add_argument("--dtype")
-    group.add_argument("--max-num-seqs", type=int)
-    group.add_argument("--max-model-len", type=int)
-    group.add_argument("--max-num-batched-tokens", type=int)
-    group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
-
-
 def _result_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
     group.add_argument("--json", metavar="FILE", help="write the result here")
@@ -219,12 +196,12 @@ def _serve(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
     import uvloop
     from rich.console import Console
 
-    from penstock.bench import document, plot, report
-    from penstock.bench.summary import parse_limits
+    from penstock.bench import document, report
+    from penstock.bench.metrics import parse_limits
 
     limits = parse_limits(args.goodput)
     if args.plot:
-        plot.import_pyplot()
+        report.import_pyplot()
         document.check_writable(args.plot, "--plot")
     dataset = _dataset(args)
     requests = dataset.build()
@@ -243,7 +220,7 @@ def _serve(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
     report.show_serve(console, content)
     _finish(args, console, content, earlier)
     if args.plot:
-        plot.plot_latencies(measurement.records, args.plot)
+        report.plot_latencies(measurement.records, args.plot)
     differ = measurement.verification is not None and measurement.verification.differ > 0
     return 0 if measurement.summary.completed and not differ else 1
 
@@ -253,9 +230,8 @@ def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
     from rich.console import Console
 
     from penstock.bench import document, report
-    from penstock.bench.probes import LoadProbes
-    from penstock.bench.slo import find_greatest_load
-    from penstock.bench.summary import parse_limits
+    from penstock.bench.metrics import parse_limits
+    from penstock.bench.slo import LoadProbes, find_greatest_load
 
     limits = parse_limits(args.goodput)
     whole = args.search == "concurrency"
@@ -294,63 +270,36 @@ def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
 
 
 def _latency(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
-    import msgspec
-    from rich.console import Console
+    from penstock.bench.report import show_latency
 
-    from penstock.bench import report
-    from penstock.bench.offline import measure_latency
-    from penstock.core.clock import SystemClock
-    from penstock.workload.requests import WorkRequest
-
-    llm, ids, params = _engine(args)
-    batches, console = args.num_iters + args.num_iters_warmup, Console()
-    shapes = [
-        WorkRequest(number=number, at=0.0, prompt_tokens=args.input_len, output_tokens=args.output_len)
-        for number in range(batches * args.batch_size)
-    ]
-    prompts = _prompts(shapes, args.seed, ids)
-    size = args.batch_size
-    with report.live_counts(console, args.num_iters) as counts:
-        result = measure_latency(
-            llm,
-            [prompts[i : i + size] for i in range(0, len(prompts), size)],
-            params(args.output_len),
-            SystemClock(),
-            warmups=args.num_iters_warmup,
-            progress=counts.batch,
-        )
-    content = {"latency": msgspec.to_builtins(result)}
-    return _finish_offline(args, console, "latency", content, report.show_latency, earlier)
+    return _report(args, bench_offline.latency(args), show_latency, earlier)
 
 
 def _throughput(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
-    import msgspec
-    from rich.console import Console
+    from penstock.bench.report import show_throughput
 
-    from penstock.bench import report
-    from penstock.bench.offline import measure_throughput
-    from penstock.core.clock import SystemClock
-    from penstock.workload.requests import limit_context, unrelated
-
-    requests = _dataset(args).build()
-    llm, ids, params = _engine(args)
-    requests, cut = limit_context(requests, llm.max_model_len)
-    console, prompts = Console(), _prompts(requests, args.seed, ids)
-    if warm_up := unrelated(requests, args.num_warmups):
-        llm.generate(_prompts(warm_up, args.seed, ids), [params(r.output_tokens) for r in warm_up])
-    result = measure_throughput(llm, prompts, [params(r.output_tokens) for r in requests], SystemClock())
-    content = {"throughput": msgspec.to_builtins(result), "workload": {"cut": cut}}
-    return _finish_offline(args, console, "throughput", content, report.show_throughput, earlier)
+    return _report(args, bench_offline.throughput(args, _dataset(args)), show_throughput, earlier)
 
 
 def _kernels(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
+    bench_kernels.check(args)
+    return _report(args, bench_kernels.run(args), lambda console, content: None, earlier)  # it has shown its tables
+
+
+def _report(
+    args: argparse.Namespace,
+    result: Mapping[str, Any],
+    show: Callable[[Console, Mapping[str, Any]], None],
+    earlier: Mapping[str, Any] | None,
+) -> int:
     from rich.console import Console
 
     from penstock.bench import document
 
-    bench_kernels.check(args)
-    content = document.build("kernels", _config(args), bench_kernels.run(args), sys.argv)
-    _finish(args, Console(), content, earlier)
+    console = Console()
+    content = document.build(args.bench_command, _config(args), result, sys.argv)
+    show(console, content)
+    _finish(args, console, content, earlier)
     return 0
 
 
@@ -366,9 +315,9 @@ def _client(args: argparse.Namespace) -> Client:
 
 
 async def _connect(client: Client, args: argparse.Namespace) -> Bench:
-    from penstock.bench.serve import Asking, Bench
+    from penstock.bench.serve import Bench, RequestOptions
 
-    asking = Asking(
+    options = RequestOptions(
         model=args.model,
         vocab_size=args.vocab_size,
         temperature=args.temperature,
@@ -376,7 +325,7 @@ async def _connect(client: Client, args: argparse.Namespace) -> Bench:
         extra_body=_extra_body(args.extra_body),
         verify=getattr(args, "verify", False),
     )
-    return await Bench.connect(client, asking)
+    return await Bench.connect(client, options)
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
@@ -431,50 +380,6 @@ def _check_search(args: argparse.Namespace, low: float, whole: bool) -> None:
     for flag, load in (("--start", args.start), ("--min-load", low), ("--max-load", args.max_load)):
         if whole and load != int(load):
             raise ConfigError(f"{flag}: {load:g}, allowed is a whole number with --search concurrency")
-
-
-def _engine(args: argparse.Namespace) -> tuple[Any, Any, Callable[[int], Any]]:
-    """(the engine, token ids for prompts, number of tokens -> sampling parameters)"""
-    import numpy as np
-
-    from penstock.bench.words import WORDS
-    from penstock.core.sampling import SamplingParams
-    from penstock.llm import LLM
-    from penstock.workload.requests import safe_ids
-
-    names = ("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens")
-    llm = LLM(args.model, **{name: value for name in names if (value := getattr(args, name)) is not None})
-    if getattr(args, "vocab_size", None) is not None:
-        ids = safe_ids(args.vocab_size)
-    else:
-        ids = np.unique(llm.tokenizer.encode(" ".join(WORDS), add_special_tokens=False))
-
-    def params(tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=args.temperature, ignore_eos=args.ignore_eos, max_tokens=tokens)
-
-    return llm, ids, params
-
-
-def _prompts(requests: Sequence[WorkRequest], seed: int, ids: Any) -> list[list[int]]:
-    from penstock.workload.requests import materialise
-
-    return [materialise(request, seed, ids).tolist() for request in requests]
-
-
-def _finish_offline(
-    args: argparse.Namespace,
-    console: Console,
-    kind: str,
-    result: Mapping[str, Any],
-    show: Callable[[Console, Mapping[str, Any]], None],
-    earlier: Mapping[str, Any] | None,
-) -> int:
-    from penstock.bench import document
-
-    content = document.build(kind, _config(args), result, sys.argv)
-    show(console, content)
-    _finish(args, console, content, earlier)
-    return 0
 
 
 def _finish(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from penstock.cli.options import Option, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
-from penstock.sched.local import PACING
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.bundles import BUNDLES, STEADY
 from penstock.service.checkpoint import find_checkpoint
@@ -84,7 +84,7 @@ def messages(value: str) -> tuple[str, ...]:
 DEVICE = Option("device", device, "cpu", "what the instances run on")
 SCHEDULING_POLICY = Option(
     "scheduling-policy",
-    one_of(*PACING),
+    one_of(*LOCAL_POLICIES),
     None,
     "fcfs: by priority and arrival; slack: also by targets of latency; by default what the policy is made for",
 )
@@ -143,7 +143,7 @@ TABLES = Tables(
         Option("after", integer(0), 0, "frames that pass before nothing does"),
         Option("for-s", number(0), None, "seconds that it lasts; by default for ever"),
     ),
-    keeper=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
+    kv_pool=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
     restart=(
         Option("backoff", number(0, 3600), 0.5, "seconds until a process that died starts again; doubles each time"),
         Option(

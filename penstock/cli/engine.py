@@ -7,7 +7,7 @@ JSON:
     role                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the file that shows whoever started it that it gets on
-    keeper              the socket of the host's keeper of KV blocks; null for memory of its own
+    kv_pool             the socket of the host's KV pool server; null for memory of its own
     transport           {"kind", "address", "faults"}: the way to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     log_level, log_format
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
     from penstock.transfer.pool import OpenPool
-    from penstock.transfer.transports import Transport
+    from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
@@ -102,10 +102,10 @@ def main(settings: dict[str, Any]) -> int:
 
 
 def open_pool(settings: dict[str, Any], incarnation: int) -> OpenPool:
-    from penstock.transfer.pool import keeper_pool, private_pool
+    from penstock.transfer.pool import memfd_pool, shared_pool
 
-    keeper = settings.get("keeper")
-    return private_pool if keeper is None else keeper_pool(keeper, settings["name"], incarnation)
+    kv_pool = settings.get("kv_pool")
+    return memfd_pool if kv_pool is None else shared_pool(kv_pool, settings["name"], incarnation)
 
 
 def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | BuiltModelled:
@@ -121,7 +121,7 @@ def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | Bui
 
 def open_way(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
-) -> Transport | None:
+) -> KVTransport | None:
     """The transport to other engines, closed at the end."""
     way = settings.get("transport")
     if way is None:
@@ -147,7 +147,7 @@ def open_way(
 
 
 def introduce(
-    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: Transport | None
+    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: KVTransport | None
 ) -> Ready:
     from penstock.core.wire.engine import Peer, Ready
 
@@ -163,7 +163,7 @@ def introduce(
         token_budget=scheduler.limits.token_budget,
         device=str(built.runner.device),
         dtype=built.layout.dtype,
-        drawn_ids=drawn_ids(built),
+        sampled_ids=sampled_ids(built),
         max_sequences=scheduler.limits.max_sequences,
         device_model=device_model(built),
         shape=built.shape,
@@ -180,7 +180,7 @@ def device_model(built: Built | BuiltModelled) -> DeviceModel | None:
     return known_device(built.runner.device)
 
 
-def drawn_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
+def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:
     from penstock.engine.modelled import BuiltModelled
 
     if not isinstance(built, BuiltModelled):

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
-from penstock.sched.local import PACING
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.service.checkpoint import find_checkpoint
 
 ENGINE = "engine-0"  # its instance's name
@@ -50,7 +50,7 @@ ENGINE_OPTIONS = (
     Option("enable-prefix-caching", switch, True, "find computed prefixes again"),
     Option(
         "scheduling-policy",
-        one_of(*PACING),
+        one_of(*LOCAL_POLICIES),
         "slack",
         "fcfs: by priority and arrival; slack: also by targets of latency, where requests have any",
     ),
@@ -164,7 +164,7 @@ def engine_settings(address: str, options: dict[str, Any], server: ServerOptions
         "parent": os.getpid(),
         "role": "any",
         "options": options,
-        "keeper": None,
+        "kv_pool": None,
         "transport": None,
         "log_level": server.log_level,
         "log_format": server.log_format,

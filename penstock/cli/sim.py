@@ -90,7 +90,7 @@ def make_tables() -> Tables:
     from penstock.cli.deployment import TABLES, between
     from penstock.cli.devices import load_device, load_factors, load_geometry
     from penstock.cli.options import size, switch
-    from penstock.sched.local import PACING
+    from penstock.sched.local import LOCAL_POLICIES
     from penstock.service.bundles import BUNDLES
     from penstock.sim.scenario import Tables
 
@@ -164,7 +164,9 @@ def make_tables() -> Tables:
             Option("tensor-parallel-size", integer(1, 64), 1, "devices that every layer is spread over"),
             Option("efficiency", number(0, 1), 1.0, "share of its data sheet that a device reaches"),
             Option("geometry", text, "llama-3.1-8b", "the model whose times are modelled: a name, a folder, or demo"),
-            Option("scheduling-policy", one_of(*PACING), None, "of the engines, instead of what the policy has"),
+            Option(
+                "scheduling-policy", one_of(*LOCAL_POLICIES), None, "of the engines, instead of what the policy has"
+            ),
             Option("max-model-len", integer(2), 16384, "prompt and output tokens of one sequence"),
             Option("noise", between(0, 1), 0.05, "standard deviation of a step's time, relative to it"),
             Option("slowdown", between(0.01, 100), 1.0, "factor on all times, of which nobody is told"),

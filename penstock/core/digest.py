@@ -5,7 +5,7 @@ Its KV is one 64-bit digest per token. As with attention, everything a token is 
     context(p)  = sum over j < p of weight(j) * digest(j)         mod 2**64
     digest(p)   = FEEDBACK * context(p) + spread(token at p)      mod 2**64
 
-and the token at position p is drawn from context(p), from p, and from the seed unless the draw is greedy. Weights are
+and the token at position p is sampled from context(p), from p, and from the seed unless the draw is greedy. Weights are
 odd, so one wrong digest anywhere always changes the context, by an amount that depends on where it stands: a block
 that is stale, missing, another's, or in another's place changes every token from there on (each by chance remains the
 same once in a vocabulary). FEEDBACK is even, so context(p + 1) = (1 + weight(p) * FEEDBACK) * context(p) + weight(p) *
@@ -81,16 +81,16 @@ class ModelledSequence:
         return digests
 
     def next_token(self, token_ids: range, seed: int | None = None) -> int:
-        """See `draw`."""
-        return draw(self.context, self.position, token_ids, seed)
+        """See `sample`."""
+        return sample(self.context, self.position, token_ids, seed)
 
 
-def draw(context: int, position: int, token_ids: range, seed: int | None = None) -> int:
+def sample(context: int, position: int, token_ids: range, seed: int | None = None) -> int:
     """The token at `position`.
 
     Args:
         context: of all digests before it.
-        token_ids: the ids that may be drawn; ordinary ones, so that no text ends or changes shape by chance.
+        token_ids: the ids that may be sampled; ordinary ones, so that no text ends or changes shape by chance.
         seed: of the request; None is greedy.
     """
     noise = 0 if seed is None else mix((SEEDS + seed) & MASK)
@@ -110,7 +110,7 @@ def offline(
     Args:
         prompt: token ids, at least one.
         max_tokens: as in `Request`: at least 1, already cut to the model's length.
-        token_ids, seed: as in `draw`.
+        token_ids, seed: as in `sample`.
         stop_ids: tokens that end the output; the one that does is its last.
     """
     sequence = ModelledSequence(prompt)

@@ -43,15 +43,15 @@ class SequenceStep:
         tokens: token ids to compute. The last may be a placeholder: -1 - i is what the step before this one drew in its
             i-th row that does.
         blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
-        sample: whether these tokens reach the end of the sequence, so that a next token is drawn.
+        sample: whether these tokens reach the end of the sequence, so that a next token is sampled.
         params, seed: how to draw it.
         history: with `sample`, and only where `params.penalised`: every token so far; the last as in `tokens`.
         prompt_tokens: how many of `history` are the prompt.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
-        banned: with `sample`: token ids that must not be drawn; something else is always left.
+        banned: with `sample`: token ids that must not be sampled; something else is always left.
         targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
             wanted.
-        candidates: where no token is drawn but so many of the likeliest are wanted: of the last row, or of every one
+        candidates: where no token is sampled but so many of the likeliest are wanted: of the last row, or of every one
             of `branches`; all when there are fewer.
         branches: of a beam search after its prompt: `tokens` are all at position `start`, one for each beam, and
             `blocks` are the prompt's alone.

@@ -33,7 +33,7 @@ class Request:
             without a promise.
         waited: seconds of the first that were over when it was sent to the engine.
         offline: it has no targets, and runs in the gaps that others leave.
-        generated: tokens of its output that were drawn already, where it ran before; fewer than `max_tokens`. It goes
+        generated: tokens of its output that were sampled already, where it ran before; fewer than `max_tokens`. It goes
             on after them as if it had never been interrupted.
         bad_words: token sequences, none of them empty, that the output never completes.
         cache_salt: cached prefixes are shared among requests with the same one.
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def context(self) -> Sequence[int]:
-        """All that is read before the next token is drawn: the prompt, and what was generated elsewhere."""
+        """All that is read before the next token is sampled: the prompt, and what was generated elsewhere."""
         return [*self.prompt, *self.generated] if self.generated else self.prompt
 
     @property
@@ -70,7 +70,7 @@ class TokenLogprobs:
     """Log-probabilities of one position, from the model's raw logits (before temperature and penalties).
 
     Attributes:
-        chosen: of the token drawn, or of the prompt's own.
+        chosen: of the token sampled, or of the prompt's own.
         rank: of that token; 1 is the most likely.
         top: (token, log-probability), most likely first, as many as were asked for.
     """

@@ -40,9 +40,9 @@ BEAMS_ONLY: dict[str, object] = {"length_penalty": 1.0, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. Raises `InvalidRequest` naming the first wrong field.
+    """How the tokens of one request are sampled. Raises `InvalidRequest` naming the first wrong field.
 
-    The order is vLLM's: what may not be drawn, `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, then
+    The order is vLLM's: what may not be sampled, `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, then
     one draw.
 
     Attributes:
@@ -59,13 +59,13 @@ class SamplingParams:
         stop_token_ids: the output ends with the first of these tokens.
         ignore_eos: go on after the model's end-of-sequence token.
         min_tokens: before so many are generated, nothing ends the output: neither an end-of-sequence nor a stop token
-            is drawn, and stop strings are passed over. At most `max_tokens`.
+            is sampled, and stop strings are passed over. At most `max_tokens`.
         bad_words: the output never completes one of these, as the tokenizer spells them with and without a space in
             front. Another spelling of the same text is not noticed.
         allowed_token_ids: draw from these alone; None is all.
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
-        n: how many independent outputs; output i is drawn with seed + i. Of a beam search: how many beams live at a
+        n: how many independent outputs; output i is sampled with seed + i. Of a beam search: how many beams live at a
             time, and how many of its results are wanted.
         use_beam_search: search for the outputs of the highest score instead of drawing. The score is the sum of the
             log-probabilities divided by length ** length_penalty; the length is that of prompt and output together

@@ -31,12 +31,12 @@ from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
-from penstock.sched.local import Limits, Scheduler, make_pacing
+from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.local.sizing import host_blocks
-from penstock.transfer.pool import KeeperPool, OpenPool, Pool, private_pool, unshared_pool
+from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -62,9 +62,9 @@ class EngineOptions:
             our own kernels and contiguous with torch's; table on CUDA, which has nothing else yet.
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
-        scheduling_policy: a name in `sched.local.PACING`.
+        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
-        async_scheduling: whether the next step is scheduled while one runs (sched/local/ahead.py).
+        async_scheduling: whether the next step is scheduled while one runs (sched/local/look_ahead.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
@@ -101,7 +101,7 @@ class Built:
     runner: Runner
     layout: KVLayout
     shape: ModelShape
-    pool: Pool | None
+    pool: KVPool | None
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
@@ -111,15 +111,15 @@ class Built:
             self.pool.close()
 
 
-def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = private_pool) -> Built:
+def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = memfd_pool) -> Built:
     """Load, size and connect.
 
     Args:
         open_pool: where the KV cache's blocks come from.
 
     Raises:
-        ConfigError: a checkpoint or an option that cannot be served, or a keeper that refuses.
-        Unavailable: there is no keeper.
+        ConfigError: a checkpoint or an option that cannot be served, or a KV pool server that refuses.
+        Unavailable: there is no KV pool server.
     """
     _check(options)
     device = _device(options.device)
@@ -139,8 +139,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     asked = options.kv_cache_memory
     wanted = model_len
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
-    # what a previous life left in the keeper is not free, and is ours again: this one is made as large
-    promised = open_pool.promised if isinstance(open_pool, KeeperPool) else 0
+    # what a previous life left in the KV pool server is not free, and is ours again: this one is made as large
+    promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)
@@ -160,10 +160,10 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     blocks = _block_pool(pool, num_blocks, options.prefix_cache)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
-    pacing = make_pacing(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps here
+    policy = make_local_policy(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps
     mover = open_host_tier(cache, slots) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing, offload=offload)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
     runner = Runner(model, cache)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
@@ -184,8 +184,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = pri
     engine = Engine(
         scheduler, runner, clock, ledger_of(pool), found, cache.reserve, mover, ahead=options.async_scheduling
     )
-    if engine.lane is not None:
-        runner.computing = engine.lane.bell.computing
+    if engine.step_thread is not None:
+        runner.computing = engine.step_thread.bell.computing
     return Built(engine, runner, layout, _shape(model), pool)
 
 
@@ -196,15 +196,15 @@ def _open_cache(
     num_blocks: int,
     model_len: int,
     open_pool: OpenPool,
-) -> tuple[KVCache, Pool | None]:
+) -> tuple[KVCache, KVPool | None]:
     """The pool is None on CUDA."""
     if model.device.type == "cuda":
-        if open_pool is not private_pool:
-            raise ConfigError("keeper: KV blocks on a CUDA device cannot be shared between processes yet", "keeper")
+        if open_pool is not memfd_pool:
+            raise ConfigError("kv_pool: KV blocks on a CUDA device cannot be shared between processes yet", "kv_pool")
         return KVCache.on_device(layout, num_blocks, model.device), None
     table = _chosen(options.kv_address_mode, _faster_mode(model)) == "table"
-    if table and open_pool is private_pool:
-        open_pool = unshared_pool
+    if table and open_pool is memfd_pool:
+        open_pool = anonymous_pool
     pool = open_pool(layout, num_blocks)
     try:
         if table:
@@ -216,11 +216,11 @@ def _open_cache(
         raise
 
 
-def _block_pool(pool: Pool | None, num_blocks: int, prefix_cache: bool) -> BlockPool:
+def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool) -> BlockPool:
     """With what a previous life of this engine had computed, where there was one."""
     if pool is None:
         return BlockPool(range(num_blocks))
-    blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.keeper)
+    blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.client)
     if prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     return blocks

@@ -29,7 +29,7 @@ class HostSlots:
     def __init__(self, cache: KVCache, num_slots: int) -> None:
         self.block_bytes = cache.layout.block_bytes
         self._cache: KVCache | None = cache
-        self._memory = PoolMemory.unshared(num_slots, self.block_bytes)
+        self._memory = PoolMemory.anonymous(num_slots, self.block_bytes)
 
     def store(self, moves: Sequence[Copied]) -> None:
         blocks = self._blocks

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from penstock.kv.pool import Published
 
 if TYPE_CHECKING:
-    from penstock.transfer.pool import Pool
+    from penstock.transfer.pool import KVPool
     from penstock.transfer.records import Records
 
 
 class PoolLedger:
     """The records of a pool that other lives can attach to."""
 
-    def __init__(self, pool: Pool, records: Records) -> None:
+    def __init__(self, pool: KVPool, records: Records) -> None:
         self._memory = pool.memory
         self._records = records
 
@@ -30,6 +30,6 @@ class PoolLedger:
             self._records.put(published.block, published.key, published.parent, checksum)
 
 
-def ledger_of(pool: Pool | None) -> PoolLedger | None:
+def ledger_of(pool: KVPool | None) -> PoolLedger | None:
     """None where blocks end with the process."""
-    return None if pool is None or pool.keeper is None else PoolLedger(pool, pool.keeper.records)
+    return None if pool is None or pool.client is None else PoolLedger(pool, pool.client.records)

@@ -87,7 +87,7 @@ def inspection(engine: Engine, intake: Intake, counts: dict[str, int]) -> Inspec
         "owners": len(intake),
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
-        "leaving": scheduler.num_leaving,
+        "migrating": scheduler.num_migrating,
         "open_files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         **scheduler.pool.counts(),
         **(scheduler.offload.counts() if scheduler.offload is not None else {}),

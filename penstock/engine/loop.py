@@ -13,8 +13,8 @@ from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
-from penstock.engine.lane import Lane
 from penstock.engine.mover import Moved
+from penstock.engine.step_thread import StepThread
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.budget import StepBudget
@@ -133,7 +133,7 @@ class Engine:
         reserve: prepares blocks; None where that is nothing to anybody.
         mover: carries out what the scheduler's tier wants to be moved; None where there is none.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
-            (`sched.local.ahead`); for runners that know placeholders. Without it a step is computed in `end`.
+            (`sched.local.look_ahead`); for runners that know placeholders. Without it a step is computed in `end`.
         short: seconds; when the last step took less, the next one is computed in `end` all the same.
 
     Attributes:
@@ -165,7 +165,7 @@ class Engine:
         self.busy = self.idle = 0.0
         self.cache_log: CacheLog | None = None
         self.tier_log: CacheLog | None = None
-        self.lane: Lane[Ran] | None = Lane() if ahead else None
+        self.step_thread: StepThread[Ran] | None = StepThread() if ahead else None
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
@@ -173,7 +173,7 @@ class Engine:
         self.short = short
         self._took = short  # the last step
         self._flying: deque[StepPlan] = deque()
-        self._given = False  # whether the lane has these
+        self._given = False  # whether the thread has these
         self._began = 0.0  # the first of them, as far as is known
         self._given_up_at: dict[int, float] = {}  # loads, and when nobody waits for them any longer
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
@@ -188,10 +188,10 @@ class Engine:
         """Tokens of the steps that are being computed now, or will be without anybody's doing."""
         return sum(plan.num_tokens for plan in self._flying) if self._given else 0
 
-    def add(self, request: Request, *, departs: bool = False) -> None:
+    def add(self, request: Request, *, migrates: bool = False) -> None:
         """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
         now = self._clock.now()
-        self.scheduler.add(request, departs=departs, now=now)
+        self.scheduler.add(request, migrates=migrates, now=now)
         self.recent.arrived(request.id, now, len(request.generated))
         self._order_moves()
 
@@ -216,8 +216,8 @@ class Engine:
     def begin(self) -> StepPlan | None:
         """Schedule the next step. None when the runner has enough to do, or when there is no work or no room."""
         self.move()
-        lane = self.lane if self._took >= self.short else None
-        if self._flying and (lane is None or not self._given or not self.scheduler.foresee()):
+        step_thread = self.step_thread if self._took >= self.short else None
+        if self._flying and (step_thread is None or not self._given or not self.scheduler.look_ahead()):
             return None
         now = self._clock.now()
         plan = self.scheduler.schedule(now, self._wait(now))
@@ -229,10 +229,10 @@ class Engine:
         if not self._flying:
             self._began = now
         self._flying.append(plan)
-        self._given = lane is not None
-        if lane is not None:
+        self._given = step_thread is not None
+        if step_thread is not None:
             self.scheduler.launch(plan)
-            lane.give(partial(self._compute, plan))
+            step_thread.give(partial(self._compute, plan))
         if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
             self._expect(hurry=True)
         return plan
@@ -263,10 +263,11 @@ class Engine:
             return None
         self.move()
         try:
-            ran = self.lane.take(wait) if self.lane is not None and self._given else self._compute(self._flying[0])
+            thread = self.step_thread if self._given else None
+            ran = self._compute(self._flying[0]) if thread is None else thread.take(wait)
         except BaseException:
-            if self.lane is not None:
-                self.lane.clear()
+            if self.step_thread is not None:
+                self.step_thread.clear()
             self._flying.clear()
             self.scheduler.abandon()
             raise
@@ -307,7 +308,7 @@ class Engine:
             return False
         if scheduler.num_waiting == len(offload.waiting) and not scheduler.num_running:
             return bool(offload.waiting)
-        return scheduler.has_work and not (scheduler.num_leaving or scheduler.num_reserved_blocks)
+        return scheduler.has_work and not (scheduler.num_migrating or scheduler.num_reserved_blocks)
 
     @property
     def gives_up_at(self) -> float:
@@ -368,23 +369,23 @@ class Engine:
 
     def settle(self) -> None:
         """Return when nobody computes or moves anything any longer. What came of it can still be had."""
-        if self.lane is not None:
-            self.lane.settle()
+        if self.step_thread is not None:
+            self.step_thread.settle()
         if self.mover is not None:
             self.mover.settle()
 
     def close(self) -> None:
         """Nothing touches the cache's memory any longer. The engine is not used again."""
-        if self.lane is not None:
-            self.lane.settle()
+        if self.step_thread is not None:
+            self.step_thread.settle()
         if self.mover is not None:
             self.mover.close()
 
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""
         self.scheduler.check()
-        if self.lane is not None:
-            self.lane.settle()
+        if self.step_thread is not None:
+            self.step_thread.settle()
         self.runner.check()
-        held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
+        held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
         assert len(self.recent) == held

@@ -32,12 +32,12 @@ from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
-from penstock.sched.local import Limits, Scheduler, make_pacing
+from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import OpenPool, Pool, private_pool
+from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
 PREFIX = "modelled:"
@@ -62,7 +62,7 @@ class ModelledOptions:
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
         prefix_cache: whether computed prefixes are found again.
-        scheduling_policy: a name in `sched.local.PACING`.
+        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
     """
 
     model: str
@@ -95,7 +95,7 @@ class BuiltModelled:
     layout: KVLayout
     shape: ModelShape
     device_model: DeviceModel
-    pool: Pool
+    pool: KVPool
 
     def close(self) -> None:
         """Let go of the KV memory; nothing runs afterwards."""
@@ -104,7 +104,7 @@ class BuiltModelled:
         self.pool.close()
 
 
-def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool = private_pool) -> BuiltModelled:
+def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool = memfd_pool) -> BuiltModelled:
     """Raises ConfigError on an option or a folder that cannot be served."""
     _check(options)
     device, directory = _device(options.device), Path(options.model)
@@ -145,15 +145,15 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         max_model_len=model_len,
         searches=False,
     )
-    blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.keeper)
+    blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.client)
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype)
     device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
     mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
-    pacing = make_pacing(options.scheduling_policy, StepTime(device_model, shape), sizes.token_budget)
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, pacing=pacing, offload=offload)
+    policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), sizes.token_budget)
+    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
         "slowed down %g times",
@@ -197,13 +197,13 @@ class Pacing:
 class PacedRunner:
     """Runs plans in the time that a device would take. All it computes with are the plan and the digests in the pool.
 
-    Of how a token is to be drawn, only the seed and whether the draw is greedy matter; penalties and the like would
+    Of how a token is to be sampled, only the seed and whether the draw is greedy matter; penalties and the like would
     need logits, and there are none. The model is sure of itself: every token's probability is reported as 1.
 
     Args:
         memory: the pool; each block begins with BLOCK_TOKENS digests of 8 bytes.
         times: what a step takes, in ms.
-        token_ids: that may be drawn.
+        token_ids: that may be sampled.
         positions: the longest sequence.
         slowdown, noise, rng: see `ModelledOptions`.
         sleep: lets so many seconds pass.
@@ -244,7 +244,7 @@ class PacedRunner:
         contexts = self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else []
         sampled = [(s, c) for s, c in zip(plan.sequences, contexts, strict=True) if s.sample]
         tokens = [
-            digest.draw(c, s.start + len(s.tokens), self.token_ids, None if s.params.greedy else s.seed)
+            digest.sample(c, s.start + len(s.tokens), self.token_ids, None if s.params.greedy else s.seed)
             for s, c in sampled
         ]
         result = StepResult(

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import draw, filled, likeliest, plain_draws, score
+from penstock.engine.sampling import filled, likeliest, plain_sampling, sample, score
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
@@ -28,7 +28,7 @@ class Runner:
         self.cache = cache
         self._scratch = Scratch()
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
-        self._drawn = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
+        self._sampled = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +46,7 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         batch = Batch(plan.sequences, self.device, self.cache.prepare(plan), self._scratch)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
-            batch.tokens = filled(batch.tokens, self._drawn)
+            batch.tokens = filled(batch.tokens, self._sampled)
         try:
             return self._compute(plan, batch)
         finally:
@@ -62,7 +62,7 @@ class Runner:
         result = StepResult([], [])
         if sampled:
             last = [rows[-1] for _, rows in sampled]
-            self._drawn, result = self._draw(_rows(hidden, last), [s for s, _ in sampled])
+            self._sampled, result = self._sample(_rows(hidden, last), [s for s, _ in sampled])
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
@@ -72,12 +72,12 @@ class Runner:
         broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
         return replace(result, broken=result.broken | broken)
 
-    def _draw(self, hidden: Tensor, steps: list[SequenceStep]) -> tuple[Tensor, StepResult]:
+    def _sample(self, hidden: Tensor, steps: list[SequenceStep]) -> tuple[Tensor, StepResult]:
         """One token per row, [rows] and as a result; from logits only where these are needed."""
-        how = plain_draws(steps)
+        how = plain_sampling(steps)
         tokens = None if how is None else self.model.choose(hidden, how)
         if tokens is None:
-            return draw(self.model.logits(hidden), steps, self._drawn)
+            return sample(self.model.logits(hidden), steps, self._sampled)
         return tokens, StepResult(tokens.tolist(), [None] * len(steps))
 
     def _candidates(

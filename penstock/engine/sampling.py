@@ -19,12 +19,12 @@ from penstock.nn.ops.gumbel import row_key
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
 
 
-def filled(tokens: Tensor, drawn: Tensor) -> Tensor:
-    """Token ids [n] with what was drawn in the place of each placeholder: -1 - i stands for drawn[i]."""
-    return torch.where(tokens < 0, drawn[(-1 - tokens).clamp_(min=0)], tokens)
+def filled(tokens: Tensor, sampled: Tensor) -> Tensor:
+    """Token ids [n] with what was sampled in the place of each placeholder: -1 - i stands for sampled[i]."""
+    return torch.where(tokens < 0, sampled[(-1 - tokens).clamp_(min=0)], tokens)
 
 
-def draw(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple[Tensor, StepResult]:
+def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple[Tensor, StepResult]:
     """One token per row, and which of them are broken.
 
     Args:
@@ -46,8 +46,8 @@ def draw(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple
     return tokens, StepResult(ids, reports.of(ids), broken=broken)
 
 
-def plain_draws(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
-    """How rows are drawn, where nothing else is done with their logits; else None."""
+def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
+    """How rows are sampled, where nothing else is done with their logits; else None."""
     if any(step.params.logprobs is not None or _adjusted(step) for step in steps):
         return None
     return [_draw(step) for step in steps]
@@ -57,7 +57,7 @@ def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
     if p.greedy:
         return GREEDY
-    key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is drawn
+    key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is sampled
     return ops.Draw(p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 
@@ -67,7 +67,7 @@ def _adjusted(step: SequenceStep) -> bool:
 
 
 def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
-    """What may not be drawn, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
+    """Exclusions, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
     if not _adjusted(step):
         return False
     p = step.params

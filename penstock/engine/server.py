@@ -43,8 +43,8 @@ from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
-from penstock.transfer.carrier import Arrival, LinkDown
-from penstock.transfer.transports import Transport
+from penstock.transfer.carrier import LinkDown, ReceivedMessage
+from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
 REPORT_INTERVAL = 0.5  # seconds between signs of life while idle
@@ -81,7 +81,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._clients: dict[str, _Client] = {}
-        self._transport: Transport | None = None
+        self._transport: KVTransport | None = None
         self._handoffs: Handoffs | None = None
         self._stopping = False
         self._changed = True  # something has, since the masters were told
@@ -96,7 +96,7 @@ class EngineServer:
         engine: Engine,
         ready: Ready,
         orphaned: Callable[[], bool] = lambda: False,
-        transport: Transport | None = None,
+        transport: KVTransport | None = None,
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
     ) -> None:
@@ -120,7 +120,7 @@ class EngineServer:
             self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
-        for thread in (engine.lane, engine.mover):
+        for thread in (engine.step_thread, engine.mover):
             if thread is not None:
                 self._poller.register(thread.fileno(), zmq.POLLIN)
         try:
@@ -160,10 +160,10 @@ class EngineServer:
 
     def _patience(self, stalled: bool) -> float:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
-        engine, lane = self._engine, self._engine.lane
+        engine, thread = self._engine, self._engine.step_thread
         if stalled and not engine.awaits_moves:
             return STALLED
-        if not stalled and engine.has_work and (not engine.tokens_in_flight or (lane is not None and lane.ready)):
+        if not stalled and engine.has_work and (not engine.tokens_in_flight or (thread is not None and thread.ready)):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at)
         if self._changed or load.has_news(engine):
@@ -203,7 +203,7 @@ class EngineServer:
         self._looked_at = now
         for client in [c for c, state in self._clients.items() if now - state.heard > LEASE]:
             log.info("the %s %s has gone", self._clients[client].kind, client)
-            self._forsake(client)
+            self._drop_client(client)
 
     def _on_clock(self, now: float) -> None:
         """What is done by the clock."""
@@ -279,19 +279,19 @@ class EngineServer:
             known.heard = now
             return
         if known is not None:
-            self._forsake(client)
+            self._drop_client(client)
         self._clients[client] = _Client(hello.kind, hello.incarnation, now)
         self._send(client, self._ready)
         if hello.kind == "master":
             self._last_snapshot = None
             self._send_cache(client)
 
-    def _forsake(self, client: str) -> None:
+    def _drop_client(self, client: str) -> None:
         """Its requests have nobody who wants them."""
         del self._clients[client]
-        self._intake.forsake(client)
+        self._intake.drop_client(client)
 
-    def _on_peer(self, arrival: Arrival | LinkDown) -> None:
+    def _on_peer(self, arrival: ReceivedMessage | LinkDown) -> None:
         assert self._handoffs is not None
         if isinstance(arrival, LinkDown):
             # a peer that ends is everyday life, and the master says what it means; a refusal needs somebody to act

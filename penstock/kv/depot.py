@@ -203,7 +203,7 @@ class Depot:
 
 
 class DepotSource:
-    """One instance's end of a depot in its own process; what `KeeperClient` is to a keeper."""
+    """One instance's end of a depot in its own process; what `KVPoolClient` is to a KV pool server."""
 
     def __init__(self, depot: Depot, name: str) -> None:
         self.depot = depot

@@ -94,7 +94,7 @@ def load_model(
     if packed and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype)
         if cache.read(key, model):
-            model.sketch()
+            model.bound_logits()
             return model.eval()
     try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
@@ -107,7 +107,7 @@ def load_model(
     fill(model, directory)
     if cache is not None and key is not None and key == cache_key(directory, dtype):  # not if it changed meanwhile
         cache.remember(key, model)
-    model.sketch()
+    model.bound_logits()
     return model.eval()
 
 

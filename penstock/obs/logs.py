@@ -39,7 +39,7 @@ class RequestRecord:
         max_tokens: how long each may have become.
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).
-        seed: the one its noise was drawn from; None when no token was asked of an engine.
+        seed: the one its noise was sampled from; None when no token was asked of an engine.
         service_class: "online", or "offline" for what runs in the gaps that others leave.
         slo_met: whether it kept what its client was promised; None without a promise, and when the client left.
         status: the HTTP status that the client saw; 499 when it left before one was sent.

@@ -224,7 +224,7 @@ class StepTime:
             prefills: (new tokens, cached tokens before them) of each prompt or part of one.
             decodes: sequences that compute one token.
             kv_tokens: that they read, together.
-            logit_rows: rows that a token is drawn from; by default one for every sequence.
+            logit_rows: rows that a token is sampled from; by default one for every sequence.
         """
         bounds, link_ms = self.bounds(prefills, decodes, kv_tokens, logit_rows)
         parts = {name: Roofline(*both) for name, both in zip(PARTS, bounds, strict=True)}

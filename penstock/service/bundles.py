@@ -39,13 +39,13 @@ class Bundle:
     """
     Attributes:
         make: fresh policies: they remember.
-        pacing: of the engines, a name in `sched.local.PACING`.
+        local_policy: of the engines, a name in `sched.local.LOCAL_POLICIES`.
         moves: whether instances may have to hand over to all others, whatever their roles.
         scales: whether it starts and stops instances, for which there has to be somebody who does.
     """
 
     make: Callable[[Circumstances], Policies]
-    pacing: str = "fcfs"
+    local_policy: str = "fcfs"
     moves: bool = False
     scales: bool = False
 
@@ -82,7 +82,7 @@ def _scaled(bundle: Bundle, scaling: str) -> Bundle:
     return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(scaling)), scales=True)
 
 
-UNIFIED = Bundle(make=_unified, pacing="slack", moves=True)
+UNIFIED = Bundle(make=_unified, local_policy="slack", moves=True)
 
 BUNDLES = {
     "round_robin": _dispatch("round-robin"),

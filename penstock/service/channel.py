@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
@@ -20,17 +19,17 @@ from penstock.service.instances import ChannelLost
 
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
 RECONNECT_INTERVAL = 50  # ms
-LINGER = 200  # ms, for the last word
+LINGER = 200  # ms in which what was sent before `close` still leaves
 
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 Received = TypeVar("Received")
 
 
 class Inbox:
-    """What arrives at a ZMQ socket, told to a function inside the event loop, with no future per message between.
+    """Reads a ZMQ socket inside the event loop and hands each message to a function, without a future between.
 
-    ZMQ's file descriptor tells that something changed, not that something is there, and to send may swallow what it
-    would have told. So everything is read each time, and `look` is to be called after a send.
+    ZMQ's file descriptor says that something has changed, not that a message is there, and a send may consume that
+    signal. So everything is read each time, and `look` is to be called after a send.
 
     Args:
         socket: nobody else reads it.
@@ -60,17 +59,23 @@ class Inbox:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Read everything that is there."""
-        while self._loop is not None:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """Read everything that is there. What arrives meanwhile waits for the next turn of the event loop."""
+        arrived: list[list[bytes]] = []
+        try:
+            while self._loop is not None:
+                arrived.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        for frames in arrived:
             self._read(frames)
 
 
+def _nobody_listens(message: object) -> None:
+    raise AssertionError("a message came before the channel was opened")
+
+
 class Channel(Generic[Sent, Received]):
-    """Messages out, messages in, in order. Greets the other side when it connects, and every second.
+    """Messages out, messages in, in order. Greets the other side when it connects, and every second from `open` on.
 
     Args:
         address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost.
@@ -96,8 +101,7 @@ class Channel(Generic[Sent, Received]):
         self._clock = clock
         self._greeted = clock.now()
         self._greeting: asyncio.TimerHandle | None = None
-        self._arrived: deque[Received | ChannelLost | msgspec.DecodeError] = deque()
-        self._wake: asyncio.Future[None] | None = None
+        self._handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None] = _nobody_listens
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, sender.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -109,27 +113,23 @@ class Channel(Generic[Sent, Received]):
         self._events = Inbox(self._monitor, self._on_connection)
         self._socket.connect(address)
 
+    def open(self, handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None]) -> None:
+        """Begin; call it inside the event loop. From now on the channel greets, until it is closed.
+
+        Args:
+            handle: gets every message as it arrives; `ChannelLost` when the connection ends, after everything that
+                came before; and the error of a message that could not be decoded. It raises nothing.
+        """
+        self._handle = handle
+        self._data.open()
+        self._events.open()
+        self._greet_again()
+
     def send(self, message: Sent) -> None:
-        """Delivered in order, unless the connection is lost; then `receive` says so. Dropped where there is none."""
+        """Delivered in order, unless the connection is lost, which is told. Dropped where there is none."""
         if self.connected:
             self._socket.send(codec.encode(message))
             self._data.look()
-
-    async def receive(self) -> Received | ChannelLost:
-        """The next message. The first call opens the channel, which then lives, and says so, until it is closed.
-
-        Raises:
-            msgspec.DecodeError: what came is no message.
-        """
-        if self._greeting is None:
-            self._open()
-        while not self._arrived:
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        message = self._arrived.popleft()
-        if isinstance(message, msgspec.DecodeError):
-            raise message
-        return message
 
     def close(self) -> None:
         if self._greeting is not None:
@@ -139,11 +139,6 @@ class Channel(Generic[Sent, Received]):
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
-
-    def _open(self) -> None:
-        self._data.open()
-        self._events.open()
-        self._greet_again()
 
     def _greet_again(self) -> None:
         wait = GREETING_INTERVAL - (self._clock.now() - self._greeted)
@@ -165,18 +160,15 @@ class Channel(Generic[Sent, Received]):
         elif event == zmq.EVENT_DISCONNECTED:
             self._data.drain()  # what had come before it was lost
             self.connected = False
-            self._add(ChannelLost("the connection was lost"))
+            self._handle(ChannelLost("the connection was lost"))
 
     def _on_data(self, frames: list[bytes]) -> None:
         try:
-            self._add(self._decode(b"".join(frames)))
+            message = self._decode(b"".join(frames))
         except msgspec.DecodeError as error:
-            self._add(error)
-
-    def _add(self, arrived: Received | ChannelLost | msgspec.DecodeError) -> None:
-        self._arrived.append(arrived)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+            self._handle(error)
+            return
+        self._handle(message)
 
 
 EngineChannel = Channel[Command, Event]

@@ -20,10 +20,10 @@ from penstock.service.supervisor import Restart
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
-RESERVED_NAMES = ("keeper", "master", "frontend")
+RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
 COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
-ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a keeper's memory
+ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a KV pool server's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Tables:
     transport: Sequence[Setting]
     faults: Sequence[Setting]
     partition: Sequence[Setting]
-    keeper: Sequence[Setting]
+    kv_pool: Sequence[Setting]
     restart: Sequence[Setting]
 
 
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its KV blocks are in the host's memory, where a keeper can hold them and others can reach them."""
+        """Whether its KV blocks are in the host's memory, where other processes can reach them."""
         return _kind(self.device) != "cuda"
 
     @property
@@ -107,7 +107,7 @@ class Deployment:
         lease: seconds that a hand-off may hear nothing from its other side.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
-        orphans: seconds that the keeper holds the blocks of an engine that died; None when there is no keeper.
+        orphans: seconds that the KV pool server holds the blocks of an engine that died; None without such a server.
         warnings: about settings that are allowed and probably not meant.
     """
 
@@ -146,7 +146,7 @@ class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables) -> None:
         self.file, self.tables = file, tables
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
-        sections = ("limits", "engine", "instances", "priorities", "transport", "keeper", "restart")
+        sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart")
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
@@ -159,12 +159,12 @@ class _Parser:
         transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "faults"])
         transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
-        orphans = self._section("keeper", tables.keeper)["orphans"]
+        orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
         policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
-        groups = [_paced(group, BUNDLES[policy].pacing) for group in groups]
+        groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         for needed in ("model", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
@@ -304,8 +304,8 @@ class _Parser:
         for group, spots in zip(groups, self.group_spots, strict=True):
             device = spots.get("device", spots[""])
             if not group.shares_memory:
-                if "keeper" in self.spots:
-                    self.file.complain(self.spots["keeper"], _not_on(group, "a keeper"))
+                if "kv-pool" in self.spots:
+                    self.file.complain(self.spots["kv-pool"], _not_on(group, "a KV pool server"))
                 if "transport" in self.spots:
                     self.file.complain(self.spots["transport"], _not_on(group, "a transport"))
                 if group.role != "any":
@@ -340,10 +340,10 @@ class _Parser:
                 )
 
 
-def _paced(group: Group, pacing: str) -> Group:
+def _with_policy(group: Group, local_policy: str) -> Group:
     """With that scheduling policy, unless it was given one."""
     key = "scheduling_policy"
-    return replace(group, options={**group.options, key: group.options[key] or pacing})
+    return replace(group, options={**group.options, key: group.options[key] or local_policy})
 
 
 def _can_be_linked(groups: Sequence[Group]) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import msgspec
 
@@ -15,7 +14,6 @@ from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, U
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
-    Command,
     Enqueue,
     Event,
     Failed,
@@ -26,6 +24,7 @@ from penstock.core.wire.engine import (
 )
 from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
 from penstock.obs.metrics import Metrics
+from penstock.service.channel import EngineChannel
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import ChannelLost, Endpoint, Instance
@@ -38,37 +37,6 @@ TICK = 0.25  # seconds
 MASTER_LEARNS = 1.0  # seconds until it has heard of an instance that is ready
 
 
-class Channel(Protocol):
-    """What a frontend needs of its wire to an engine."""
-
-    def send(self, message: Command, /) -> None: ...
-    async def receive(self) -> Event | ChannelLost: ...
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Held:
-    """A sequence that is not over.
-
-    Attributes:
-        generation, index: whose it is, and which of its outputs.
-        asked_first: when a place was first asked for, since it has none.
-        failed_at: instances that did not take it.
-        queued: tokens of its prompt, until its first token comes.
-        avoid: instances that it should not be given just now: they are gone, of which the master may not know yet.
-        predicted_ttft: when its first token was predicted, in seconds from its arrival.
-    """
-
-    generation: Generation
-    index: int
-    flight: Flight
-    asked_first: float = 0.0
-    failed_at: list[str] = field(default_factory=list)
-    avoid: list[str] = field(default_factory=list)
-    predicted_ttft: float | None = None
-    queued: int = 0
-
-
 class EngineClient:
     """
     Args:
@@ -77,7 +45,7 @@ class EngineClient:
         placement: says where sequences run.
 
     Attributes:
-        held: the sequences that are not over, by id.
+        flights: the sequences that are not over, by id.
         patience: seconds that requests which were interrupted wait for a place.
         queued_tokens: of the prompts whose first token has not come.
         prefill_rate: how fast those come out of the queue, in their tokens.
@@ -88,13 +56,13 @@ class EngineClient:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        channels: Mapping[str, Channel],
+        channels: Mapping[str, EngineChannel],
         placement: Placement,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self.instances = {e.name: Instance(e.name, e.role) for e in endpoints}
-        self.held: dict[str, Held] = {}
+        self.flights: dict[str, Flight[Generation]] = {}
         self.patience = PATIENCE
         self.queued_tokens = 0
         self.prefill_rate, self.completion_rate = RateMeter(), RateMeter()
@@ -103,8 +71,8 @@ class EngineClient:
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
-        self._tasks: list[asyncio.Task[None]] = []
-        self._waiting = WaitingRoom(lambda sequence_id: self._ask(self.held[sequence_id]))
+        self._ticking: asyncio.Task[None] | None = None
+        self._waiting = WaitingRoom(lambda sequence_id: self._ask(self.flights[sequence_id]))
 
     @property
     def trouble(self) -> str:
@@ -119,56 +87,57 @@ class EngineClient:
     def start(self) -> None:
         """Begin to listen to the engines; call it inside the event loop."""
         self._placement.start(self._answered)
-        self._tasks = [asyncio.create_task(self._listen(instance)) for instance in self.instances.values()]
-        self._tasks.append(asyncio.create_task(self._keep_time()))
+        for name, instance in self.instances.items():
+            self._channels[name].open(partial(self._on_event, instance))
+        self._ticking = asyncio.create_task(self._keep_time())
 
     async def close(self) -> None:
         self._waiting.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._placement.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
         for channel in self._channels.values():
             channel.close()
+        await self._placement.close()
 
-    def add(self, sequences: Sequence[Held]) -> None:
-        """Sequences that shall run: from now on they are held, and their generation gets what comes of them."""
+    def add(self, sequences: Sequence[Flight[Generation]]) -> None:
+        """Sequences that shall run: from now on they are kept, and their generation gets what comes of them."""
         now = self._clock.now()
         self.prefill_rate.begin(now)
         self.completion_rate.begin(now)
-        for held in sequences:
-            held.queued = len(held.flight.request.prompt)
-            self.queued_tokens += held.queued
-            self.held[held.flight.id] = held
+        for flight in sequences:
+            flight.queued = len(flight.request.prompt)
+            self.queued_tokens += flight.queued
+            self.flights[flight.id] = flight
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences that are not wanted any longer, and have the engines drop them."""
         for sequence_id in sequence_ids:
-            held = self.held.get(sequence_id)
-            if held is not None:
-                self._forget(held)
-                self._cancel(held.flight, held.flight.peers)
+            flight = self.flights.get(sequence_id)
+            if flight is not None:
+                self._forget(flight)
+                self._cancel(flight, flight.peers)
 
-    def _forget(self, held: Held, outcome: Outcome | None = None) -> None:
-        sequence_id, now = held.flight.id, self._clock.now()
-        del self.held[sequence_id]
-        self._leave_queue(held, now)
+    def _forget(self, flight: Flight[Generation], outcome: Outcome | None = None) -> None:
+        sequence_id, now = flight.id, self._clock.now()
+        del self.flights[sequence_id]
+        self._leave_queue(flight, now)
         if outcome is not None:
             self.completion_rate.count(now, 1)
-        if not self.held:
+        if not self.flights:
             self.completion_rate.rest(now)
         self._waiting.leave(sequence_id)
         self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
 
-    def _leave_queue(self, held: Held, now: float) -> None:
-        self.queued_tokens -= held.queued
-        if held.queued and held.flight.first is not None:
-            self.prefill_rate.count(now, held.queued)
-        held.queued = 0
+    def _leave_queue(self, flight: Flight[Generation], now: float) -> None:
+        self.queued_tokens -= flight.queued
+        if flight.queued and flight.first is not None:
+            self.prefill_rate.count(now, flight.queued)
+        flight.queued = 0
         if not self.queued_tokens:
             self.prefill_rate.rest(now)
 
-    def _cancel(self, flight: Flight, peers: Iterable[Peer]) -> None:
+    def _cancel(self, flight: Flight[Generation], peers: Iterable[Peer]) -> None:
         """Have this attempt dropped there."""
         for peer in peers:
             if self.instances[peer.name].is_current(peer.incarnation):
@@ -176,115 +145,113 @@ class EngineClient:
 
     # --- places
 
-    def find_places(self, sequences: Sequence[Held]) -> None:
+    def find_places(self, sequences: Sequence[Flight[Generation]]) -> None:
         """Have sequences run that were added, unless they are over by now."""
-        for held in sequences:
-            if held.flight.id in self.held:
-                held.asked_first = self._clock.now()
+        for flight in sequences:
+            if flight.id in self.flights:
+                flight.asked_first = self._clock.now()
                 if self._waiting:
-                    self._waiting.enter(held.flight.id)
+                    self._waiting.enter(flight.id)
                 else:
-                    self._ask(held)
+                    self._ask(flight)
 
-    def _ask(self, held: Held) -> None:
+    def _ask(self, flight: Flight[Generation]) -> None:
         try:
-            self._placement.ask(held.flight.question(self._clock.now(), [*held.failed_at, *held.avoid]))
+            self._placement.ask(flight.question(self._clock.now()))
         except Exception as error:
-            self._cannot_place(held, error)
+            self._cannot_place(flight, error)
 
     def _answered(self, answer: Answer) -> None:
-        held = self.held.get(answer.request_id)
-        if held is None or held.flight.attempt != answer.generation:
+        flight = self.flights.get(answer.request_id)
+        if flight is None or flight.attempt != answer.generation:
             return  # cancelled meanwhile
         try:
             match answer:
                 case Placed():
-                    self._take_place(held, answer)
+                    self._take_place(flight, answer)
                 case NoPlace():
-                    self._nowhere(held, answer)
+                    self._nowhere(flight, answer)
                 case Queued():  # it waits at the master, who will say so when there is a place
                     self._waiting.leave(answer.request_id)
                     self._waiting.hurry()
         except Exception as error:
-            self._cannot_place(held, error)
+            self._cannot_place(flight, error)
 
-    def _cannot_place(self, held: Held, error: Exception) -> None:
+    def _cannot_place(self, flight: Flight[Generation], error: Exception) -> None:
         log.error("a sequence could not be placed", exc_info=error)
-        held.generation.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
+        flight.owner.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
 
-    def _take_place(self, held: Held, answer: Placed) -> None:
+    def _take_place(self, flight: Flight[Generation], answer: Placed) -> None:
         missing = [p.name for p in (answer.prefill, answer.decode) if p is not None and not self._reaches(p)]
         if missing:  # the master has not noticed yet
-            held.avoid += missing
-            held.flight.again()
-            self._ask(held)
+            flight.avoid += missing
+            flight.again()
+            self._ask(flight)
             return
-        self._launch(held, answer)
+        self._launch(flight, answer)
         self._waiting.leave(answer.request_id)
         self._waiting.hurry()
 
-    def _nowhere(self, held: Held, answer: NoPlace) -> None:
+    def _nowhere(self, flight: Flight[Generation], answer: NoPlace) -> None:
         now = self._clock.now()
-        held.avoid.clear()
+        flight.avoid.clear()
         serving = any(instance.serves(now) for instance in self.instances.values())
-        hopeless = not held.flight.interrupted and (held.failed_at or not serving)
-        if hopeless or now > self._believes_from(held):
-            self._give_up(held, Unavailable(answer.message, answer.retry_after))
+        hopeless = not flight.interrupted and (flight.failed_at or not serving)
+        if hopeless or now > self._believes_from(flight):
+            self._give_up(flight, Unavailable(answer.message, answer.retry_after))
         else:
             self._waiting.enter(answer.request_id)
 
-    def _believes_from(self, held: Held) -> float:
+    def _believes_from(self, flight: Flight[Generation]) -> float:
         """When it is believed that nobody can take it: the master may only just begin to know the instances, and an
         instance that died may be just starting again."""
-        patience = self.patience if held.flight.interrupted else MASTER_LEARNS
-        return max(held.asked_first, self._placement.since) + patience
+        patience = self.patience if flight.interrupted else MASTER_LEARNS
+        return max(flight.asked_first, self._placement.since) + patience
 
-    def _give_up(self, held: Held, error: PenstockError) -> None:
+    def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
         """Nobody takes it."""
-        if why := held.flight.interrupted:
+        if why := flight.interrupted:
             error = EngineFailure(f"{why}, and nobody could go on with it, {AGAIN}")
-        held.generation.fail(error)
+        flight.owner.fail(error)
 
     def _reaches(self, peer: Peer) -> bool:
         instance = self.instances.get(peer.name)
         return instance is not None and instance.is_current(peer.incarnation) and instance.serves(self._clock.now())
 
-    def _launch(self, held: Held, placed: Placed) -> None:
-        flight = held.flight
-        held.avoid.clear()
+    def _launch(self, flight: Flight[Generation], placed: Placed) -> None:
+        flight.avoid.clear()
         if flight.first is None:
-            held.predicted_ttft = placed.predicted_ttft
+            flight.predicted_ttft = placed.predicted_ttft
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
-        held.generation.routed(flight.route)
+        flight.owner.routed(flight.route)
         self._channels[placed.prefill.name].send(
             Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
         )
 
     # --- going on elsewhere
 
-    def _go_on(self, held: Held) -> None:
+    def _go_on(self, flight: Flight[Generation]) -> None:
         """It is stranded: have it run elsewhere, from the tokens that its client has."""
-        flight, now = held.flight, self._clock.now()
+        now = self._clock.now()
         self._cancel(flight, flight.peers)
         if flight.launches >= ATTEMPTS:
             why = f"{flight.interrupted}, one of {flight.launches} places where it was tried in vain"
             log.warning("request %s: %s", flight.id, why)
-            held.generation.fail(EngineFailure(why))
+            flight.owner.fail(EngineFailure(why))
             return
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
         places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
-        held.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._reaches(peer)]
+        flight.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._reaches(peer)]
         flight.again()
-        held.asked_first = now
+        flight.asked_first = now
         root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
         if self.wants_keys and root is not None:
             flight.add_keys(root)
-        self._ask(held)
+        self._ask(flight)
 
-    def _resumed(self, held: Held, output: TokenOutput) -> None:
+    def _resumed(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """It runs again: its first output there has come."""
-        flight = held.flight
         self._metrics.observe_recovery("fetch" if output.cached_tokens else "recompute")
         text = "request %s goes on at %s from token %d: %d tokens of %d were found there"
         known = len(flight.request.prompt) + output.start
@@ -292,18 +259,12 @@ class EngineClient:
 
     # --- the engines' events
 
-    async def _listen(self, instance: Instance) -> None:
-        while True:
-            try:
-                event = await self._channels[instance.name].receive()
-            except msgspec.DecodeError as error:
-                self.instance_lost(instance.name, f"a message from the engine could not be read: {error}")
-                continue
-            try:
-                self._handle(instance, event)
-            except Exception as error:  # nobody else would notice
-                log.exception("the frontend failed")
-                self.instance_lost(instance.name, f"the frontend failed: {type(error).__name__}")
+    def _on_event(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
+        try:
+            self._handle(instance, event)
+        except Exception as error:  # nobody else would notice
+            log.exception("the frontend failed")
+            self.instance_lost(instance.name, f"the frontend failed: {type(error).__name__}")
 
     async def _keep_time(self) -> None:
         while True:
@@ -316,11 +277,11 @@ class EngineClient:
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
         for sequence_id in self._waiting:
-            held = self.held.get(sequence_id)  # one that fails takes others with it
-            if held is not None and now > self._believes_from(held):
-                self._give_up(held, Unavailable("no instance could take this request in time"))
-        for held in list(self.held.values()):
-            held.flight.tick(now)
+            flight = self.flights.get(sequence_id)  # one that fails takes others with it
+            if flight is not None and now > self._believes_from(flight):
+                self._give_up(flight, Unavailable("no instance could take this request in time"))
+        for flight in list(self.flights.values()):
+            flight.tick(now)
         if stranded := self._rescue():
             log.warning("nothing came any more of what an engine had left unfinished: %s", _interrupted(stranded))
         for instance in self.instances.values():
@@ -330,7 +291,7 @@ class EngineClient:
                     log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
             self._metrics.observe_up(instance.name, instance.serves(now))
 
-    def _handle(self, instance: Instance, event: Event | ChannelLost) -> None:
+    def _handle(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
         instance.heard = self._clock.now()
         match event:
             case StepReport() if instance.is_current(event.incarnation):
@@ -342,6 +303,8 @@ class EngineClient:
                 self._refused(instance, event)
             case Failed(message=message) | ChannelLost(message=message):
                 self.instance_lost(instance.name, message)
+            case msgspec.DecodeError():
+                self.instance_lost(instance.name, f"a message from the engine could not be read: {event}")
 
     def _greet(self, instance: Instance, ready: Ready) -> None:
         if instance.ready is not None:
@@ -378,49 +341,49 @@ class EngineClient:
     def _lose(self, life: Peer, reason: str) -> int:
         """How many requests it interrupts."""
         now = self._clock.now()
-        for held in self.held.values():
-            for peer in held.flight.peers:
+        for flight in self.flights.values():
+            for peer in flight.peers:
                 if (peer.name, peer.incarnation) == (life.name, life.incarnation):
-                    held.flight.lose(peer, reason, now)
+                    flight.lose(peer, reason, now)
         return self._rescue()
 
     def _rescue(self) -> int:
         """Have all that is stranded go on elsewhere, the most urgent first; of how many requests that was."""
-        stranded = [held for held in self.held.values() if held.flight.stranded]
-        stranded.sort(key=lambda held: held.flight.urgency)
-        for held in stranded:
-            if held.flight.id in self.held:  # one that fails takes others with it
-                self._go_on(held)
-        return len({id(held.generation) for held in stranded})
+        stranded = [flight for flight in self.flights.values() if flight.stranded]
+        stranded.sort(key=lambda flight: flight.urgency)
+        for flight in stranded:
+            if flight.id in self.flights:  # one that fails takes others with it
+                self._go_on(flight)
+        return len({id(flight.owner) for flight in stranded})
 
     def _refused(self, instance: Instance, refused: Refused) -> None:
-        held = self.held.get(refused.request_id)
-        prefill = held.flight.prefill if held is not None else None
-        if held is None or prefill is None or prefill.name != instance.name or held.flight.heard:
+        flight = self.flights.get(refused.request_id)
+        prefill = flight.prefill if flight is not None else None
+        if flight is None or prefill is None or prefill.name != instance.name or flight.heard:
             return
         if refused.why == "invalid":
-            held.generation.fail(InvalidRequest(refused.message))
-        elif held.flight.launches < ATTEMPTS:  # it never ran there
-            held.failed_at.append(instance.name)
-            held.flight.again()
-            self._ask(held)
+            flight.owner.fail(InvalidRequest(refused.message))
+        elif flight.launches < ATTEMPTS:  # it never ran there
+            flight.failed_at.append(instance.name)
+            flight.again()
+            self._ask(flight)
         else:
-            self._give_up(held, Unavailable("no instance took this request"))
+            self._give_up(flight, Unavailable("no instance took this request"))
 
     def _deliver(self, name: str, report: StepReport) -> None:
-        unknown = [o.request_id for o in report.outputs if o.request_id not in self.held and o.finish is None]
+        unknown = [o.request_id for o in report.outputs if o.request_id not in self.flights and o.finish is None]
         if unknown:  # cancelled while the step ran, or while it was handed over
             self._channels[name].send(Cancel(report.incarnation, unknown))
         for output in report.outputs:
-            held = self.held.get(output.request_id)
-            if held is None:
+            flight = self.flights.get(output.request_id)
+            if flight is None:
                 continue
-            if output.generation < held.flight.attempt and output.finish is None:  # so was one that is over
+            if output.generation < flight.attempt and output.finish is None:  # so was one that is over
                 self._channels[name].send(Cancel(report.incarnation, [output.request_id], output.generation))
-            self._receive(held, name, report.incarnation, output)
+            self._receive(flight, name, report.incarnation, output)
 
-    def _receive(self, held: Held, name: str, incarnation: int, output: TokenOutput) -> None:
-        flight, now = held.flight, self._clock.now()
+    def _receive(self, flight: Flight[Generation], name: str, incarnation: int, output: TokenOutput) -> None:
+        now = self._clock.now()
         handed_over, heard, first = flight.handed_over, flight.heard, flight.first
         try:
             pieces = flight.accept(name, incarnation, output, now)
@@ -429,29 +392,28 @@ class EngineClient:
             if flight.heard and not heard:
                 self._placement.begun([output.request_id])
                 if flight.interrupted:
-                    self._resumed(held, output)
+                    self._resumed(flight, output)
             if flight.first is not None and first is None:
-                self._leave_queue(held, now)
-            if flight.first is not None and first is None and held.predicted_ttft is not None:
-                self._metrics.observe_prediction(held.predicted_ttft, now - flight.arrival)
+                self._leave_queue(flight, now)
+            if flight.first is not None and first is None and flight.predicted_ttft is not None:
+                self._metrics.observe_prediction(flight.predicted_ttft, now - flight.arrival)
             for piece in pieces:
                 if piece.finish is not None:
-                    self._finished(held, now)
-                held.generation.receive(held.index, piece, now)
-                if output.request_id not in self.held:
+                    self._finished(flight, now)
+                flight.owner.receive(flight.index, piece, now)
+                if output.request_id not in self.flights:
                     return  # a stop string ended it, whatever comes after
             if flight.stranded:
-                self._go_on(held)
+                self._go_on(flight)
         except EngineFailure as error:
             log.warning("request %s: %s", output.request_id, error)
-            held.generation.fail(error)
+            flight.owner.fail(error)
         except Exception:  # of this one request: the others go on
             log.exception("request %s failed", output.request_id)
-            held.generation.fail(EngineFailure("the answer could not be put together"))
+            flight.owner.fail(EngineFailure("the answer could not be put together"))
 
-    def _finished(self, held: Held, now: float) -> None:
-        self._forget(held, held.flight.outcome(now))
-        flight = held.flight
+    def _finished(self, flight: Flight[Generation], now: float) -> None:
+        self._forget(flight, flight.outcome(now))
         unaware = flight.prefill if flight.handed_over else flight.decode
         self._cancel(flight, [peer for peer in flight.peers if peer is unaware])
 

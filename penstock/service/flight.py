@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from typing import Generic, TypeVar
 
 from penstock.core.errors import EngineFailure
 from penstock.core.plan import BLOCK_TOKENS
@@ -19,7 +19,10 @@ PATIENCE = 5.0  # seconds that one which was interrupted waits for a place; an e
 SIGN_OF_LIFE = 1.0  # seconds that one who may have a sequence has time to say so, when the other one is gone
 
 
-class Flight:
+Owner = TypeVar("Owner")
+
+
+class Flight(Generic[Owner]):
     """Tokens come from the instance that reads the prompt, and after a hand-off from the one that decodes; both may
     speak at once, and the second may be heard before the first. What leaves here is in order and nothing is twice.
 
@@ -28,8 +31,10 @@ class Flight:
     that would have come.
 
     Args:
+        owner: who gets what comes of it.
         arrival: when its client sent it. Times are seconds of one clock.
         chat: the conversation that it belongs to; "" when that is not known.
+        index: which of the owner's outputs it is.
 
     Attributes:
         request: as its client sent it, with the targets that it was given with its place.
@@ -43,10 +48,16 @@ class Flight:
         interrupted: what ended an attempt although something might have come of it; "" as long as nothing has.
         stranded: that is so of this attempt.
         suspect: name of an instance that had better not get it again at once; "" for none.
+        asked_first: when a place was first asked for, since it has none.
+        failed_at: instances that did not take it.
+        avoid: instances that it should not be given just now: they are gone, of which the master may not know yet.
+        queued: tokens of its prompt, until its first token comes.
+        predicted_ttft: when its first token was predicted, in seconds from its arrival.
         deadline: until when something is waited for; then `tick` has to look. None when nothing is.
     """
 
-    def __init__(self, request: Request, arrival: float = 0.0, chat: str = "") -> None:
+    def __init__(self, owner: Owner, request: Request, arrival: float = 0.0, chat: str = "", index: int = 0) -> None:
+        self.owner, self.index = owner, index
         self.request = request
         self.arrival = arrival
         self.chat = chat
@@ -59,6 +70,11 @@ class Flight:
         self.interrupted = ""
         self.stranded = False
         self.suspect = ""
+        self.asked_first = arrival
+        self.failed_at: list[str] = []
+        self.avoid: list[str] = []
+        self.queued = 0
+        self.predicted_ttft: float | None = None
         self.prefill: Peer | None = None
         self.decode: Peer | None = None
         self._since = arrival  # when it began to wait for a place
@@ -87,7 +103,7 @@ class Flight:
 
     # --- places
 
-    def question(self, now: float, exclude: Sequence[str] = ()) -> Place:
+    def question(self, now: float) -> Place:
         """Where shall it run?"""
         request = self.request
         return Place(
@@ -98,7 +114,7 @@ class Flight:
             request.priority,
             self.attempt,
             self.waited(now),
-            list(exclude),
+            [*self.failed_at, *self.avoid],
             request.ttft_ms,
             request.tpot_ms,
             request.offline,
@@ -221,7 +237,7 @@ class Flight:
                 self.deadline = now + LEASE
         elif self.handed_over or not self._lost:
             self.deadline = None
-        elif self.heard == 1:  # its first token is drawn, so it may just have been handed over
+        elif self.heard == 1:  # its first token is sampled, so it may just have been handed over
             self.deadline = now + SIGN_OF_LIFE
         elif first in self._lost:
             self._strand(f"{first.name} failed during this request", now)

@@ -24,7 +24,7 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
-from penstock.service.engine_client import TICK, EngineClient, Held
+from penstock.service.engine_client import TICK, EngineClient
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Instance
@@ -106,7 +106,7 @@ class Frontend:
 
     def end_all(self, error: PenstockError) -> None:
         """End every request with an error."""
-        for generation in {id(held.generation): held.generation for held in self.engine_client.held.values()}.values():
+        for generation in {id(f.owner): f.owner for f in self.engine_client.flights.values()}.values():
             generation.fail(error)
 
     # --- what it is, and how it does
@@ -152,10 +152,10 @@ class Frontend:
     @property
     def modelled(self) -> dict[str, int] | None:
         """When every engine only pretends to compute: the first and the last token id that they draw from."""
-        drawn = {said.drawn_ids for said in self._said}
-        if len(drawn) != 1 or None in drawn:
+        sampled = {said.sampled_ids for said in self._said}
+        if len(sampled) != 1 or None in sampled:
             return None
-        ((first, last),) = (ids for ids in drawn if ids is not None)
+        ((first, last),) = (ids for ids in sampled if ids is not None)
         return {"first_token_id": first, "last_token_id": last}
 
     @property
@@ -239,7 +239,7 @@ class Frontend:
         """
         if not self.ready:
             raise Unavailable(self.unhealthy_reason or "the model is still loading")
-        if params.use_beam_search and any(said.drawn_ids is not None for said in self._said):
+        if params.use_beam_search and any(said.sampled_ids is not None for said in self._said):
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
         self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
         limits = ModelLimits(
@@ -256,26 +256,24 @@ class Frontend:
         )
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
-        held = [
-            Held(generation, index, Flight(sequence, arrival, level.chat)) for index, sequence in enumerate(sequences)
-        ]
-        self.engine_client.add(held)
+        flights = [Flight(generation, sequence, arrival, level.chat, i) for i, sequence in enumerate(sequences)]
+        self.engine_client.add(flights)
         # who wants all of the prompt computed finds nothing in any cache
         if self.engine_client.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
             root = salted(self._said[0].root_key, cache_salt)
             if len(prompt) <= AT_ONCE:
-                self._place(held, _prefix_keys(root, prompt))
+                self._place(flights, _prefix_keys(root, prompt))
                 return generation
             hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
-            hashing.add_done_callback(partial(self._hashed, held))
+            hashing.add_done_callback(partial(self._hashed, flights))
         else:
-            self.engine_client.find_places(held)
+            self.engine_client.find_places(flights)
         return generation
 
     def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
         """Raises Overloaded when there is no room for so many outputs of a prompt. A prompt that is longer than the
         whole queue has room when nothing else waits."""
-        count, queued = len(self.engine_client.held), self.engine_client.queued_tokens
+        count, queued = len(self.engine_client.flights), self.engine_client.queued_tokens
         if count + outputs > self._max_requests:
             raise Overloaded(
                 f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
@@ -294,21 +292,21 @@ class Frontend:
         """Seconds until all that waits now has its first token and so many sequences have ended, as it goes just now,
         or as it is predicted when nothing was measured."""
         now, engine_client = self.clock.now(), self.engine_client
-        reading = engine_client.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
-        ending = engine_client.completion_rate.rate(now)
+        prefilling = engine_client.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
+        completing = engine_client.completion_rate.rate(now)
         seconds = max(
-            engine_client.queued_tokens / reading if reading else 1.0,
-            ends / ending if ending else 1.0,
+            engine_client.queued_tokens / prefilling if prefilling else 1.0,
+            ends / completing if completing else 1.0,
         )
         return min(max(1.0, seconds), MOST_SECONDS)
 
-    def _hashed(self, sequences: Sequence[Held], hashing: asyncio.Future[list[bytes]]) -> None:
+    def _hashed(self, sequences: Sequence[Flight[Generation]], hashing: asyncio.Future[list[bytes]]) -> None:
         if not hashing.cancelled():  # else the frontend is closed, and they are over
             self._place(sequences, hashing.result())
 
-    def _place(self, sequences: Sequence[Held], keys: list[bytes]) -> None:
-        for held in sequences:
-            held.flight.keys = keys
+    def _place(self, sequences: Sequence[Flight[Generation]], keys: list[bytes]) -> None:
+        for flight in sequences:
+            flight.keys = keys
         self.engine_client.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def make_sequences(
     bad_words: tuple[tuple[int, ...], ...] = (),
     cache_salt: str = "",
 ) -> list[Request]:
-    """One `Request` per output; output i is drawn with seed + i. A beam search is one request for all.
+    """One `Request` per output; output i is sampled with seed + i. A beam search is one request for all.
 
     Args:
         rng: gives the seed where the user gave none.
@@ -54,7 +54,7 @@ def make_sequences(
 
     Raises:
         InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
-            like; there may come to be no token that may be drawn; or a beam search is wider or longer than what runs.
+            like; there may come to be no token that may be sampled; or a beam search is wider or longer than what runs.
         PromptTooLong: it leaves no room for one output token.
     """
     _check_prompt(prompt, limits)
@@ -175,7 +175,7 @@ def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int)
 def _check_choice(
     params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...], limits: ModelLimits
 ) -> None:
-    """Some token may be drawn whatever came before."""
+    """Some token may be sampled whatever came before."""
     if not params.min_tokens and not bad_words:
         return
     banned = {word[-1] for word in bad_words} | (stop_ids if params.min_tokens else set())

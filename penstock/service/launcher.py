@@ -55,20 +55,20 @@ def plan(
         "log_level": deployment.server["log_level"],
         "log_format": deployment.server["log_format"],
     }
-    keeper, master = folder / "keeper", f"ipc://{folder}/master"
+    kv_pool, master = folder / "kv-pool", f"ipc://{folder}/master"
     places = [(group, name) for group in deployment.groups for name in group.instances]
     instances = [{"name": name, "address": f"ipc://{folder}/{name}", "role": group.role} for group, name in places]
     programs = []
     if deployment.orphans is not None:
-        settings = common | {"path": str(keeper), "orphan_seconds": deployment.orphans}
-        programs.append(_program("keeper", "keeper", settings, socket=keeper))
+        settings = common | {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
+        programs.append(_program("kv-pool", "kv_pool", settings, socket=kv_pool))
     for number, (group, name) in enumerate(places):
         settings = common | instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
-        settings |= {"keeper": None, "transport": None}
+        settings |= {"kv_pool": None, "transport": None}
         if group.shares_memory:
-            settings |= {"keeper": str(keeper), "transport": _transport(deployment, folder / f"{name}.transport")}
-        needs = "keeper" if group.shares_memory else None
+            settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
+        needs = "kv-pool" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
         programs.append(engine_program(settings, folder / f"{name}.heartbeat", needs=needs, **place))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}

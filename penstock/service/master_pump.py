@@ -1,20 +1,20 @@
-"""What drives a `Master`: the wires to engines, the clock, and for a master of its own process the frontends' wire."""
+"""What drives a `Master`: channels to engines, the clock, and for a master of its own process the frontends' socket."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from functools import partial
 
 import msgspec
 import zmq
 
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
-from penstock.core.wire.engine import Command, Event
+from penstock.core.wire.engine import Event
 from penstock.core.wire.master import decode_from_frontend
-from penstock.service.channel import Inbox
+from penstock.service.channel import EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
     FromFrontend,
@@ -33,14 +33,6 @@ log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
 
 
-class ToEngineChannel(Protocol):
-    """A channel to an engine."""
-
-    def send(self, message: Command, /) -> None: ...
-    async def receive(self) -> Event | ChannelLost: ...
-    def close(self) -> None: ...
-
-
 class MasterPump:
     """Carries what happens to the master, and what it wants to the engines.
 
@@ -55,7 +47,7 @@ class MasterPump:
     def __init__(
         self,
         master: Master,
-        channels: Mapping[str, ToEngineChannel],
+        channels: Mapping[str, EngineChannel],
         clock: Clock,
         recording: RecorderFile | None = None,
     ) -> None:
@@ -69,8 +61,9 @@ class MasterPump:
 
     def start(self) -> None:
         """Begin; call it inside the event loop."""
-        self._tasks = [asyncio.create_task(self._listen(name)) for name in self._channels]
-        self._tasks.append(asyncio.create_task(self._keep_time()))
+        for name, channel in self._channels.items():
+            channel.open(partial(self._on_engine, name))
+        self._tasks = [asyncio.create_task(self._keep_time())]
         if self._recording is not None:
             self._tasks.append(asyncio.create_task(self._recording.run()))
 
@@ -117,16 +110,13 @@ class MasterPump:
         except Exception:  # the next one tries again
             log.exception("the master failed")
 
-    async def _listen(self, name: str) -> None:
-        while True:
-            try:
-                event = await self._channels[name].receive()
-            except msgspec.DecodeError as error:
-                event = ChannelLost(f"a message from it could not be read: {error}")
-            try:
-                self.handle(FromEngine(name, event))
-            except Exception:  # the other instances go on
-                log.exception("the master failed on what %s said", name)
+    def _on_engine(self, name: str, event: Event | ChannelLost | msgspec.DecodeError) -> None:
+        if isinstance(event, msgspec.DecodeError):
+            event = ChannelLost(f"a message from it could not be read: {event}")
+        try:
+            self.handle(FromEngine(name, event))
+        except Exception:  # the other instances go on
+            log.exception("the master failed on what %s said", name)
 
     async def _keep_time(self) -> None:
         while True:

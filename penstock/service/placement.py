@@ -15,7 +15,6 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import (
     Begun,
     Ended,
-    FrontendMessage,
     Join,
     Joined,
     MasterMessage,
@@ -25,6 +24,7 @@ from penstock.core.wire.master import (
     Placed,
     Queued,
 )
+from penstock.service.channel import MasterChannel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost
 from penstock.service.master_pump import MasterPump
@@ -125,16 +125,6 @@ class LocalPlacement:
         await self._pump.close()
 
 
-class ToMaster(Protocol):
-    """A channel to the master."""
-
-    connected: bool
-
-    def send(self, message: FrontendMessage, /) -> None: ...
-    async def receive(self) -> MasterMessage | ChannelLost: ...
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Question:
     """
@@ -158,7 +148,7 @@ class RemotePlacement:
         wants_keys: as the master said last.
     """
 
-    def __init__(self, channel: ToMaster, clock: Clock) -> None:
+    def __init__(self, channel: MasterChannel, clock: Clock) -> None:
         self._channel = channel
         self._clock = clock
         self._absent = "it has not answered yet"
@@ -170,11 +160,10 @@ class RemotePlacement:
         self._asked: dict[str, _Question] = {}  # by request id; the one with the least patience first
         self._queued: dict[str, _Question] = {}  # the same, of those that the master said it has heard
         self._answered: Answered = _nobody_listens
-        self._listening: asyncio.Task[None] | None = None
 
     def start(self, answered: Answered) -> None:
         self._answered = answered
-        self._listening = asyncio.create_task(self._listen())
+        self._channel.open(self._handle)
 
     @property
     def trouble(self) -> str:
@@ -218,17 +207,7 @@ class RemotePlacement:
             self._answered(NoPlace(request_id, question.place.generation, why))
 
     async def close(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
         self._channel.close()
-
-    async def _listen(self) -> None:
-        while True:
-            try:
-                self._handle(await self._channel.receive())
-            except msgspec.DecodeError as error:
-                log.warning("a message from the master could not be read: %s", error)
 
     def _miss(self, reason: str) -> None:
         """There is no master now."""
@@ -239,7 +218,10 @@ class RemotePlacement:
         self._asked |= self._queued
         self._queued.clear()
 
-    def _handle(self, message: MasterMessage | ChannelLost) -> None:
+    def _handle(self, message: MasterMessage | ChannelLost | msgspec.DecodeError) -> None:
+        if isinstance(message, msgspec.DecodeError):
+            log.warning("a message from the master could not be read: %s", message)
+            return
         if isinstance(message, ChannelLost):
             self._miss(message.message)
             return

@@ -48,7 +48,7 @@ class InstanceSession:
         draining: it takes nothing new and is going.
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
-        begun: those of them whose first token was drawn.
+        begun: those of them whose first token was sampled.
         load: what policies see of it; None when that has changed.
         touched: where it leaves its name whenever that changes, and when it is heard after a silence.
         peer, name: as it said when it became ready.
@@ -93,7 +93,7 @@ class InstanceSession:
     def drained(self) -> bool:
         """Whether it has nothing left, by all that is known."""
         seen = self.snapshot
-        quiet = seen is None or not (seen.running or seen.waiting or seen.leaving or seen.reserved_blocks)
+        quiet = seen is None or not (seen.running or seen.waiting or seen.migrating or seen.reserved_blocks)
         return quiet and not self.homes and not self.prompts
 
     @property
@@ -162,7 +162,7 @@ class InstanceSession:
         self.changed()
 
     def begin(self, key: Key) -> None:
-        """Its first token was drawn."""
+        """Its first token was sampled."""
         if key in self.homes:
             self.begun.add(key)
             self.changed()

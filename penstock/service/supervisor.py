@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ProcessKind = Literal["keeper", "engine", "master", "frontend"]
-STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "keeper")  # each serves those before it
+ProcessKind = Literal["kv_pool", "engine", "master", "frontend"]
+STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "kv_pool")  # each serves those before it
 CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
 STEADY = (
     60.0  # seconds of service after which an incarnation counts as a success, and the deaths before it are forgotten

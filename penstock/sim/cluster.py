@@ -17,7 +17,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
 from penstock.sched.cluster.columns import least
-from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
 from penstock.service.events import (
@@ -56,7 +56,7 @@ class Cluster:
         requests: that come, in order of arrival.
         rng: for policies that draw lots.
         noises: a numpy Generator of step times for each instance, by number.
-        pacing: of every engine, a name in `sched.local.PACING`.
+        local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
         recorder: is told what the master decides.
         strides: see `Instance`.
         judged: numbers of the requests that it is about; all by default.
@@ -75,7 +75,7 @@ class Cluster:
         rng: Random,
         noises: Callable[[int], Any],
         *,
-        pacing: str = "fcfs",
+        local_policy: str = "fcfs",
         recorder: Recorder | None = None,
         strides: bool = True,
         judged: range | None = None,
@@ -89,7 +89,7 @@ class Cluster:
         self._offline_alone = all(work.offline for work in mine)
         self._marks: list[tuple[float, dict[str, Use]]] = []
         self._sample_every = 1.0
-        self._pacing = pacing
+        self._local_policy = local_policy
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
         self._lengths = {str(work.number): work.output_tokens for work in requests}
         self._notice: Callable[[Record], None] = lambda record: None
@@ -289,7 +289,7 @@ class Cluster:
             pool,
             root=self._root,
             prefix_cache=group.prefix_cache,
-            pacing=PACING[group.scheduling_policy or self._pacing](believed, group.token_budget),
+            policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.token_budget),
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
         )
 

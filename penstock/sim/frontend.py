@@ -96,13 +96,7 @@ class Post(Protocol):
     def frontend_to_engine(self, now: float, name: str, command: Command) -> Due: ...
 
 
-@dataclass(slots=True)
-class _Held:
-    record: Record
-    flight: Flight
-    asked: float
-    failed_at: list[str] = field(default_factory=list)
-    avoid: list[str] = field(default_factory=list)
+_Flight = Flight[Record]
 
 
 class Frontend:
@@ -131,13 +125,13 @@ class Frontend:
         self._post = post
         self._max_tokens, self._max_model_len, self._root = max_tokens, max_model_len, root
         self._ended = ended
-        self._held: dict[str, _Held] = {}
+        self._flights: dict[str, _Flight] = {}
         self._lives: dict[str, int] = {}  # instance -> incarnation
 
     @property
     def open(self) -> int:
         """Requests that are not over."""
-        return len(self._held)
+        return len(self._flights)
 
     # --- what happens
 
@@ -168,10 +162,10 @@ class Frontend:
             work.tpot,
         )
         self.records.append(record)
-        self._held[request.id] = held = _Held(record, Flight(request, now, work.chat), now)
+        self._flights[request.id] = flight = Flight(record, request, now, work.chat)
         if self.joined.wants_keys:
-            held.flight.add_keys(self._root)
-        return [self._ask(now, held)]
+            flight.add_keys(self._root)
+        return [self._ask(now, flight)]
 
     def on_master(self, now: float, message: MasterMessage) -> list[Due]:
         if isinstance(message, Queued):
@@ -179,21 +173,21 @@ class Frontend:
         if isinstance(message, Joined):
             self.joined = message
             return []
-        held = self._held.get(message.request_id)
-        if held is None or held.flight.attempt != message.generation or held.flight.prefill is not None:
+        flight = self._flights.get(message.request_id)
+        if flight is None or flight.attempt != message.generation or flight.prefill is not None:
             return []
         if isinstance(message, NoPlace):
-            return self._wait_for_place(now, held, message)
-        return self._launch(now, held, message)
+            return self._wait_for_place(now, flight, message)
+        return self._launch(now, flight, message)
 
     def on_engine(self, now: float, name: str, message: Outputs | Refused) -> list[Due]:
         if isinstance(message, Refused):
             return self._refused(now, name, message)
         dues: list[Due] = []
         for output in message.outputs:
-            held = self._held.get(output.request_id)
-            if held is not None:
-                dues += self._receive(now, held, name, message.incarnation, output)
+            flight = self._flights.get(output.request_id)
+            if flight is not None:
+                dues += self._receive(now, flight, name, message.incarnation, output)
         return dues
 
     def greet(self, ready: Ready) -> None:
@@ -205,89 +199,88 @@ class Frontend:
         if self._lives.get(peer.name) == peer.incarnation:
             del self._lives[peer.name]
         dues: list[Due] = []
-        for held in list(self._held.values()):
-            if peer in held.flight.peers:
-                held.flight.lose(peer, reason, now)
-                dues += self._watch(held.flight)
-        for held in sorted((h for h in self._held.values() if h.flight.stranded), key=lambda h: h.flight.urgency):
-            dues += self._go_on(now, held)
+        for flight in list(self._flights.values()):
+            if peer in flight.peers:
+                flight.lose(peer, reason, now)
+                dues += self._watch(flight)
+        for flight in sorted((f for f in self._flights.values() if f.stranded), key=lambda f: f.urgency):
+            dues += self._go_on(now, flight)
         return dues
 
     # --- places
 
-    def _ask(self, now: float, held: _Held) -> Due:
-        return self._post.frontend_to_master(now, held.flight.question(now, [*held.failed_at, *held.avoid]))
+    def _ask(self, now: float, flight: _Flight) -> Due:
+        return self._post.frontend_to_master(now, flight.question(now))
 
-    def _wait_for_place(self, now: float, held: _Held, answer: NoPlace) -> list[Due]:
+    def _wait_for_place(self, now: float, flight: _Flight, answer: NoPlace) -> list[Due]:
         """The master may only just begin to know the instances, and an instance that died may come back; after a while
         it is believed."""
-        held.avoid.clear()
-        why = held.flight.interrupted
-        hopeless = not why and (held.failed_at or not self._lives)
-        if hopeless or now > held.asked + (RECOVERY if why else PATIENCE):
-            return self._end(now, held, why or answer.message)
-        again = partial(self._ask_again, held.flight.id, held.flight.attempt)
+        flight.avoid.clear()
+        why = flight.interrupted
+        hopeless = not why and (flight.failed_at or not self._lives)
+        if hopeless or now > flight.asked_first + (RECOVERY if why else PATIENCE):
+            return self._end(now, flight, why or answer.message)
+        again = partial(self._ask_again, flight.id, flight.attempt)
         return [Due(now + ASK_AGAIN, Priority.ARRIVAL, again)]
 
     def _ask_again(self, request_id: str, attempt: int, now: float) -> list[Due]:
-        held = self._held.get(request_id)
-        return [self._ask(now, held)] if held is not None and held.flight.attempt == attempt else []
+        flight = self._flights.get(request_id)
+        return [self._ask(now, flight)] if flight is not None and flight.attempt == attempt else []
 
-    def _launch(self, now: float, held: _Held, placed: Placed) -> list[Due]:
+    def _launch(self, now: float, flight: _Flight, placed: Placed) -> list[Due]:
         peers = [peer for peer in (placed.prefill, placed.decode) if peer is not None]
         missing = [peer.name for peer in peers if self._lives.get(peer.name) != peer.incarnation]
         if missing:
-            held.avoid += missing
-            held.flight.again()
-            return [self._ask(now, held)]
-        held.avoid.clear()
-        request = held.flight.launch(placed, now)
-        record = held.record
+            flight.avoid += missing
+            flight.again()
+            return [self._ask(now, flight)]
+        flight.avoid.clear()
+        request = flight.launch(placed, now)
+        record = flight.owner
         record.attempts += 1
-        record.launched = held.flight.launched
+        record.launched = flight.launched
         record.prefill, record.reason = placed.prefill.name, placed.reason
         record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        enqueue = Enqueue(placed.prefill.incarnation, request, held.flight.attempt, placed.decode)
+        enqueue = Enqueue(placed.prefill.incarnation, request, flight.attempt, placed.decode)
         return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
-        held = self._held.get(refused.request_id)
-        prefill = held.flight.prefill if held is not None else None
-        if held is None or prefill is None or prefill.name != name or held.flight.heard:
+        flight = self._flights.get(refused.request_id)
+        prefill = flight.prefill if flight is not None else None
+        if flight is None or prefill is None or prefill.name != name or flight.heard:
             return []
         if refused.why == "invalid":
-            return self._end(now, held, refused.message)
-        if held.flight.launches >= ATTEMPTS:
-            return self._end(now, held, held.flight.interrupted or "no instance took this request")
-        held.failed_at.append(name)
-        held.flight.again()
-        held.asked = now
-        return [self._ask(now, held)]
+            return self._end(now, flight, refused.message)
+        if flight.launches >= ATTEMPTS:
+            return self._end(now, flight, flight.interrupted or "no instance took this request")
+        flight.failed_at.append(name)
+        flight.again()
+        flight.asked_first = now
+        return [self._ask(now, flight)]
 
-    def _go_on(self, now: float, held: _Held) -> list[Due]:
+    def _go_on(self, now: float, flight: _Flight) -> list[Due]:
         """It is stranded: have it run elsewhere, from the tokens that its client has."""
-        dues = self._cancel(now, held.flight, held.flight.peers)
-        if held.flight.launches >= ATTEMPTS:
-            return self._end(now, held, held.flight.interrupted)
-        held.record.recoveries += 1
-        held.asked = now
-        flight = held.flight
+        dues = self._cancel(now, flight, flight.peers)
+        if flight.launches >= ATTEMPTS:
+            return self._end(now, flight, flight.interrupted)
+        flight.owner.recoveries += 1
+        flight.asked_first = now
         places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
-        held.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._lives_on(peer)]
+        flight.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._lives_on(peer)]
         flight.again()
         if self.joined.wants_keys:
-            held.flight.add_keys(self._root)
-        return [*dues, self._ask(now, held)]
+            flight.add_keys(self._root)
+        return [*dues, self._ask(now, flight)]
 
     # --- tokens
 
-    def _receive(self, now: float, held: _Held, name: str, incarnation: int, output: TokenOutput) -> list[Due]:
-        record, flight = held.record, held.flight
+    def _receive(self, now: float, flight: _Flight, name: str, incarnation: int, output: TokenOutput) -> list[Due]:
+        record = flight.owner
         heard, looked_at = flight.heard, flight.deadline
         try:
             pieces = flight.accept(name, incarnation, output, now)
         except EngineFailure as error:
-            return self._end(now, held, str(error))
+            return self._end(now, flight, str(error))
         dues = []
         if flight.heard and not heard:
             dues.append(self._post.frontend_to_master(now, Begun([flight.id])))
@@ -296,28 +289,28 @@ class Frontend:
             if record.first is None:
                 record.first, record.cached_tokens = now, piece.cached_tokens
             if piece.finish is not None:
-                return dues + self._end(now, held)
+                return dues + self._end(now, flight)
         if flight.stranded:
-            return dues + self._go_on(now, held)
+            return dues + self._go_on(now, flight)
         return dues + ([] if flight.deadline == looked_at else self._watch(flight))
 
-    def _watch(self, flight: Flight) -> list[Due]:
+    def _watch(self, flight: _Flight) -> list[Due]:
         """Look at it again when it has been waited for in vain."""
         if flight.deadline is None:
             return []
         return [Due(flight.deadline + ASK_AGAIN, Priority.CLOCK, partial(self._look_again, flight.id))]
 
     def _look_again(self, request_id: str, now: float) -> list[Due]:
-        held = self._held.get(request_id)
-        if held is None:
+        flight = self._flights.get(request_id)
+        if flight is None:
             return []
-        held.flight.tick(now)
-        return self._go_on(now, held) if held.flight.stranded else []
+        flight.tick(now)
+        return self._go_on(now, flight) if flight.stranded else []
 
-    def _end(self, now: float, held: _Held, error: str = "") -> list[Due]:
+    def _end(self, now: float, flight: _Flight, error: str = "") -> list[Due]:
         """It is over; whoever may not know it is told."""
-        flight, record = held.flight, held.record
-        del self._held[flight.id]
+        record = flight.owner
+        del self._flights[flight.id]
         assert record.ended is None
         record.ended, record.error = now, error
         self._ended(record)
@@ -328,7 +321,7 @@ class Frontend:
             *self._cancel(now, flight, [peer for peer in flight.peers if error or peer is unaware]),
         ]
 
-    def _cancel(self, now: float, flight: Flight, peers: Iterable[Peer]) -> list[Due]:
+    def _cancel(self, now: float, flight: _Flight, peers: Iterable[Peer]) -> list[Due]:
         return [
             self._post.frontend_to_engine(now, peer.name, Cancel(peer.incarnation, [flight.id], flight.attempt))
             for peer in peers

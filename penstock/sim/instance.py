@@ -42,10 +42,10 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import Recent
-from penstock.sched.local.repeat import repeat, set_aside, update
 from penstock.sim.events import Due, Priority
 from penstock.sim.pace import Pace
 from penstock.sim.prompts import STOP, own_token
+from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.stride import Stride, begin_stride
 from penstock.sim.tiers import Arrival, HostWay
 from penstock.sim.wires import MemoryCarrier, PeerArrival
@@ -338,15 +338,15 @@ class Instance:
         for output in outputs:
             owner = self.intake.owner(output.request_id)
             if owner.told is not None:
-                if output.finish is None and not owner.departs:
+                if output.finish is None and not owner.migrates:
                     continue
-                owner.departs = False
+                owner.migrates = False
                 output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
             self.intake.recent.stamp(output, now)
             if owner.told is not None:
                 output.start = owner.told
             owner.told = output.start + len(output.tokens)
-            if output.finish is None and not owner.departs:
+            if output.finish is None and not owner.migrates:
                 self.intake.news[output.request_id] = self._last(output.request_id)
             news.append(output)
         self._send(now, news)

@@ -70,7 +70,7 @@ class Group:
         token_budget: tokens in one step.
         slowdown: factor on all times, of which nobody is told.
         noise: standard deviation of a step's time, relative to it.
-        scheduling_policy: a name in `sched.local.PACING`; None is what its policy's bundle has.
+        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
     """
 

@@ -163,7 +163,7 @@ def _simulate(
         requests,
         rng,
         lambda number: np.random.default_rng((seed, NOISE_STREAM, number, *slice_stream)),
-        pacing=BUNDLES[policy].pacing,
+        local_policy=BUNDLES[policy].local_policy,
         strides=strides,
         judged=traffic.judged,
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from penstock.core.plan import StepPlan
 from penstock.sched.local import Scheduler
-from penstock.sched.local.repeat import again, repeatable
 from penstock.sim.pace import KEPT, Pace
+from penstock.sim.repeat import again, repeatable
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ Memory that outlives an engine:
 
     memory.py         the blocks of a pool, as bytes in a memfd
     records.py        what each block contains, in a second memfd
-    pool.py           an engine's pool: private to it, or a share of the keeper's
-    keeper.py         the server that owns the pools of a host
-    keeper_client.py  an engine's end of it
-    keeper_link.py    how the two of them frame messages
+    pool.py           an engine's pool: private to it, or a share of the KV pool server's
+    kv_pool_server.py the server that owns the pools of a host
+    kv_pool_client.py  an engine's end of it
+    kv_pool_frames.py    how the two of them frame messages
 
 Blocks that move between engines:
 

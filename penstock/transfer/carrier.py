@@ -27,10 +27,10 @@ from penstock.core.errors import EngineFailure
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage, decode_peer
 from penstock.transfer.addresses import NO_ROOM, dial, listen, remove_socket_file, socket_file, tune
-from penstock.transfer.connection import Connection, Received, Staging
+from penstock.transfer.connection import Connection, ReceivedFrame, Staging
 from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, make_frame, read_greet
 from penstock.transfer.handshake import Handshake, Stranger, key_of
-from penstock.transfer.link import CONNECT_SECONDS, Arrival, Counters, Life, Link, LinkDown
+from penstock.transfer.peer_link import CONNECT_SECONDS, Counters, LinkDown, PeerKey, PeerLink, ReceivedMessage
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Carrier:
         self._key = key_of(secret)
         self.address = address
         self.counters = Counters()
-        self._links: dict[Life, list[Link]] = {}
+        self._links: dict[PeerKey, list[PeerLink]] = {}
         self._latest: dict[str, int] = {}  # name -> its latest incarnation that has greeted; they only grow
         self._numbers = count(1)
         self._connections: set[Connection] = set()
@@ -68,7 +68,7 @@ class Carrier:
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._timer_numbers = count()
         self._commands: deque[Callable[[], object]] = deque()
-        self._arrived: deque[Arrival | LinkDown] = deque()
+        self._arrived: deque[ReceivedMessage | LinkDown] = deque()
         self._told = 0  # arrivals that were announced
         self._news = 0  # arrivals so far
         self._arrival_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -94,7 +94,7 @@ class Carrier:
         frame = make_frame(message, self._me.incarnation, peer.incarnation, payload)
         self._do(partial(self._send, peer, frame))
 
-    def receive(self) -> list[Arrival | LinkDown]:
+    def receive(self) -> list[ReceivedMessage | LinkDown]:
         if self._closing:
             return []
         if self._failure is not None:
@@ -166,7 +166,7 @@ class Carrier:
     def _later(self, seconds: float, command: Callable[[], object]) -> None:
         heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), command))
 
-    def _tell(self, news: Arrival | LinkDown) -> None:
+    def _tell(self, news: ReceivedMessage | LinkDown) -> None:
         self._arrived.append(news)
         self._news += 1
 
@@ -180,7 +180,7 @@ class Carrier:
 
     # --- links
 
-    def _link(self, peer: Peer) -> Link | None:
+    def _link(self, peer: Peer) -> PeerLink | None:
         """The link to a peer, dialled if there is none. None, and a LinkDown, for a life that another has followed."""
         life = (peer.name, peer.incarnation)
         if self._is_replaced(peer):
@@ -188,7 +188,7 @@ class Carrier:
             self._tell(LinkDown(peer, message))
             return None
         if life not in self._links:
-            link = Link(peer, next(self._numbers), self._sockets, True, self._staging())
+            link = PeerLink(peer, next(self._numbers), self._sockets, True, self._staging())
             self._links[life] = [link]
             self._later(CONNECT_SECONDS, partial(self._give_up, link))
             self._dial(link, 0)
@@ -217,11 +217,11 @@ class Carrier:
         slots = max(2 * self._sockets, STAGING_BYTES // self._payload_bytes)
         return Staging(slots, self._payload_bytes, partial(self._do, self._feed_starved))
 
-    def _give_up(self, link: Link) -> None:
+    def _give_up(self, link: PeerLink) -> None:
         if not link.lost and not link.up:
             self._lose(link, f"{link.peer.name} at {link.peer.address} did not answer in time")
 
-    def _lose(self, link: Link, message: str, refused: bool = False) -> None:
+    def _lose(self, link: PeerLink, message: str, refused: bool = False) -> None:
         """A link has ended by itself. The engine hears of it unless another one to the same life goes on."""
         if link.lost:
             return
@@ -236,7 +236,7 @@ class Carrier:
             self._tell(LinkDown(link.peer, message, refused))
         self._end(link)
 
-    def _end(self, link: Link) -> None:
+    def _end(self, link: PeerLink) -> None:
         link.lost = True
         if held := link.take_held():
             self.counters.dropped["link_down"] += len(held)
@@ -246,7 +246,7 @@ class Carrier:
 
     # --- connections
 
-    def _dial(self, link: Link, index: int) -> None:
+    def _dial(self, link: PeerLink, index: int) -> None:
         if link.lost:
             return
         try:
@@ -258,7 +258,7 @@ class Carrier:
         link.connections[index] = connection
         self._watch(connection)
 
-    def _undialled(self, link: Link, index: int, error: Exception) -> None:
+    def _undialled(self, link: PeerLink, index: int, error: Exception) -> None:
         """Nobody listens there yet, perhaps."""
         link.connections[index] = None
         if index or isinstance(error, ValueError) or time.monotonic() + link.retry > link.deadline:
@@ -306,7 +306,7 @@ class Carrier:
             self._unflushed.add(connection)
         self._watch(connection)
 
-    def _take(self, connection: Connection, frames: Iterator[Received]) -> None:
+    def _take(self, connection: Connection, frames: Iterator[ReceivedFrame]) -> None:
         for received in frames:
             self._hear(connection, received)
             if connection.closed:
@@ -393,7 +393,7 @@ class Carrier:
 
     # --- frames in
 
-    def _hear(self, connection: Connection, received: Received) -> None:
+    def _hear(self, connection: Connection, received: ReceivedFrame) -> None:
         """A whole frame has come. Faults come between the socket and here."""
         header = received.header
         self.counters.frames_received += 1
@@ -405,7 +405,7 @@ class Carrier:
         else:
             self._heard(connection, received)
 
-    def _heard(self, connection: Connection, received: Received) -> None:
+    def _heard(self, connection: Connection, received: ReceivedFrame) -> None:
         header, link = received.header, connection.link
         assert link is not None
         if (header.sender, header.to) != (link.peer.incarnation, self._me.incarnation):
@@ -413,12 +413,12 @@ class Carrier:
             return
         message = decode_peer(received.body)
         if received.payload is None:
-            self._tell(Arrival(link.peer, message))
+            self._tell(ReceivedMessage(link.peer, message))
             return
         assert received.payload.buffer is not None
-        self._tell(Arrival(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
+        self._tell(ReceivedMessage(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
 
-    def _greeted(self, connection: Connection, received: Received) -> None:
+    def _greeted(self, connection: Connection, received: ReceivedFrame) -> None:
         """The other side has said who it is: as an answer when we dialled, else as the first word."""
         known, body = connection.link, connection.handshake.open(received.body, received.header.to)
         if body is None:
@@ -478,12 +478,12 @@ class Carrier:
             for frame in link.take_held():
                 self._transmit(link.lane(frame.message), frame)
 
-    def _join(self, connection: Connection, greet: Greet, peer: Peer) -> Link:
+    def _join(self, connection: Connection, greet: Greet, peer: Peer) -> PeerLink:
         """The link that an accepted connection is part of. ValueError when it cannot be."""
         life = (peer.name, peer.incarnation)
         known = [k for k in self._links.get(life, []) if not k.dialled and k.number == greet.link]
         if greet.socket == 0 and not known and 0 < greet.sockets <= MAX_SOCKETS:
-            link = Link(peer, greet.link, greet.sockets, False, self._staging())
+            link = PeerLink(peer, greet.link, greet.sockets, False, self._staging())
             self._links.setdefault(life, []).append(link)
             self._later(GREET_SECONDS, partial(self._give_up, link))
         elif known and 0 < greet.socket < len(known[0].connections) and known[0].connections[greet.socket] is None:

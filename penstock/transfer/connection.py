@@ -16,7 +16,7 @@ from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame
 from penstock.transfer.handshake import Handshake
 
 if TYPE_CHECKING:
-    from penstock.transfer.link import Link
+    from penstock.transfer.peer_link import PeerLink
 
 _SCRATCH_BYTES = 16 << 10  # read ahead, for headers and small bodies
 _BUFFERS = 256  # handed to one sendmsg; the kernel allows 1024
@@ -74,7 +74,7 @@ class Staging:
 
 
 @dataclass(slots=True)
-class Received:
+class ReceivedFrame:
     header: Header
     body: bytearray
     payload: Staged | None
@@ -95,7 +95,7 @@ class Connection:
     def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
         self.sock = sock
         self.handshake = handshake
-        self.link: Link | None = None
+        self.link: PeerLink | None = None
         self.index = 0
         self.connecting = self.ready = self.starved = self.closed = False
         self.interest = self.backlog = 0
@@ -113,7 +113,7 @@ class Connection:
 
     # --- in
 
-    def read(self) -> Iterator[Received]:
+    def read(self) -> Iterator[ReceivedFrame]:
         """Reads once. BlockingIOError, EOFError and OSError as the socket has them, ValueError on bad bytes."""
         views = [self._target, memoryview(self._scratch)[self._end :]]
         count = self.sock.recvmsg_into(views)[0]
@@ -124,7 +124,7 @@ class Connection:
         self._end += count - straight
         return self.frames()
 
-    def frames(self) -> Iterator[Received]:
+    def frames(self) -> Iterator[ReceivedFrame]:
         """What can be cut from the bytes that are here; goes on after a pause for want of staging memory."""
         self.starved = False
         while self._header is not None or self._end - self._start >= HEADER_BYTES:
@@ -141,7 +141,7 @@ class Connection:
                 assert self._payload.buffer is not None
                 self._target = memoryview(self._payload.buffer)
                 continue
-            received = Received(header, self._body, self._payload)
+            received = ReceivedFrame(header, self._body, self._payload)
             self._header = self._payload = None
             yield received
         left = self._end - self._start  # less than a header, or nothing

@@ -18,7 +18,7 @@ import msgspec
 from penstock.core.errors import ConfigError
 from penstock.core.wire.handoff import PeerMessage, Renew
 from penstock.transfer.carrier import Carrier
-from penstock.transfer.connection import Connection, Received
+from penstock.transfer.connection import Connection, ReceivedFrame
 from penstock.transfer.frames import Frame, Greet, Greeting
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class FaultyCarrier(Carrier):
         payload = memoryview(data) if spoil_payload else frame.payload
         return Frame(frame.message, frame.sender, frame.to, body, payload, frame.header)
 
-    def _hear(self, connection: Connection, received: Received) -> None:
+    def _hear(self, connection: Connection, received: ReceivedFrame) -> None:
         if self._partitioned():
             self.counters.dropped["partition"] += 1
             return

@@ -38,7 +38,7 @@ class PoolMemory:
         self.buffer = memoryview(self._map)
 
     @classmethod
-    def private(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
+    def memfd(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
         """New memory, all zeros, whose size nobody can change. Others see it once they are given the fd."""
         fd = os.memfd_create("penstock-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -51,7 +51,7 @@ class PoolMemory:
             raise
 
     @classmethod
-    def unshared(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
+    def anonymous(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
         """New memory, all zeros. The system finds its pages twice as fast as a memfd's."""
         return cls(-1, num_blocks, block_bytes)
 

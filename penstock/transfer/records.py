@@ -2,7 +2,7 @@
 
 A second memfd with 64 bytes a block:
 
-    generation    8 bytes    which use of the block this is; only the keeper writes it
+    generation    8 bytes    which use of the block this is; only the KV pool server writes it
     key          16 bytes    its prefix key,                          \\
     parent       16 bytes    that of the block before it,              | only who writes the block writes these, once
     checksum      8 bytes    of the block's bytes                      | it is full and can be found by its key
@@ -58,7 +58,7 @@ class Records:
         return generation
 
     def begin(self, block: int, generation: int) -> None:
-        """A new use of the block: nothing is known of its contents. For the keeper."""
+        """A new use of the block: nothing is known of its contents. For the KV pool server."""
         start = self._start(block)
         self._table[start : start + RECORD_BYTES] = _GENERATION.pack(generation).ljust(RECORD_BYTES, b"\0")
 

@@ -6,8 +6,8 @@ import ctypes
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.handoff import Push
-from penstock.transfer.link import Arrival
-from penstock.transfer.pool import Pool
+from penstock.transfer.peer_link import ReceivedMessage
+from penstock.transfer.pool import KVPool
 
 
 class CopiedBlocks:
@@ -17,9 +17,9 @@ class CopiedBlocks:
     sockets = 4  # one for messages, the others for blocks
     pool_name = ""
 
-    def __init__(self, pool: Pool, layout: KVLayout) -> None:
+    def __init__(self, pool: KVPool, layout: KVLayout) -> None:
         self._pool = pool
-        self._records = pool.keeper.records if pool.keeper is not None else None
+        self._records = pool.client.records if pool.client is not None else None
         self.payload_bytes = layout.block_bytes
 
     def stamp(self, block: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ class CopiedBlocks:
     def payload(self, push: Push) -> memoryview | None:
         return self._pool.memory.block(push.block)
 
-    def land(self, push: Push, arrival: Arrival, into: int) -> int | None:
+    def land(self, push: Push, arrival: ReceivedMessage, into: int) -> int | None:
         staged = arrival.payload
         if staged is None or staged.buffer is None or arrival.checksum != push.checksum:
             return None

@@ -12,13 +12,13 @@ from penstock.core.wire.handoff import PeerMessage, Push
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.faulty import Faults, FaultyCarrier
 from penstock.transfer.frames import Greet
-from penstock.transfer.link import Arrival, Counters, LinkDown
-from penstock.transfer.pool import Pool
+from penstock.transfer.peer_link import Counters, LinkDown, ReceivedMessage
+from penstock.transfer.pool import KVPool
 from penstock.transfer.shared import SharedBlocks
 from penstock.transfer.tcp import CopiedBlocks
 
 
-class Transport(Protocol):
+class KVTransport(Protocol):
     """The engine thread calls everything here and never waits for a peer; I/O is on a thread of the transport's own.
 
     Messages may be lost, late, doubled or out of order, and a link may end at any time. A message is never altered, and
@@ -44,7 +44,7 @@ class Transport(Protocol):
         """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
         are read when they are sent, so the block must not change until the peer has answered the commit."""
 
-    def receive(self) -> list[Arrival | LinkDown]:
+    def receive(self) -> list[ReceivedMessage | LinkDown]:
         """Whatever has come since last asked. EngineFailure when the I/O thread has failed."""
 
     def fileno(self) -> int:
@@ -53,7 +53,7 @@ class Transport(Protocol):
     def stamp(self, block: int) -> tuple[int, int]:
         """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
 
-    def land(self, arrival: Arrival, into: int) -> int | None:
+    def land(self, arrival: ReceivedMessage, into: int) -> int | None:
         """Make a pushed block ours, once per arrival.
 
         Args:
@@ -65,7 +65,7 @@ class Transport(Protocol):
             when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
 
         Raises:
-            Unavailable: the keeper has gone.
+            Unavailable: the KV pool server has gone.
         """
 
     def close(self) -> None:
@@ -88,11 +88,11 @@ class BlockPath(Protocol):
 
     def stamp(self, block: int) -> tuple[int, int]: ...
     def payload(self, push: Push) -> memoryview | None: ...
-    def land(self, push: Push, arrival: Arrival, into: int) -> int | None: ...
+    def land(self, push: Push, arrival: ReceivedMessage, into: int) -> int | None: ...
 
 
 class LinkedTransport:
-    """A carrier for messages, a path for blocks. See `Transport`."""
+    """A carrier for messages, a path for blocks. See `KVTransport`."""
 
     def __init__(self, carrier: Carrier, path: BlockPath) -> None:
         self._carrier = carrier
@@ -110,7 +110,7 @@ class LinkedTransport:
     def send(self, peer: Peer, message: PeerMessage) -> None:
         self._carrier.send(peer, message, self._path.payload(message) if isinstance(message, Push) else None)
 
-    def land(self, arrival: Arrival, into: int) -> int | None:
+    def land(self, arrival: ReceivedMessage, into: int) -> int | None:
         assert isinstance(arrival.message, Push)
         block = self._path.land(arrival.message, arrival, into)
         if arrival.payload is not None:
@@ -120,7 +120,7 @@ class LinkedTransport:
         return block
 
 
-TRANSPORTS: dict[str, Callable[[Pool, KVLayout], BlockPath]] = {"shared": SharedBlocks, "tcp": CopiedBlocks}
+TRANSPORTS: dict[str, Callable[[KVPool, KVLayout], BlockPath]] = {"shared": SharedBlocks, "tcp": CopiedBlocks}
 
 
 def open_transport(
@@ -129,10 +129,10 @@ def open_transport(
     name: str,
     incarnation: int,
     layout: KVLayout,
-    pool: Pool,
+    pool: KVPool,
     faults: dict[str, Any] | None = None,
     secret: str | None = None,
-) -> Transport:
+) -> KVTransport:
     """Listens at `address` ("tcp:HOST:0" takes any free port) and starts the I/O thread.
 
     Args:

@@ -132,7 +132,7 @@ from penstock.core.layout import KVLayout
 layout = KVLayout(
     model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096
 )
-pool = penstock.transfer.pool.private_pool(layout, 4)
+pool = penstock.transfer.pool.memfd_pool(layout, 4)
 pool.memory.block(3)[:] = bytes(4096)
 pool.close()
 print("fine")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from penstock.bench.client import Call, Client
-from penstock.bench.serve import Asking, Bench, LoadShape
+from penstock.bench.serve import Bench, LoadShape, RequestOptions
 from penstock.bench.server import find_model, find_token_ids, parse_metrics
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.lengths import Fixed, Independent
@@ -34,9 +34,9 @@ def send(server, ids=True, **settings):
     return with_client(server, use, **settings)
 
 
-def connect(server, use, asking=None, **settings):
+def connect(server, use, options=None, **settings):
     async def connected(client):
-        return await use(await Bench.connect(client, asking or Asking()))
+        return await use(await Bench.connect(client, options or RequestOptions()))
 
     return with_client(server, connected, **settings)
 
@@ -48,8 +48,8 @@ def workload(count=6, rate=float("inf"), prompt=20, output=5, **more):
     return synthesise(count, lengths, np.random.default_rng(0), rate=rate, **more)
 
 
-def measure(server, requests, shape, limits=None, asking=None, **settings):
-    return connect(server, lambda bench: bench.measure(requests, shape, limits), asking, **settings)
+def measure(server, requests, shape, limits=None, options=None, **settings):
+    return connect(server, lambda bench: bench.measure(requests, shape, limits), options, **settings)
 
 
 CLOSED = LoadShape(scheduled=False, concurrency=2)
@@ -160,8 +160,8 @@ def test_a_run(server):
 
 
 def test_what_is_asked_is_sent(server):
-    asking = Asking(ignore_eos=False, temperature=0.7, extra_body={"top_k": 4})
-    measure(server, workload(count=1), CLOSED, asking=asking)
+    options = RequestOptions(ignore_eos=False, temperature=0.7, extra_body={"top_k": 4})
+    measure(server, workload(count=1), CLOSED, options=options)
     body = server.bodies[-1]
     assert "ignore_eos" not in body
     assert (body["temperature"], body["top_k"]) == (0.7, 4)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.client import Call
-from penstock.bench.load import closed_loop, open_loop
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord
+from penstock.bench.serve import closed_loop, open_loop
 from penstock.core.clock import SystemClock
 
 CLOCK = SystemClock()

@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from penstock.bench import document, plot, report
+from penstock.bench import document, report
 from penstock.core.errors import ConfigError
 
 
@@ -171,4 +171,4 @@ def test_an_unwritable_place_is_found_before_the_run(tmp_path):
 def test_plots_name_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"--plot: matplotlib is not installed.*pip install matplotlib"):
-        plot.import_pyplot()
+        report.import_pyplot()

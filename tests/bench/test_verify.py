@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.bench.record import Answer, RequestRecord
+from penstock.bench.metrics import Answer, RequestRecord
 from penstock.bench.verify import compare
 from penstock.core.errors import ConfigError
 from penstock.core.request import FinishReason

@@ -15,7 +15,7 @@ from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError
 from penstock.sched.steptime import DEVICES, StepTime, read_shape
 from penstock.service.checkpoint import DEMO
-from penstock.transfer.pool import private_pool
+from penstock.transfer.pool import memfd_pool
 
 DEVICE = DeviceModel(peak_flops=1e12, bandwidth=5e10, memory=2 * 10**10)
 
@@ -99,7 +99,7 @@ def test_a_name_that_is_no_device():
 
 def introduce(device, **options):
     settings = {"name": "a", "options": {"model": str(DEMO), "device": device, "max_num_seqs": 8, **options}}
-    built = engine_process.build(settings, SystemClock(), private_pool)
+    built = engine_process.build(settings, SystemClock(), memfd_pool)
     try:
         return engine_process.introduce(settings, 1, built, None)
     finally:

@@ -17,11 +17,11 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import as_blocks
 from penstock.nn import native, ops
 from penstock.nn.batch import Batch
+from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.ops import OPS
 from penstock.nn.ops.attention import sdpa
 from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
 from penstock.nn.packed import PackedWeight, packs
-from penstock.nn.sketch import Sketch
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PACKED = ("packed", "choose")  # names of ops on packed weights
@@ -144,7 +144,7 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         outs, width = data.draw(st.sampled_from([1, 15, 64, 150, 3000])), data.draw(st.integers(1, 200))
         weight = PackedWeight.of(rows_of(data, outs, width).to(dtype))
         wanted = [draw if draw.temperature == 0 or draw.top_k else draw._replace(top_k=9) for draw in draws(data, rows)]
-        return (rows_of(data, rows, width).to(dtype), weight, Sketch.of(weight), wanted), []
+        return (rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted), []
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []
@@ -349,16 +349,17 @@ def test_nothing_is_chosen_from_what_is_no_number(name, backend, device, wrong):
     x = torch.eye(40)[[7, 7, 39]]
     x[1, 3] = wrong
     with OPS[name].using(backend):
-        assert ops.choose(x, weight, Sketch.of(weight), [ops.Draw(0.0, 1.0, 0.0, 0, 0)] * 3).tolist() == [7, -1, 39]
+        chosen = ops.choose(x, weight, BoundedLogits.of(weight), [ops.Draw(0.0, 1.0, 0.0, 0, 0)] * 3)
+        assert chosen.tolist() == [7, -1, 39]
 
 
-def test_there_is_no_sketch_of_what_is_no_number_or_too_large():
+def test_there_are_no_bounds_of_what_is_no_number_or_too_large():
     if not packs(torch.device("cpu"), torch.float32):
         pytest.skip("no kernels")
     for wrong in (torch.nan, torch.inf, 1e30):
         weight = torch.ones(20, 33)
         weight[19, 32] = wrong
-        assert Sketch.of(PackedWeight.of(weight)) is None
+        assert BoundedLogits.of(PackedWeight.of(weight)) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

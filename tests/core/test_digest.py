@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.digest import ModelledSequence, draw, offline
+from penstock.core.digest import ModelledSequence, offline, sample
 from penstock.core.request import FinishReason
 
 IDS = range(3, 4096)
@@ -31,12 +31,12 @@ def test_one_other_token_changes_every_digest_from_there_on(tokens, data):
 
 
 def test_draws_depend_on_context_position_and_seed_and_cover_the_range():
-    assert len({draw(c, 5, range(1 << 60)) for c in range(1000)}) == 1000
-    assert len({draw(7, p, range(1 << 60)) for p in range(1000)}) == 1000
-    assert len({draw(7, 5, range(1 << 60), s) for s in (None, *range(-500, 500))}) == 1001
-    drawn = [draw(c, 5, range(100, 110)) for c in range(2000)]
-    assert set(drawn) == set(range(100, 110))
-    assert all(150 < drawn.count(token) < 250 for token in set(drawn))
+    assert len({sample(c, 5, range(1 << 60)) for c in range(1000)}) == 1000
+    assert len({sample(7, p, range(1 << 60)) for p in range(1000)}) == 1000
+    assert len({sample(7, 5, range(1 << 60), s) for s in (None, *range(-500, 500))}) == 1001
+    sampled = [sample(c, 5, range(100, 110)) for c in range(2000)]
+    assert set(sampled) == set(range(100, 110))
+    assert all(150 < sampled.count(token) < 250 for token in set(sampled))
 
 
 @pytest.mark.parametrize("seed", [None, -(2**63), 0, 2**63 - 1])

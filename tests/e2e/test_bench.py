@@ -43,7 +43,7 @@ def test_slo_search_ends_with_a_load(server, tmp_path):
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
 def test_offline(tmp_path, kind):
-    engine = ["--max-model-len", "512", "--max-num-batched-tokens", "512"]
+    engine = ["--max-model-len", "512", "--max-num-batched-tokens", "512", "--graph-mode", "eager"]
     sizes = {
         "latency": ["--batch-size", "2", "--input-len", "20", "--output-len", "4", "--num-iters", "2"],
         "throughput": ["--num-prompts", "8", "--random-input-len", "20", "--random-output-len", "4"],

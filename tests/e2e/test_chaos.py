@@ -19,7 +19,7 @@ from tests.helpers.deployments import DEMO, colocated, deployed
 LOST = {"connection", "incomplete"}  # what a client sees of a frontend that dies
 STALLS = {"stall": list(PHASES.values())}
 EVERY_PHASE = [*PHASES, "decode"]
-VICTIMS = ["prefill-0", "decode-0", "frontend-0", "master", "keeper", "borrower"]
+VICTIMS = ["prefill-0", "decode-0", "frontend-0", "master", "kv-pool", "borrower"]
 # the others are slow
 QUICK = [
     ("shared", "prefill-0", "push"),
@@ -55,7 +55,7 @@ def strike(chaos, victim, phase, requests=4, seed=0):
 
 
 def strike_borrower(chaos, phase, seed):
-    """The same for a client of the keeper that is no engine, and that shares blocks with those that are."""
+    """The same for a client of the KV pool server that is no engine, and that shares blocks with those that are."""
     up = chaos.up
     chaos.run(chaos.bodies(2, seed))  # so that there is something to share
     with borrower(chaos) as other:
@@ -190,7 +190,7 @@ def inherited(up, name, mark):
 
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alone", "pair"])
 def test_a_killed_engine_finds_its_cache_again(alone):
-    """It dies in the middle of an answer. Its next life takes over the blocks that the keeper has kept."""
+    """It dies in the middle of an answer. Its next life takes over the blocks that the KV pool server has kept."""
     victim = "engine-0" if alone else "decode-0"
     with paced("tcp", **({"instances": [{}]} if alone else {})) as chaos:
         up, bodies = chaos.up, chaos.bodies(3, seed=9, prompts=(300, 600))

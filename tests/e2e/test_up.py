@@ -47,7 +47,7 @@ def complete(up, frontend=0, **more):
 
 
 def test_it_answers_chat_and_completions(up):
-    assert sorted(up.pids()) == ["engine-0", "engine-1", "frontend-0", "keeper", "master"]
+    assert sorted(up.pids()) == ["engine-0", "engine-1", "frontend-0", "kv-pool", "master"]
     client = openai.OpenAI(base_url=up.url + "/v1", api_key="none", max_retries=0)
     messages = [{"role": "user", "content": "What does os.path.join do?"}]
     whole = client.chat.completions.create(model="demo", messages=messages, max_tokens=20, temperature=0)
@@ -90,9 +90,9 @@ def test_a_killed_master_comes_back(up):
     until(lambda: complete(up).status_code == 200)
 
 
-def test_a_killed_keeper_takes_its_engines_along_and_all_come_back(up):
+def test_a_killed_kv_pool_server_takes_its_engines_along_and_all_come_back(up):
     pids = up.pids()
-    up.kill("keeper")
+    up.kill("kv-pool")
     for name in ("engine-0", "engine-1"):
         up.wait_restarted(name, pids[name])
     until(lambda: complete(up).status_code == 200)

@@ -152,7 +152,7 @@ def test_beside_others_and_with_little_room_it_finds_the_same(models):
     ours, _ = models("qwen3")
     request = asked("r", prompt(100), 4, 40)
     others = [
-        make_request("drawn", prompt(90, 2), temperature=1.0, seed=3, max_tokens=60),
+        make_request("sampled", prompt(90, 2), temperature=1.0, seed=3, max_tokens=60),
         asked("other", prompt(70, 3), 3, 50),
         make_request("same", prompt(100), max_tokens=30),
     ]
@@ -165,7 +165,7 @@ def test_beside_others_and_with_little_room_it_finds_the_same(models):
         make_engine(ours, blocks=9, model_len=576, address_mode="table", budget=20),
     ):
         together = finish(engine, *others, request)
-        assert together["drawn"] == alone["drawn"]
+        assert together["sampled"] == alone["sampled"]
         assert together["same"] == alone["same"]
         agree(together["r"], alone["r"])
         agree(together["other"], alone["other"])

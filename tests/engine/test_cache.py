@@ -37,7 +37,7 @@ LAYOUT = KVLayout(model="", order="block", dtype="float32", layers=1, kv_heads=1
 
 @pytest.fixture
 def memory():
-    memory = PoolMemory.private(12, 4096)
+    memory = PoolMemory.memfd(12, 4096)
     for block in range(12):
         memory.block(block)[:] = bytes([block + 1]) * 4096
     yield memory
@@ -69,7 +69,7 @@ def test_what_is_not_mapped_cannot_be_read():
 from penstock.engine import reserve as reserve_module
 from penstock.engine.arena import Arena
 from penstock.transfer.memory import PoolMemory
-arena = Arena(PoolMemory.private(2, 4096), 2)
+arena = Arena(PoolMemory.memfd(2, 4096), 2)
 arena.map(2, 0)
 arena.buffer()[2 * 4096]
 arena.unmap(2)
@@ -116,7 +116,7 @@ def test_the_thread_has_mapped_when_now_returns(memory):
 
 
 def test_the_arena_of_memory_that_nobody_shares_is_that_memory():
-    memory = PoolMemory.unshared(12, 4096)
+    memory = PoolMemory.anonymous(12, 4096)
     for block in range(12):
         memory.block(block)[:] = bytes([block + 1]) * 4096
     arena = Arena(memory, 0)
@@ -127,11 +127,11 @@ def test_the_arena_of_memory_that_nobody_shares_is_that_memory():
     memory.close()
     assert read(arena, 6, 2) == [6, 7]
     with pytest.raises(AssertionError):
-        Arena(PoolMemory.unshared(1, 4096), 1)
+        Arena(PoolMemory.anonymous(1, 4096), 1)
 
 
 def test_what_comes_has_its_memory_before_it_is_used():
-    memory = PoolMemory.private(100, 65536)
+    memory = PoolMemory.memfd(100, 65536)
     arena = Arena(memory, 0)
     reserve = Reserve(arena)
     assert reserve.size == 64
@@ -157,7 +157,7 @@ def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
     touched: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(Arena, "touch", lambda arena, block: touched.put(block))
     monkeypatch.setattr(reserve_module, "QUIET", 0.001)
-    memory = PoolMemory.private(100, 4096)
+    memory = PoolMemory.memfd(100, 4096)
     reserve = Reserve(Arena(memory, 0))
     memory.close()
     reserve.expect([0])
@@ -179,7 +179,7 @@ def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
     assert touched.empty()
 
 
-@pytest.mark.parametrize("make", [PoolMemory.private, PoolMemory.unshared], ids=["memfd", "unshared"])
+@pytest.mark.parametrize("make", [PoolMemory.memfd, PoolMemory.anonymous], ids=["memfd", "anonymous"])
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
     begun, go_on, touched = threading.Event(), threading.Event(), []
@@ -214,7 +214,7 @@ def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOMEM])
 def test_where_the_kernel_cannot_touch(error, monkeypatch):
-    memory = PoolMemory.private(4, 65536)
+    memory = PoolMemory.memfd(4, 65536)
     arena = Arena(memory, 0)
 
     def refused(*_):
@@ -263,7 +263,7 @@ PLANS = st.lists(
 @settings(max_examples=60)
 @given(plans=PLANS, budget=st.integers(1, 14), max_sequences=st.integers(1, 4))
 def test_kernels_see_what_the_plan_says(plans, budget, max_sequences):
-    memory = PoolMemory.private(12, 4096)
+    memory = PoolMemory.memfd(12, 4096)
     cache = ContiguousCache(LAYOUT, memory, max_sequences=max_sequences, range_blocks=4, budget=budget)
     memory.close()
     for wanted, released in plans:

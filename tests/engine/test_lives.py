@@ -10,10 +10,10 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import Published
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import Pool, keeper_pool
+from penstock.transfer.pool import KVPool, shared_pool
 from penstock.transfer.records import Record
 from tests.helpers.engines import Collector, make_request
-from tests.helpers.links import keeper
+from tests.helpers.links import pool_server
 
 
 @pytest.mark.parametrize("mode", ["contiguous", "table"])
@@ -25,9 +25,9 @@ def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
 
     def open_pool(layout, quota):
         if not memory:
-            memory.append(PoolMemory.private(2 * quota, layout.block_bytes))
+            memory.append(PoolMemory.memfd(2 * quota, layout.block_bytes))
         taken = {record.block for record in left}
-        return Pool(memory[0], [b for b in range(quota, 2 * quota) if b not in taken], left)
+        return KVPool(memory[0], [b for b in range(quota, 2 * quota) if b not in taken], left)
 
     prompt = [i % 290 + 1 for i in range(200)]
     first = build_engine(options, SystemClock(), open_pool)
@@ -52,12 +52,12 @@ def test_a_next_life_has_the_memory_that_the_last_one_left(checkpoint, asked, tm
         model=str(checkpoint), max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512, kv_cache_memory=asked
     )
     prompt = [i % 290 + 1 for i in range(200)]
-    with keeper(tmp_path / "keeper") as path:
-        first = build_engine(options, SystemClock(), keeper_pool(path, "a", 1))
+    with pool_server(tmp_path / "kv-pool") as path:
+        first = build_engine(options, SystemClock(), shared_pool(path, "a", 1))
         Collector(first.engine).run(make_request("a", prompt))
         first.close()
         free[0] = 1 << 20
-        second = build_engine(options, SystemClock(), keeper_pool(path, "a", 2))
+        second = build_engine(options, SystemClock(), shared_pool(path, "a", 2))
         assert second.engine.scheduler.pool.num_blocks == first.engine.scheduler.pool.num_blocks
         collector = Collector(second.engine)
         collector.run(make_request("a", prompt))
@@ -65,7 +65,7 @@ def test_a_next_life_has_the_memory_that_the_last_one_left(checkpoint, asked, tm
         second.close()
         if asked is not None:
             with pytest.raises(ConfigError, match="kv-cache-memory"):
-                build_engine(options, SystemClock(), keeper_pool(path, "b", 3))
+                build_engine(options, SystemClock(), shared_pool(path, "b", 3))
 
 
 def published(scheduler, tokens):

@@ -33,9 +33,9 @@ from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
 from penstock.text.tokenizer import Tokenizer
-from penstock.transfer.keeper import KeeperServer
+from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import keeper_pool, private_pool
+from penstock.transfer.pool import memfd_pool, shared_pool
 
 VOCAB = 300
 IDS = range(3, VOCAB)
@@ -65,7 +65,7 @@ def make_runner(memory, clock, sleep=None, **settings):
 
 
 def make_engine(*, blocks=64, budget=256, sequences=16, prefix_cache=True):
-    memory = PoolMemory.private(blocks, BLOCK_BYTES)
+    memory = PoolMemory.memfd(blocks, BLOCK_BYTES)
     memory.buffer[:] = b"\xa5" * len(memory.buffer)  # what an earlier owner left
     clock = ManualClock()
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=min(POSITIONS, blocks * BLOCK_TOKENS))
@@ -288,7 +288,7 @@ class TickingClock(ManualClock):
 
 def test_a_step_takes_what_the_device_would_take():
     clock = ManualClock()
-    runner = make_runner(PoolMemory.private(16, BLOCK_BYTES), clock, slowdown=3.0)
+    runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), clock, slowdown=3.0)
     runner.run(plan_of(tokens=500))
     prefill = TIMES.step_ms([(500, 0)]) / 1e3
     assert clock.now() == pytest.approx(3 * prefill)
@@ -302,14 +302,14 @@ def test_a_step_takes_what_the_device_would_take():
 def test_what_the_arithmetic_took_is_not_slept_again():
     clock = TickingClock(1e-3)
     slept: list[float] = []
-    runner = make_runner(PoolMemory.private(16, BLOCK_BYTES), clock, sleep=slept.append, slowdown=10.0)
+    runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), clock, sleep=slept.append, slowdown=10.0)
     runner.run(plan_of())
     assert slept == [pytest.approx(runner.pacing.modelled - 1e-3)]
 
 
 def test_what_the_engine_did_between_two_steps_is_part_of_their_overhead():
     clock = ManualClock()
-    runner = make_runner(PoolMemory.private(16, BLOCK_BYTES), clock, slowdown=10.0)
+    runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), clock, slowdown=10.0)
     runner.run(plan_of())
     other = replace(plan_of().sequences[0], request_id="b")
     for gap, plan, counts in ((0.004, plan_of(), 0.004), (0.104, plan_of(), 0.005), (0.004, StepPlan((other,)), 0)):
@@ -321,7 +321,7 @@ def test_what_the_engine_did_between_two_steps_is_part_of_their_overhead():
 
 def test_lateness_is_counted_and_said(caplog):
     clock = TickingClock(5.0)
-    runner = make_runner(PoolMemory.private(16, BLOCK_BYTES), clock, sleep=lambda _: pytest.fail("no time is left"))
+    runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), clock, sleep=lambda _: pytest.fail("no time is left"))
     with caplog.at_level(logging.WARNING):
         runner.run(plan_of())
         assert not caplog.messages
@@ -335,7 +335,7 @@ def test_lateness_is_counted_and_said(caplog):
 
 def test_an_oversleep_is_counted():
     clock = ManualClock()
-    memory = PoolMemory.private(16, BLOCK_BYTES)
+    memory = PoolMemory.memfd(16, BLOCK_BYTES)
     runner = make_runner(memory, clock, sleep=lambda seconds: clock.advance(seconds + 0.25))
     runner.run(plan_of())
     assert (runner.pacing.late_steps, runner.pacing.overslept) == (0, pytest.approx(0.25))
@@ -344,7 +344,7 @@ def test_an_oversleep_is_counted():
 
 def test_noise_is_seeded_and_of_the_size_that_was_asked():
     def durations(noise):
-        runner = make_runner(PoolMemory.private(16, BLOCK_BYTES), ManualClock(), noise=noise)
+        runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), ManualClock(), noise=noise)
         return np.array([runner._duration(plan_of()) for _ in range(2000)])
 
     assert (durations(0.2) == durations(0.2)).all()
@@ -376,13 +376,13 @@ def test_the_next_life_finds_the_blocks_of_the_last(tmp_path):
     prompt = prompt_of(random.Random(4), 300)
     options = ModelledOptions(model=str(DEMO), max_model_len=1024, kv_blocks=32)
     over = threading.Event()
-    keeper = KeeperServer(str(tmp_path / "keeper"))
-    thread = threading.Thread(target=keeper.run, args=(over.is_set,), kwargs={"tick": 0.01})
+    server = KVPoolServer(str(tmp_path / "kv-pool"))
+    thread = threading.Thread(target=server.run, args=(over.is_set,), kwargs={"tick": 0.01})
     thread.start()
     try:
         texts = []
         for incarnation, expected_hit in ((1, 0), (2, 256)):
-            built = build_modelled(options, ManualClock(), keeper_pool(keeper.path, "a", incarnation))
+            built = build_modelled(options, ManualClock(), shared_pool(server.path, "a", incarnation))
             built.runner._sleep = lambda _: None
             tokens, _, cached = run(built.engine, make_request("r", prompt))["r"]
             assert cached == expected_hit
@@ -392,7 +392,7 @@ def test_the_next_life_finds_the_blocks_of_the_last(tmp_path):
     finally:
         over.set()
         thread.join()
-        keeper.close()
+        server.close()
 
 
 def test_defaults_come_from_the_device_and_the_geometry():
@@ -430,7 +430,7 @@ def test_defaults_come_from_the_device_and_the_geometry():
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        build_modelled(ModelledOptions(**{"model": str(DEMO), **options}), ManualClock(), private_pool)
+        build_modelled(ModelledOptions(**{"model": str(DEMO), **options}), ManualClock(), memfd_pool)
 
 
 def test_drawn_tokens_are_ordinary_text():

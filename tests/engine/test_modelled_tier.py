@@ -67,7 +67,7 @@ def run(built, request):
 
 def test_a_block_takes_as_long_as_its_kv_would():
     slept: list[float] = []
-    memory = PoolMemory.private(8, 4096)
+    memory = PoolMemory.memfd(8, 4096)
     digests = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(8, -1)
     digests[:, :64] = np.arange(8, dtype=np.uint64)[:, None] + 1
     slots = ModelledSlots(memory, 4, seconds=0.5, block_bytes=1000, sleep=slept.append)

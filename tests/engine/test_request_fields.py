@@ -1,4 +1,4 @@
-"""Fields that say which tokens may be drawn and what is told of the prompt, on a real, tiny model."""
+"""Fields that say which tokens may be sampled and what is told of the prompt, on a real, tiny model."""
 
 import copy
 import random
@@ -44,7 +44,7 @@ def resumed(model, request, cut):
     return whole[:cut] + rest
 
 
-# --- which tokens may be drawn
+# --- which tokens may be sampled
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -227,7 +227,7 @@ def test_a_prompt_whose_scores_are_no_numbers_ends_with_an_error(model):
         put(spoiled.lm_head.weight, 7, torch.full((1, spoiled.config.hidden_size), float("inf")))
     engine = make_engine(spoiled, budget=64)
     engine.add(asked())
-    (output,) = engine.step()[0]  # before anything is drawn
+    (output,) = engine.step()[0]  # before anything is sampled
     assert (output.finish, output.prompt_logprobs) == ("error", None)
     assert engine.step()[0] == []  # what was in flight
     assert not engine.has_work

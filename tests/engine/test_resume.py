@@ -8,7 +8,7 @@ import torch
 
 from penstock.core.errors import InvalidRequest
 from penstock.nn.loader import load_model
-from penstock.sched.local import PACING
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
@@ -42,9 +42,9 @@ def crowd():
         yield replace(request, ttft_ms=100.0 * i or None, tpot_ms=20.0, offline=i == 3)
 
 
-@pytest.mark.parametrize("pacing", PACING)
+@pytest.mark.parametrize("policy", LOCAL_POLICIES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_goes_on_with_the_tokens_that_would_have_come(model, pacing, variant):
+def test_it_goes_on_with_the_tokens_that_would_have_come(model, policy, variant):
     request = asked(seed=11, max_tokens=LENGTH, logprobs=2, **VARIANTS[variant])
     request = replace(request, ttft_ms=200.0, tpot_ms=20.0)
     whole = Collector(make_engine(model))
@@ -52,7 +52,7 @@ def test_it_goes_on_with_the_tokens_that_would_have_come(model, pacing, variant)
     tokens, logprobs = whole.tokens["r"], whole.logprobs["r"]
     assert len(tokens) == LENGTH
     for cut in CUTS:
-        engine = make_engine(model, budget=64, blocks=24, pacing=PACING[pacing](TIMES, 64))
+        engine = make_engine(model, budget=64, blocks=24, policy=LOCAL_POLICIES[policy](TIMES, 64))
         rest = Collector(engine)
         for other in crowd():
             engine.add(other)

@@ -15,8 +15,8 @@ from penstock.engine.sampling import score
 VOCAB = 50
 
 
-def draw(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> StepResult:
-    tokens, result = sampling.draw(rows, steps, torch.tensor(before, dtype=torch.int64))
+def sample(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> StepResult:
+    tokens, result = sampling.sample(rows, steps, torch.tensor(before, dtype=torch.int64))
     assert tokens.tolist() == result.tokens
     return result
 
@@ -59,8 +59,8 @@ def test_only_tokens_that_pass_the_filters_are_drawn(seed, temperature, top_k, t
     row = logits(seed=seed)
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     allowed = allowed_by_hand(row[0], SamplingParams(**params))
-    drawn = draw(row.repeat(200, 1), [step(seed=s, **params) for s in range(200)]).tokens
-    assert set(drawn) <= allowed
+    sampled = sample(row.repeat(200, 1), [step(seed=s, **params) for s in range(200)]).tokens
+    assert set(sampled) <= allowed
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 8}, {"top_p": 0.8}, {"temperature": 0.5, "min_p": 0.02}])
@@ -70,8 +70,8 @@ def test_draws_follow_the_distribution(params):
     allowed = sorted(allowed_by_hand(row[0], p))
     want = (row[0][allowed] / p.temperature).softmax(-1)
     count = 20000
-    drawn = draw(row.repeat(count, 1), [step(seed=5, position=1 + i, **params) for i in range(count)]).tokens
-    seen = torch.bincount(torch.tensor(drawn), minlength=12)[allowed] / count
+    sampled = sample(row.repeat(count, 1), [step(seed=5, position=1 + i, **params) for i in range(count)]).tokens
+    seen = torch.bincount(torch.tensor(sampled), minlength=12)[allowed] / count
     chi_square = float(((seen - want) ** 2 / want).sum() * count)
     degrees = len(allowed) - 1
     assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
@@ -81,16 +81,16 @@ def test_a_row_is_drawn_alike_in_any_company():
     rows = logits(40, seed=1)
     kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
     steps = [step(seed=i, position=3 + i, **kinds[i % 5]) for i in range(40)]
-    together = draw(rows.clone(), steps).tokens
-    alone = [draw(rows[i : i + 1].clone(), [s]).tokens[0] for i, s in enumerate(steps)]
+    together = sample(rows.clone(), steps).tokens
+    alone = [sample(rows[i : i + 1].clone(), [s]).tokens[0] for i, s in enumerate(steps)]
     assert together == alone
 
 
 def test_seed_and_position_change_the_draw():
     row = torch.zeros(1, VOCAB)
-    draws = {draw(row.clone(), [step(seed=s, position=p)]).tokens[0] for s in range(8) for p in range(8)}
+    draws = {sample(row.clone(), [step(seed=s, position=p)]).tokens[0] for s in range(8) for p in range(8)}
     assert len(draws) > 20
-    assert draw(row.clone(), [step(seed=-(2**63))]).tokens == draw(row.clone(), [step(seed=-(2**63))]).tokens
+    assert sample(row.clone(), [step(seed=-(2**63))]).tokens == sample(row.clone(), [step(seed=-(2**63))]).tokens
 
 
 def test_penalties():
@@ -98,12 +98,12 @@ def test_penalties():
     history = [1, 1, 2, 2, 2, 3]  # the first two are the prompt
 
     def greedy(**params):
-        return draw(row.clone(), [step(history=history, prompt_tokens=2, temperature=0.0, **params)]).tokens[0]
+        return sample(row.clone(), [step(history=history, prompt_tokens=2, temperature=0.0, **params)]).tokens[0]
 
     assert greedy() == 1
     assert greedy(repetition_penalty=4.0) == 0  # 3 -> 0.75 and 2 -> 0.5: the prompt counts
     assert greedy(presence_penalty=2.0) == 1  # the prompt does not
-    many = draw(
+    many = sample(
         torch.tensor([[1.0, 0.0, 2.0, 0.0]]),
         [step(history=[0, 2, 2, 2], prompt_tokens=1, temperature=0.0, frequency_penalty=0.4)],
     )
@@ -112,7 +112,7 @@ def test_penalties():
 
 def test_all_of_the_vocabulary():
     row = logits(1)
-    (report,) = draw(row.clone(), [step(temperature=0.0, logprobs=-1)]).logprobs
+    (report,) = sample(row.clone(), [step(temperature=0.0, logprobs=-1)]).logprobs
     assert sorted(token for token, _ in report.top) == list(range(row.shape[-1]))
     assert [value for _, value in report.top] == sorted((value for _, value in report.top), reverse=True)
     assert score(row, [3], -1)[0].top == report.top
@@ -121,7 +121,7 @@ def test_all_of_the_vocabulary():
 def test_bias_and_logprobs():
     row = logits(seed=2)
     favourite = int(row.argmin())
-    result = draw(row.clone(), [step(temperature=0.0, logit_bias={favourite: 100.0}, logprobs=3)])
+    result = sample(row.clone(), [step(temperature=0.0, logit_bias={favourite: 100.0}, logprobs=3)])
     assert result.tokens == [favourite]
     report = result.logprobs[0]
     want = row[0].log_softmax(-1)
@@ -129,21 +129,21 @@ def test_bias_and_logprobs():
     assert report.chosen == pytest.approx(float(want[favourite]))  # of the raw logits, before the bias
     assert report.rank == VOCAB
     assert [t for t, _ in report.top] == want.topk(3).indices.tolist()
-    assert draw(row.clone(), [step()]).logprobs == [None]
+    assert sample(row.clone(), [step()]).logprobs == [None]
 
 
 def test_the_noise_never_rules_a_token_out():
     # at this seed, position and token the uniform is within rounding of 1
     row = torch.zeros(1, 122730)
     row[0, 122729] = 50.0
-    assert draw(row, [step(seed=0, position=390, min_p=0.5)]).tokens == [122729]
+    assert sample(row, [step(seed=0, position=390, min_p=0.5)]).tokens == [122729]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
 def test_a_tiny_temperature_is_greedy(temperature):
     row = logits(seed=4)
-    assert draw(row.clone(), [step(temperature=temperature)]).tokens == [int(row.argmax())]
+    assert sample(row.clone(), [step(temperature=temperature)]).tokens == [int(row.argmax())]
 
 
 def test_equal_logits_are_broken_by_the_lowest_id():
-    assert draw(torch.zeros(1, VOCAB), [step(temperature=0.0)]).tokens == [0]
+    assert sample(torch.zeros(1, VOCAB), [step(temperature=0.0)]).tokens == [0]

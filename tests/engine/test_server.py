@@ -52,10 +52,10 @@ class JumpingClock(SystemClock):
 
 
 class CountingRunner:
-    """The next token is the last one plus one. Once it has drawn `halt` it waits for its pace."""
+    """The next token is the last one plus one. Once it has sampled `halt` it waits for its pace."""
 
     def __init__(self):
-        self.drawn = []
+        self.sampled = []
         self.halt = None
         self.pace = threading.Event()
         self.pace.set()
@@ -69,10 +69,10 @@ class CountingRunner:
     def run(self, plan):
         assert self.pace.wait(20)
         last = [s.tokens[-1] for s in plan.sequences if s.sample]
-        self.drawn = [(self.drawn[-1 - token] if token < 0 else token) + 1 for token in last]
-        if self.halt in self.drawn:
+        self.sampled = [(self.sampled[-1 - token] if token < 0 else token) + 1 for token in last]
+        if self.halt in self.sampled:
             self.pace.clear()
-        return StepResult(self.drawn, [None] * len(last))
+        return StepResult(self.sampled, [None] * len(last))
 
 
 class Frontend:
@@ -197,7 +197,7 @@ def test_every_turn_and_every_step_is_a_beat(served):
     a.tokens_of("r")
     begun = [beat for beat in engine.beats if beat]
     assert begun[0] == 40
-    assert set(begun) == {40, 41, 2, 1} if engine.lane else {40, 1}
+    assert set(begun) == {40, 41, 2, 1} if engine.step_thread else {40, 1}
 
 
 def test_a_step_that_hangs_is_no_beat_whatever_else_is_done(served):
@@ -207,11 +207,11 @@ def test_a_step_that_hangs_is_no_beat_whatever_else_is_done(served):
     runner.pace.clear()
     a.ask(make_request("r", [1] * 10, max_tokens=3))
     deadline = time.monotonic() + 20
-    while engine.beats[-1] != (11 if engine.lane else 10):
+    while engine.beats[-1] != (11 if engine.step_thread else 10):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     beats = len(engine.beats)
-    if engine.lane:
+    if engine.step_thread:
         assert b.hello() == READY  # it is answered while the step is computed
     time.sleep(0.05)
     assert len(engine.beats) == beats
@@ -233,13 +233,13 @@ def test_who_leaves_during_a_step_gets_nothing_of_it(served):
         time.sleep(0.001)
     a.say(Cancel(LIFE, ["goes"]))
     a.say(Hello("a"))
-    if engine.lane:
+    if engine.step_thread:
         a.until(lambda e: isinstance(e, StepReport) and e.stats.running == 1)  # it has left while the step is computed
     runner.pace.set()
     reports = []
     a.until(lambda e: isinstance(e, StepReport) and (reports.append(e) or any(o.finish for o in e.outputs)))
     assert reports[-1].outputs[-1].tokens == [59]
-    if engine.lane:
+    if engine.step_thread:
         assert {o.request_id for report in reports for o in report.outputs} == {"stays"}
     assert a.inspect().broken == ""
 

@@ -22,15 +22,15 @@ import msgspec
 import zmq
 
 from penstock.bench.client import Call, Client
-from penstock.bench.record import RequestRecord
+from penstock.bench.metrics import RequestRecord
 from penstock.bench.server import Model, find_model
 from penstock.bench.verify import Verification, verify
 from penstock.core.layout import KVLayout
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Command, Event, Hello, Inspect, Inspection, Ready, decode_event
 from penstock.core.wire.master import Ended, Join, Place, Placed, decode_from_master
-from penstock.transfer.keeper_client import keeper_status
-from penstock.transfer.pool import keeper_pool
+from penstock.transfer.kv_pool_client import pool_status
+from penstock.transfer.pool import shared_pool
 from tests.helpers.deployments import PACED, UpProcesses, deployed
 
 BLOCKS = 256  # of each engine: few enough to be used again and again
@@ -44,7 +44,7 @@ EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavaila
 SPARE_FILES = 2  # that a process may have open beyond what it had at first
 # what an idle engine has none of
 BUSY = (
-    "running", "waiting", "leaving", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
+    "running", "waiting", "migrating", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
     "transfer_blocks", "used", "live",
 )  # fmt: skip
 
@@ -68,7 +68,7 @@ def paced(
         "engine": UNHURRIED,
         "instances": [{"role": "prefill", "count": prefill}, {"role": "decode", "count": decode}],
         "transport": transport,
-        "keeper": {"orphans": 3},
+        "kv-pool": {"orphans": 3},
         "restart": {"backoff": 1e-6, "limit": 1000},
     }
     shm = shared_memory()
@@ -95,7 +95,7 @@ class Chaos:
         self.up = up
         self.names = set(up.pids())
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
-        self.engines = sorted(self.names - {"keeper", "master", *self.frontends})
+        self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
         self.model = asyncio.run(served_model(up.url))
         self._roles = len({instance["role"] for instance in up.settings("master")["instances"]})
         self._context = zmq.Context()
@@ -173,7 +173,7 @@ class Chaos:
         found = []
         for name in self.engines:
             found += self._troubles_of_engine(name)
-        found += self._troubles_of_keeper()
+        found += self._troubles_of_kv_pool()
         found += [trouble for number in range(len(self.frontends)) for trouble in self._troubles_of_frontend(number)]
         found += self._troubles_of_master()
         for name, pid in self.up.pids().items():
@@ -191,14 +191,14 @@ class Chaos:
         blocks = counts["free_blocks"] + counts["idle_blocks"] + counts["spent_blocks"]
         return found or [f"{name}: {blocks} blocks"] * (blocks != BLOCKS)
 
-    def _troubles_of_keeper(self) -> list[str]:
-        status = keeper_status(str(self.up.keeper_path))
+    def _troubles_of_kv_pool(self) -> list[str]:
+        status = pool_status(str(self.up.kv_pool_path))
         assert status.broken == "", status
         counts = {
             key: value for key, value in status.counts.items() if key.startswith(("held:", "orphaned", "clients"))
         }
         right = {"orphaned": 0, "clients": len(self.engines)} | {f"held:{name}": BLOCKS for name in self.engines}
-        return [f"keeper: {counts}"] * (counts != right)
+        return [f"kv-pool: {counts}"] * (counts != right)
 
     def _troubles_of_frontend(self, number: int) -> list[str]:
         try:
@@ -264,16 +264,16 @@ class Chaos:
 
     def stop(self) -> None:
         """End the deployment, and look for what it may have left. A test that has failed may leave it in the middle of
-        anything, such as without a keeper: first all processes have to be there again, and the pool."""
+        anything, such as without a KV pool server: first all processes have to be there again, and the pool."""
 
         def whole() -> bool:
             assert self.up.process.poll() is None, f"the deployment has ended by itself{self.log()}"
             pids = self.up.pids()
-            return self.names <= set(pids) and bool(pool_inodes(pids["keeper"]))
+            return self.names <= set(pids) and bool(pool_inodes(pids["kv-pool"]))
 
         eventually(whole, what=self.log)
         pids = self.up.pids()
-        memory = pool_inodes(pids["keeper"])
+        memory = pool_inodes(pids["kv-pool"])
         self._context.destroy(linger=0)
         assert self.up.stop() == 0, self.log()
         assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
@@ -329,7 +329,7 @@ def bodies(
         tokens: of the longest answer.
     """
     rng = random.Random(seed)
-    ids = model.drawn_ids
+    ids = model.sampled_ids
     assert ids is not None
     common = rng.choices(ids, k=prompts[1] // 2)
     made: list[Body] = []
@@ -396,12 +396,12 @@ def pool_inodes(pid: int) -> set[int]:
     return found
 
 
-# --- a client of the keeper that is no engine
+# --- a client of the KV pool server that is no engine
 
 
 @contextlib.contextmanager
 def borrower(chaos: Chaos) -> Iterator[Borrower]:
-    settings = {"path": str(chaos.up.keeper_path), "layout": msgspec.to_builtins(chaos.layout())}
+    settings = {"path": str(chaos.up.kv_pool_path), "layout": msgspec.to_builtins(chaos.layout())}
     command = [sys.executable, "-m", "tests.helpers.chaos", json.dumps(settings)]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -428,18 +428,18 @@ class Borrower:
 
 def main(path: str, layout: dict[str, Any]) -> None:
     """Attach, take hold of as much as there is, and wait until the end of input."""
-    pool = keeper_pool(path, "borrower", time.time_ns())(msgspec.convert(layout, KVLayout), 64)
-    assert pool.keeper is not None
+    pool = shared_pool(path, "borrower", time.time_ns())(msgspec.convert(layout, KVLayout), 64)
+    assert pool.client is not None
     rng = random.Random(1)
     mine = list(pool.blocks)
     for block in mine[:16]:
         pool.memory.block(block)[:] = bytes(pool.memory.block_bytes)
-        pool.keeper.records.put(block, rng.randbytes(16), rng.randbytes(16), pool.memory.checksum(block))
+        pool.client.records.put(block, rng.randbytes(16), rng.randbytes(16), pool.memory.checksum(block))
     foreign = 0
     for block in range(4 * BLOCKS):
-        record = pool.keeper.records.get(block)
+        record = pool.client.records.get(block)
         if record is not None and block not in mine[:16] and foreign < 32:
-            foreign += pool.keeper.hold([(block, record.generation)], [mine[32 + foreign]])
+            foreign += pool.client.hold([(block, record.generation)], [mine[32 + foreign]])
     print(json.dumps({"own": 64 - foreign, "foreign": foreign}), flush=True)
     sys.stdin.read()
 

@@ -121,7 +121,7 @@ class UpProcesses:
         return found
 
     def pids(self) -> dict[str, int]:
-        """Every process that runs now, by name: keeper, master, frontend-0, engine-0, ..."""
+        """Every process that runs now, by name: kv-pool, master, frontend-0, engine-0, ..."""
         return {name: pid for pid, (name, _) in self._told().items()}
 
     def settings(self, name: str) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class UpProcesses:
         return next(settings for known, settings in self._told().values() if known == name)
 
     @property
-    def keeper_path(self) -> Path:
-        return self.folder / "keeper"
+    def kv_pool_path(self) -> Path:
+        return self.folder / "kv-pool"
 
     def engine_address(self, name: str) -> str:
         """ZMQ endpoint of an engine."""

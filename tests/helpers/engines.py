@@ -21,7 +21,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
-from penstock.sched.local import Limits, Pacing, Scheduler
+from penstock.sched.local import Limits, LocalPolicy, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.memory import PoolMemory
@@ -46,7 +46,7 @@ def make_engine(
     address_mode: str = "contiguous",
     order: str = "block",
     mapping_budget: int = MAPPINGS,
-    pacing: Pacing | None = None,
+    policy: LocalPolicy | None = None,
     ahead: bool = True,
     slots: int = 0,
     way: Callable[[Way], Way] = lambda way: way,
@@ -63,7 +63,7 @@ def make_engine(
     if model.device.type == "cuda":
         cache = KVCache.on_device(layout, blocks, model.device)
     else:
-        memory = PoolMemory.private(blocks, layout.block_bytes)
+        memory = PoolMemory.memfd(blocks, layout.block_bytes)
         if address_mode == "table":
             cache = KVCache.over_pool(layout, memory)
         else:
@@ -75,7 +75,7 @@ def make_engine(
     if slots:
         offload = Offload(pool, Tier(slots))
         mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
-    scheduler = Scheduler(limits, pool, prefix_cache=prefix_cache, pacing=pacing, offload=offload)
+    scheduler = Scheduler(limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload)
     return Engine(scheduler, Runner(model, cache), SystemClock(), mover=mover, ahead=ahead, short=0.0)
 
 

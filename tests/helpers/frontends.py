@@ -84,7 +84,7 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
         finally:
             await frontend.close()
         assert all(channel.closed for channel in channels.values())
-        assert not frontend.engine_client.held
+        assert not frontend.engine_client.flights
 
     asyncio.run(asyncio.wait_for(go(), 20))
 

@@ -16,9 +16,9 @@ from typing import Any
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
-from penstock.transfer.keeper import KeeperServer
-from penstock.transfer.pool import Pool, keeper_pool, private_pool
-from penstock.transfer.transports import Arrival, LinkDown, Transport, open_transport
+from penstock.transfer.kv_pool_server import KVPoolServer
+from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
+from penstock.transfer.transports import KVTransport, LinkDown, ReceivedMessage, open_transport
 
 BLOCK_BYTES = 16 << 10
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=2, kv_heads=1, head_dim=16, block_bytes=BLOCK_BYTES)
@@ -28,9 +28,9 @@ LEASE_OVER = Release(LEASE, "over")
 
 
 @contextmanager
-def keeper(path: Path) -> Iterator[str]:
-    """A keeper in a thread of its own, at `path`."""
-    server, over = KeeperServer(str(path)), threading.Event()
+def pool_server(path: Path) -> Iterator[str]:
+    """A KV pool server in a thread of its own, at `path`."""
+    server, over = KVPoolServer(str(path)), threading.Event()
     thread = threading.Thread(target=server.run, args=(over.is_set, 0.02))
     thread.start()
     try:
@@ -44,15 +44,15 @@ def keeper(path: Path) -> Iterator[str]:
 class End:
     """One engine's side: its transport, its pool, and what has come so far."""
 
-    def __init__(self, transport: Transport, pool: Pool, name: str, incarnation: int) -> None:
+    def __init__(self, transport: KVTransport, pool: KVPool, name: str, incarnation: int) -> None:
         self.transport = transport
         self.pool = pool
         self.peer = Peer(name, incarnation, transport.address)
-        self.news: list[Arrival | LinkDown] = []
+        self.news: list[ReceivedMessage | LinkDown] = []
 
     @property
-    def arrivals(self) -> list[Arrival]:
-        return [news for news in self.news if isinstance(news, Arrival)]
+    def arrivals(self) -> list[ReceivedMessage]:
+        return [news for news in self.news if isinstance(news, ReceivedMessage)]
 
     @property
     def messages(self) -> list[PeerMessage]:
@@ -74,8 +74,8 @@ class End:
         """Writes a full block and records it; returns its bytes."""
         data = contents(seed)
         self.pool.memory.block(block)[:] = data
-        if self.pool.keeper is not None and key:
-            self.pool.keeper.records.put(block, key, bytes(16), self.pool.memory.checksum(block))
+        if self.pool.client is not None and key:
+            self.pool.client.records.put(block, key, bytes(16), self.pool.memory.checksum(block))
         return data
 
     def push(self, to: Peer, block: int, index: int = 0, request: str = "r", key: bytes = KEY) -> Push:
@@ -91,7 +91,7 @@ def ends(
     """Open ends of one kind; the first has the faults. `other`: arguments of open_transport for all."""
     opened: list[End] = []
     with ExitStack() as stack:
-        path = stack.enter_context(keeper(folder / "keeper.sock")) if kind == "shared" else ""
+        path = stack.enter_context(pool_server(folder / "kv-pool.sock")) if kind == "shared" else ""
         for number, name in enumerate(names or ("a", "b")):
             arguments = {"layout": LAYOUT, "faults": faults if number == 0 else None, **other}
             pool = stack.enter_context(closing(open_pool(kind, path, name, number + 1)))
@@ -103,11 +103,11 @@ def ends(
         yield opened
 
 
-def open_pool(kind: str, keeper_path: str, name: str, incarnation: int) -> Pool:
+def open_pool(kind: str, kv_pool_path: str, name: str, incarnation: int) -> KVPool:
     """16 blocks."""
     if kind == "tcp":
-        return private_pool(LAYOUT, 16)
-    return keeper_pool(keeper_path, name, incarnation)(LAYOUT, 16)
+        return memfd_pool(LAYOUT, 16)
+    return shared_pool(kv_pool_path, name, incarnation)(LAYOUT, 16)
 
 
 def contents(seed: int) -> bytes:
@@ -142,10 +142,10 @@ def transfer_threads() -> list[threading.Thread]:
 
 @contextmanager
 def far_process(
-    kind: str, folder: Path, keeper_path: str = "", where: str = "", prefix: Sequence[str] = ()
+    kind: str, folder: Path, kv_pool_path: str = "", where: str = "", prefix: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
     """An end named "far", incarnation 2, in a process of its own; see `main`. `prefix`: of its command line."""
-    options = {"kind": kind, "address": where or address(kind, folder, "far"), "keeper": keeper_path}
+    options = {"kind": kind, "address": where or address(kind, folder, "far"), "kv_pool": kv_pool_path}
     command = [*prefix, sys.executable, "-m", "tests.helpers.links", json.dumps(options)]
     root = Path(__file__).parents[2]
     far = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -159,13 +159,13 @@ def far_process(
         far.stdout.close()
 
 
-def main(kind: str, address: str, keeper: str) -> None:
+def main(kind: str, address: str, kv_pool: str) -> None:
     """Lands every push and answers every Commit, until its input ends.
 
     Prints its address, then for each Commit {"landed": blocks, "right": those that are what `End.fill` writes for their
     index}.
     """
-    pool = open_pool(kind, keeper, "far", 2)
+    pool = open_pool(kind, kv_pool, "far", 2)
     end = End(open_transport(kind, address, "far", 2, LAYOUT, pool), pool, "far", 2)
     print(end.transport.address, flush=True)
     landed: dict[int, bytes] = {}

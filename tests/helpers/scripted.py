@@ -21,7 +21,7 @@ def ready(name="engine-0", life=1, role="any", layout=LAYOUT, address="unix:/som
 
 
 def snapshot(life=1, sequence=1, role="any", **changes) -> Snapshot:
-    counts = ("running", "waiting", "leaving", "waiting_tokens", "prefill_tokens", "running_tokens")
+    counts = ("running", "waiting", "migrating", "waiting_tokens", "prefill_tokens", "running_tokens")
     values = dict.fromkeys((*counts, "role_generation", "free_blocks", "reserved_blocks", "num_blocks"), 0)
     values |= {"ttft_ms": None, "tpot_ms": None, "interval_ms": None, "factors": {}, "draining": False}
     values |= {"token_budget": 64}
@@ -29,28 +29,41 @@ def snapshot(life=1, sequence=1, role="any", **changes) -> Snapshot:
 
 
 class ScriptedChannel:
-    """A wire to an engine."""
+    """The other side of a channel. What it says arrives in the next turn of the event loop, once the channel is open.
+
+    Attributes:
+        silent: whether all that it said has arrived.
+    """
 
     def __init__(self, name="engine-0", life=1) -> None:
         self.name, self.life = name, life
         self.sent: list = []
-        self.events: asyncio.Queue = asyncio.Queue()
         self.closed = False
+        self._said: list = []
+        self._handle = None
+
+    @property
+    def silent(self) -> bool:
+        return not self._said
+
+    def open(self, handle) -> None:
+        self._handle = handle
+        asyncio.get_running_loop().call_soon(self._arrive)
 
     def send(self, command) -> None:
         self.sent.append(command)
-
-    async def receive(self):
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
 
     def close(self) -> None:
         self.closed = True
 
     def say(self, event) -> None:
-        self.events.put_nowait(event)
+        self._said.append(event)
+        if self._handle is not None:
+            asyncio.get_running_loop().call_soon(self._arrive)
+
+    def _arrive(self) -> None:
+        while self._said and not self.closed:
+            self._handle(self._said.pop(0))
 
     def report(self, *outputs: TokenOutput) -> None:
         self.say(StepReport(self.life, list(outputs), STATS, 1))

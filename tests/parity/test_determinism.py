@@ -41,7 +41,7 @@ def model(request, tmp_path_factory):
             for op in OPS.values():
                 stack.enter_context(op.using(next(b.name for b in op.backends if b.name != "native")))
         model = load_model(folder, device, torch.bfloat16 if kind == "bfloat16" else dtype)
-        model.sketch(0)  # few rows, where it can choose for all, have their tokens without logits
+        model.bound_logits(0)  # few rows, where it can choose for all, have their tokens without logits
         yield model
 
 

@@ -58,8 +58,8 @@ def test_least_loaded_counts_tokens_then_requests_then_draws_lots():
     assert decision.costs["prefill"] == {"a": 100.0, "b": 70.0}
     assert place("least-loaded", cluster(load("a", requests=2), load("b", requests=1))).prefill == "b"
     equal = cluster(load("a"), load("b"), load("c"))
-    drawn = Counter(place("least-loaded", equal, seed=i).prefill for i in range(60))
-    assert set(drawn) == {"a", "b", "c"}
+    sampled = Counter(place("least-loaded", equal, seed=i).prefill for i in range(60))
+    assert set(sampled) == {"a", "b", "c"}
     assert place("least-loaded", equal, seed=7) == place("least-loaded", equal, seed=7)
 
 

@@ -100,7 +100,7 @@ class Node:
         self.scheduler = Scheduler(limits, BlockPool(blocks, source), prefix_cache=world.prefix_cache)
         self.handoffs = Handoffs(self.scheduler, self, self, LEASE)
         self.joins = 0
-        self.flying, self.drawn = [], []
+        self.flying, self.sampled = [], []
 
     # carrier
     def send(self, peer, message):
@@ -127,7 +127,7 @@ class Node:
     def spent(self, request_id):
         return 0.0, 0.0
 
-    def departed(self, request_id):
+    def migrated(self, request_id):
         pass
 
     def joined(self, now, request, frontend, generation, queue, prefill):
@@ -146,7 +146,7 @@ class Node:
             self.end(self.flying.pop(0))
 
     def begin(self):
-        if not self.scheduler.has_work or (self.flying and not (len(self.flying) == 1 and self.scheduler.foresee())):
+        if not self.scheduler.has_work or (self.flying and not (len(self.flying) == 1 and self.scheduler.look_ahead())):
             return
         plan = self.scheduler.schedule()
         if not plan.sequences:
@@ -162,12 +162,12 @@ class Node:
         tokens = []
         for s in plan.sequences:
             for i, token in enumerate(s.tokens, s.start):
-                real = self.drawn[-1 - token] if token < 0 else token
+                real = self.sampled[-1 - token] if token < 0 else token
                 self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = real
             if s.sample:
                 end = s.start + len(s.tokens)
                 tokens.append(draw([self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]))
-        self.drawn = tokens
+        self.sampled = tokens
         for output in self.scheduler.update(plan, StepResult(tokens, [None] * len(tokens))):
             self.world.receive(self.peer.name, output)
         self.handoffs.progress(self.world.network.now)
@@ -241,7 +241,7 @@ class World:
     def run(self):
         prefiller, decoder = self.nodes["prefiller"], self.nodes["decoder"]
         for name, request in self.requests.items():
-            prefiller.scheduler.add(request, departs=name not in self.local)
+            prefiller.scheduler.add(request, migrates=name not in self.local)
             if name not in self.local:
                 prefiller.handoffs.begin(request, 0, "frontend", decoder.peer)
         network, faults = self.network, self.network.faults
@@ -284,7 +284,7 @@ class World:
         if len(self.nodes) == 2:
             here, there = self.nodes["prefiller"].scheduler, self.nodes["decoder"].scheduler
             for request_id in self.requests:
-                assert not there.holds(request_id) or not here.holds(request_id) or here.leaving(request_id)
+                assert not there.holds(request_id) or not here.holds(request_id) or here.migrating(request_id)
 
     def check_end(self):
         for node in self.nodes.values():
@@ -406,14 +406,14 @@ def prefiller(blocks, prefix_cache=True):
     return node, carrier, step
 
 
-def depart(node, request):
-    node.scheduler.add(request, departs=True)
+def migrate(node, request):
+    node.scheduler.add(request, migrates=True)
     node.handoffs.begin(request, 0, "frontend", DECODER)
 
 
 def test_blocks_that_travel_do_not_keep_a_more_urgent_request_out():
     node, carrier, step = prefiller(10)
-    depart(node, make_request("low", list(range(590)), max_tokens=4, priority=1))
+    migrate(node, make_request("low", list(range(590)), max_tokens=4, priority=1))
     for _ in range(4):
         step()
     assert [m.index for m in carrier.sent if isinstance(m, Push)] == list(range(6))
@@ -429,31 +429,31 @@ def test_blocks_that_travel_do_not_stop_one_that_grows(prefix_cache):
     node, carrier, step = prefiller(10, prefix_cache)
     node.scheduler.add(make_request("grows", list(range(5000, 5060)), max_tokens=200))
     step()
-    depart(node, make_request("big", list(range(576)), max_tokens=4))
+    migrate(node, make_request("big", list(range(576)), max_tokens=4))
     for i in range(300):
         step(i * 1e-3)
         if any(isinstance(m, Commit) for m in carrier.sent):
             break
     assert not node.scheduler.holds("grows")
-    assert node.scheduler.leaving("big")
+    assert node.scheduler.migrating("big")
 
 
 def test_nobody_but_the_decoder_is_believed():
     node, carrier, step = prefiller(10)
-    depart(node, make_request("r", list(range(100)), max_tokens=4))
+    migrate(node, make_request("r", list(range(100)), max_tokens=4))
     step()
     step()
     (commit,) = [m for m in carrier.sent if isinstance(m, Commit)]
     for message in (Committed(commit.lease), Release(commit.lease, "no"), Rejected(commit.lease, "no")):
         node.handoffs.on(0.0, Arrival(Peer("decoder", 2, ""), message, None))
-        assert node.scheduler.leaving("r")
+        assert node.scheduler.migrating("r")
     node.handoffs.on(0.0, Arrival(Peer("decoder", 1, "by another name"), Committed(commit.lease), None))
     assert not node.scheduler.holds("r")
 
 
 def test_a_decoder_that_falls_silent_before_the_commit_is_not_waited_for():
     node, _carrier, step = prefiller(10)
-    depart(node, make_request("r", list(range(500)), max_tokens=4))
+    migrate(node, make_request("r", list(range(500)), max_tokens=4))
     step()
     assert node.handoffs.promised("r")
     node.handoffs.tick(1.5 * LEASE)
@@ -467,7 +467,7 @@ def test_a_decoder_that_falls_silent_before_the_commit_is_not_waited_for():
 def test_a_silent_decoder_is_asked_less_and_less_often():
     node, carrier, _step = prefiller(40)
     for i in range(8):
-        depart(node, make_request(f"r{i}", list(range(i, 500 + i)), max_tokens=4))
+        migrate(node, make_request(f"r{i}", list(range(i, 500 + i)), max_tokens=4))
     assert not carrier.sent, "nobody is asked to keep room for what waits"
     world_step = node.step
     world_step()

@@ -14,13 +14,13 @@ from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, SetRole
 from penstock.kv.pool import BlockPool
-from penstock.sched.local import PACING, Limits, Scheduler, make_pacing
+from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler, make_local_policy
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import LEARN_EVERY, WEIGHT, Recent
-from penstock.sched.local.repeat import again, repeat, repeatable
 from penstock.sched.local.sizing import fitting_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sim.repeat import again, repeat, repeatable
 
 DEVICE, SHAPE = DEVICES["h200"], GEOMETRIES["llama-3.1-8b"]
 TIMES = StepTime(DEVICE, SHAPE)
@@ -33,19 +33,19 @@ def request(name="r", prompt=(1, 2, 3), output=5, **fields) -> Request:
     )
 
 
-def make_scheduler(pacing="fcfs", blocks=40, sequences=8) -> Scheduler:
+def make_scheduler(policy="fcfs", blocks=40, sequences=8) -> Scheduler:
     limits = Limits(token_budget=256, max_sequences=sequences, max_model_len=blocks * 64)
-    return Scheduler(limits, BlockPool(range(blocks)), pacing=make_pacing(pacing, TIMES, 256))
+    return Scheduler(limits, BlockPool(range(blocks)), policy=make_local_policy(policy, TIMES, 256))
 
 
 def run(scheduler: Scheduler, plan: StepPlan) -> list[TokenOutput]:
-    drawn = sum(s.sample for s in plan.sequences)
-    return scheduler.update(plan, StepResult([1] * drawn, [None] * drawn))
+    sampled = sum(s.sample for s in plan.sequences)
+    return scheduler.update(plan, StepResult([1] * sampled, [None] * sampled))
 
 
 def test_pacing_of_another_name_is_refused():
     with pytest.raises(ConfigError, match="scheduling-policy: 'best', allowed are fcfs, priority, slack"):
-        make_pacing("best", TIMES, 256)
+        make_local_policy("best", TIMES, 256)
 
 
 # --- intake
@@ -87,7 +87,7 @@ def test_requests_are_their_owners_to_cancel_and_to_ask_for_anew(intake):
     assert not intake.scheduler.holds("r")
     enqueue(intake, "a", request("one"))
     enqueue(intake, "b", request("two"))
-    intake.forsake("a")
+    intake.drop_client("a")
     intake.check()
     assert (intake.scheduler.holds("one"), intake.scheduler.holds("two"), len(intake)) == (False, True, 1)
 
@@ -226,14 +226,14 @@ def test_factors_follow_what_steps_take():
 @settings(max_examples=60)
 @given(
     work=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 150)), min_size=1, max_size=6),
-    pacing=st.sampled_from(sorted(PACING)),
+    policy=st.sampled_from(sorted(LOCAL_POLICIES)),
     share=st.floats(0, 1),
     targets=st.booleans(),
     offline=st.booleans(),
 )
-def test_steps_that_repeat_are_those_that_would_have_been_planned(work, pacing, share, targets, offline):
+def test_steps_that_repeat_are_those_that_would_have_been_planned(work, policy, share, targets, offline):
     promise = {"ttft_ms": 50.0, "tpot_ms": 9.0} if targets else {}
-    together, alone = make_scheduler(pacing), make_scheduler(pacing)
+    together, alone = make_scheduler(policy), make_scheduler(policy)
     lengths = {}
     for i, (tokens, output) in enumerate(work):
         fields = {"offline": True} if offline and not i else promise
@@ -307,9 +307,9 @@ def test_a_beam_search_is_not_handed_over(intake):
     intake.hand_off(None, 1.0)  # a carrier that would be missed
     asked = replace(request(), params=SamplingParams(n=2, use_beam_search=True))
     assert enqueue(intake, "a", asked, decode=Peer("other", 1, "")) is None
-    assert not intake.scheduler.sequence("r").departs
+    assert not intake.scheduler.sequence("r").migrates
     assert not intake.handoffs.busy
-    assert not intake.owner("r").departs
+    assert not intake.owner("r").migrates
 
 
 def test_where_nothing_searches_a_beam_search_is_refused(intake):

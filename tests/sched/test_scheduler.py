@@ -13,7 +13,7 @@ from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
-from penstock.sched.local import PACING, Limits, Scheduler
+from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.beams import BeamSearch
 from penstock.sched.local.offload import Load, Offload, Store
 from penstock.sched.local.sequence import blocks_for
@@ -47,7 +47,7 @@ class Engine:
         self.scheduler = scheduler
         self.ahead = ahead
         self.flying: list[StepPlan] = []
-        self.drawn: list[int] = []  # in the last step that ended
+        self.sampled: list[int] = []  # in the last step that ended
         self.computed: Counter[str] = Counter()  # tokens of each request
         self.cells: dict[tuple[int, int], list[int]] = {}  # (block, offset) -> all tokens up to and with it
         self.out: dict[str, list[int]] = {}
@@ -106,7 +106,7 @@ class Engine:
             self.cells.pop((block, i), None)
 
     def begin(self) -> StepPlan | None:
-        if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.foresee()):
+        if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.look_ahead()):
             return None
         plan = self.scheduler.schedule(self.now)
         self.now += 0.01
@@ -137,7 +137,7 @@ class Engine:
         plan = self.flying.pop(0)
         for block in plan.fresh_blocks:
             self.clear(block)
-        drawn, candidates = [], {}
+        sampled, candidates = [], {}
         for s in plan.sequences:
             if s.branches is not None:
                 candidates[s.request_id] = self.branch(s)
@@ -145,7 +145,7 @@ class Engine:
             past = self.read(s.blocks, s.start - 1) if s.start else []
             self.computed[s.request_id] += len(s.tokens)
             for i, token in enumerate(s.tokens):
-                past = [*past, self.drawn[-1 - token] if token < 0 else token]
+                past = [*past, self.sampled[-1 - token] if token < 0 else token]
                 position = s.start + i
                 self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
             for position in range(s.start):  # every block of the past holds exactly this sequence's past
@@ -153,9 +153,9 @@ class Engine:
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
             if s.sample:
-                drawn.append(next_token(past))
-        self.drawn = drawn
-        outputs = self.scheduler.update(plan, StepResult(drawn, [None] * len(drawn), candidates=candidates))
+                sampled.append(next_token(past))
+        self.sampled = sampled
+        outputs = self.scheduler.update(plan, StepResult(sampled, [None] * len(sampled), candidates=candidates))
         self.collect(outputs)
         self.send()
         self.check_flights()
@@ -214,14 +214,14 @@ def searched(request: Request) -> list[Hypothesis]:
 
 
 def make(
-    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, pacing="fcfs", ahead=False, slots=0
+    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, policy="fcfs", ahead=False, slots=0
 ) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    paced = PACING[pacing](TIMES, budget)
+    paced = LOCAL_POLICIES[policy](TIMES, budget)
     pool = BlockPool(range(num_blocks))
     offload = Offload(pool, Tier(slots)) if slots else None
-    return Engine(Scheduler(limits, pool, prefix_cache=prefix_cache, pacing=paced, offload=offload), ahead)
+    return Engine(Scheduler(limits, pool, prefix_cache=prefix_cache, policy=paced, offload=offload), ahead)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -248,12 +248,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(5, 200),
         sequences=st.integers(1, 5),
         prefix=st.booleans(),
-        pacing=st.sampled_from(sorted(PACING)),
+        policy=st.sampled_from(sorted(LOCAL_POLICIES)),
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
     )
-    def start(self, num_blocks, budget, sequences, prefix, pacing, ahead, slots):
-        self.engine = make(num_blocks, budget, sequences, prefix, pacing=pacing, ahead=ahead, slots=slots)
+    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots):
+        self.engine = make(num_blocks, budget, sequences, prefix, policy=policy, ahead=ahead, slots=slots)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
         self.cancelled: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a step is told of a sequence: which tokens must not be drawn, and which tokens of the prompt to report."""
+"""What a step is told of a sequence: which tokens must not be sampled, and which tokens of the prompt to report."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def completed(output, words):
 def test_banned_is_what_would_end_too_early_or_complete_a_bad_word(prompt, output, words, stops, min_tokens, data):
     request = make_request("r", prompt, stop_ids=stops, min_tokens=min_tokens, max_tokens=20)
     request = replace(request, bad_words=words)
-    # however many of the output's tokens were drawn elsewhere
+    # however many of the output's tokens were sampled elsewhere
     elsewhere = data.draw(st.integers(0, len(output)))
     sequence = Sequence(replace(request, generated=tuple(output[:elsewhere])), 0, 0.0)
     sequence.tokens += output[elsewhere:]
@@ -59,8 +59,8 @@ def test_every_token_of_the_prompt_but_the_first_is_reported_once(length, budget
                 for s in plan.sequences
                 if s.targets
             }
-            drawn = sum(s.sample for s in plan.sequences)
-            for output in scheduler.update(plan, StepResult([7] * drawn, [None] * drawn, reports)):
+            sampled = sum(s.sample for s in plan.sequences)
+            for output in scheduler.update(plan, StepResult([7] * sampled, [None] * sampled, reports)):
                 assert (output.prompt_logprobs is not None) == (output.start == 0)
                 if output.prompt_logprobs is not None:
                     # (token, its position)

@@ -63,7 +63,7 @@ transport:
   kind: tcp
   lease: 2.5
   faults: {drop: 0.5, only: [Push, Commit], partition: {after: 3}}
-keeper: {orphans: 7}
+kv-pool: {orphans: 7}
 restart: {backoff: 0.1, limit: 0}
 """
     )
@@ -176,7 +176,10 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "  - count: 1", "up.yaml:4: instances[1]: a second group called 'engine'"),
         (SMALLEST + "    role: decode", "up.yaml:4: instances[0].role: 'decode', allowed only beside"),
         (SMALLEST + "    role: prefill", "up.yaml:4: instances[0].role: 'prefill', allowed only beside"),
-        (SMALLEST + "engine: {device: cuda}\nkeeper: {}", "up.yaml:5: keeper: a keeper holds blocks in the host's"),
+        (
+            SMALLEST + "engine: {device: cuda}\nkv-pool: {}",
+            "up.yaml:5: kv-pool: a KV pool server holds blocks in the host's",
+        ),
         (SMALLEST + "    device: cuda", "up.yaml:4: instances[0].device: the shares of cuda:0 add up to 1.8"),
         (
             SMALLEST + "  - {name: b, device: 'modelled:h200'}",
@@ -216,7 +219,7 @@ def test_all_mistakes_are_told_in_the_order_of_the_file():
 
 words = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
 trees = st.recursive(words, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=10)
-sections = st.sampled_from(["instances", "limits", "transport", "engine", "keeper", "port", "model", "api-key"])
+sections = st.sampled_from(["instances", "limits", "transport", "engine", "kv-pool", "port", "model", "api-key"])
 
 
 @given(st.dictionaries(sections, trees))

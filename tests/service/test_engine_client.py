@@ -10,7 +10,7 @@ from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH, Decision, Later
 from penstock.service import engine_client
-from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient, Held
+from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
 from penstock.service.instances import Endpoint
@@ -63,9 +63,9 @@ class Service:
         for name in names:
             asker = Asker(self.engine_client)
             asker.name = name
-            held = [Held(asker, 0, Flight(make_request(name, [1] * 500), self.clock.now()))]
-            self.engine_client.add(held)
-            self.engine_client.find_places(held)
+            flights = [Flight(asker, make_request(name, [1] * 500), self.clock.now())]
+            self.engine_client.add(flights)
+            self.engine_client.find_places(flights)
             askers.append(asker)
         return askers
 
@@ -102,7 +102,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
         assert service.questions == asked
         assert not service.master._in_flight
         assert service.master._sessions["e0"].view().held_tokens == 0
-        assert not service.engine_client.held
+        assert not service.engine_client.flights
 
     run(scenario)
 
@@ -131,7 +131,7 @@ def test_waiting_has_an_end_also_for_those_that_never_asked():
         askers = service.add(*(f"r{i}" for i in range(100)))
         await until(lambda: all(asker.error for asker in askers))
         assert {type(asker.error) for asker in askers} == {Unavailable}
-        assert not service.engine_client.held
+        assert not service.engine_client.flights
         assert service.questions < 1 + ASKERS * (2 + (MASTER_LEARNS + TICK) / AGAIN)
 
     run(scenario)

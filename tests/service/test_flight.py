@@ -20,7 +20,7 @@ REQUEST = Request(id="r", prompt=[1], params=SamplingParams(), seed=0, stop_ids=
 
 
 def flight(decode=D, attempt=0, request=REQUEST):
-    made = Flight(request)
+    made = Flight(None, request)
     made.attempt = attempt
     launch(made, P, decode)
     return made
@@ -201,7 +201,8 @@ def test_it_goes_on_from_what_its_client_has():
     f.lose(D, "gone", 2.0)
     f.again()
     f.add_keys(b"root")
-    again = f.question(2.0, ["d"])
+    f.avoid = ["d"]
+    again = f.question(2.0)
     assert (again.prompt_tokens, again.max_tokens, again.generation, again.exclude) == (130, 69, 1, ["d"])
     keys = []
     extend_keys(keys, b"root", [*range(100), *range(10, 40)], 2)

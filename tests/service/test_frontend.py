@@ -22,8 +22,7 @@ def test_prefix_keys_depend_on_the_salt(tokenizer):
         for count, salt in enumerate(("", "mine", "yours", "mine")):
             generation = frontend.submit([1] * 70, SamplingParams(), request_id="r", cache_salt=salt)
             await until(lambda count=count: len(channel.enqueued()) > count)
-            (held,) = [held for held in frontend.engine_client.held.values() if held.generation is generation]
-            flight = held.flight
+            (flight,) = [f for f in frontend.engine_client.flights.values() if f.owner is generation]
             keys.append(flight.keys)
             assert channel.enqueued()[-1].cache_salt == salt
             extended = flight.keys.copy()
@@ -131,7 +130,7 @@ def test_cancel_reaches_the_engine_and_late_tokens_are_dropped(tokenizer):
         generation.cancel()
         assert channel.cancelled() == [names[1]]
         channel.report(TokenOutput(names[1], [21]))
-        await until(channel.events.empty)
+        await until(lambda: channel.silent)
         assert await collect(generation) == []
         assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
         assert sorted(frontend.placement.over) == sorted(names)
@@ -213,7 +212,7 @@ def test_what_cannot_be_placed_for_a_mistake_of_ours_fails_and_harms_no_other(to
         broken = frontend.submit([1], SamplingParams(n=2), request_id="r")
         with pytest.raises(EngineFailure, match="could not be placed: ZeroDivisionError"):
             await collect(broken)
-        assert not frontend.engine_client.held
+        assert not frontend.engine_client.flights
         frontend.placement.answer = answer
         await submit(frontend)
 
@@ -276,10 +275,10 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, cap
 def test_only_modelled_engines_make_a_modelled_model(tokenizer):
     async def scenario(frontend, channels, clock):
         assert frontend.modelled is None
-        channels["a"].say(ready("a", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channels["a"].say(ready("a", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.engine_client.instances["a"].is_current(2))
         assert frontend.modelled is None
-        channels["b"].say(ready("b", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channels["b"].say(ready("b", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         assert frontend.modelled == {"first_token_id": 3, "last_token_id": 9}
 
@@ -306,7 +305,7 @@ def test_to_cancel_a_beam_search_drops_it(tokenizer):
         generation, (one_id, *same) = await submit(frontend, [1, 2], params)
         assert set(same) == {one_id}
         generation.cancel()
-        assert not frontend.engine_client.held
+        assert not frontend.engine_client.flights
         assert [c.request_ids for c in channel.sent if isinstance(c, Cancel)] == [[one_id]]
 
     run(tokenizer, scenario)
@@ -314,7 +313,7 @@ def test_to_cancel_a_beam_search_drops_it(tokenizer):
 
 def test_modelled_engines_do_not_search(tokenizer):
     async def scenario(frontend, channel, clock):
-        channel.say(ready("engine-0", 2, device="modelled:h200", drawn_ids=(3, 9)))
+        channel.say(ready("engine-0", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
             frontend.submit([1], SamplingParams(use_beam_search=True), request_id="r")

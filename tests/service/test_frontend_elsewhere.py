@@ -29,7 +29,7 @@ def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_err
         await until(lambda: lost(frontend))
         clock.advance(PATIENCE)
         frontend.engine_client.tick()
-        assert len(frontend.engine_client.held) == 6
+        assert len(frontend.engine_client.flights) == 6
         clock.advance(0.1)
         frontend.engine_client.tick()
         for generation in generations:
@@ -120,7 +120,7 @@ def test_tokens_come_in_order_from_both_instances(tokenizer):
         assert command.decode == ready("d").peer
         assert not channels["d"].enqueued()
         channels["d"].report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH))
-        await until(channels["d"].events.empty)
+        await until(lambda: channels["d"].silent)
         channels["p"].report(TokenOutput(name, ids[:1]))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
@@ -146,7 +146,7 @@ def test_losing_one_of_two_instances(tokenizer):
         reading, _ = await submit(frontend)
         channels["p"].report(TokenOutput(one, [5]))
         channels["d"].report(TokenOutput(one, [6], start=1))
-        await until(lambda: frontend.engine_client.held[one].flight.handed_over)
+        await until(lambda: frontend.engine_client.flights[one].handed_over)
         channels["p"].say(ChannelLost("gone"))
         await until(lambda: not frontend.engine_client.instances["p"].ready)
         channels["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
@@ -161,7 +161,7 @@ def test_losing_one_of_two_instances(tokenizer):
 
 def interrupted(frontend, count=1):
     """As many as are held and were sent elsewhere."""
-    return sum(held.flight.launches == 2 for held in frontend.engine_client.held.values()) == count
+    return sum(flight.launches == 2 for flight in frontend.engine_client.flights.values()) == count
 
 
 def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
@@ -174,7 +174,7 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
         generation, (name,) = await submit(frontend, prompt, SamplingParams(max_tokens=40, seed=7))
         clock.advance(0.5)
         channels["a"].report(TokenOutput(name, ids[:5], cached_tokens=3))
-        await until(lambda: frontend.engine_client.held[name].flight.received == 5)
+        await until(lambda: frontend.engine_client.flights[name].received == 5)
         clock.advance(1.0)
         channels["a"].say(ChannelLost("burnt"))
         await until(lambda: interrupted(frontend))
@@ -214,7 +214,7 @@ def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
         generation, names = await submit(frontend, params=SamplingParams(n=3, stop="thr"))
         words = tokenizer.encode("one two three")
         channels["a"].report(TokenOutput(names[0], [20], finish=FinishReason.LENGTH), TokenOutput(names[1], words[:1]))
-        await until(lambda: len(frontend.engine_client.held) == 2)
+        await until(lambda: len(frontend.engine_client.flights) == 2)
         channels["a"].say(ChannelLost("burnt"))
         await until(lambda: interrupted(frontend, 2))
         generated = {r.id: list(r.generated) for r in channels["b"].enqueued()}
@@ -251,7 +251,7 @@ def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
     async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
         channel.report(TokenOutput(name, [20]))
-        await until(lambda: frontend.engine_client.held[name].flight.received)
+        await until(lambda: frontend.engine_client.flights[name].received)
         channel.say(ChannelLost("burnt"))
         await until(lambda: lost(frontend))
         clock.advance(PATIENCE - 0.1)
@@ -376,7 +376,7 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         (sent,) = [command for command in channels[home].sent if isinstance(command, Enqueue)]
         assert (sent.decode, sent.request.params.n) == (None, 3)
         channels[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
-        await until(lambda: frontend.engine_client.held[sent.request.id].flight.heard)
+        await until(lambda: frontend.engine_client.flights[sent.request.id].heard)
         assert frontend.engine_client.queued_tokens == 0, "its prompt was read"
         channels[home].say(ChannelLost("killed"))
         await until(channels[other].enqueued)
@@ -385,7 +385,7 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         found = [Hypothesis([5, 6, 7, 8 + i], None, FinishReason.LENGTH, None, -1.0 - i) for i in range(3)]
         last = TokenOutput(again.request.id, [], finish=FinishReason.LENGTH, hypotheses=found, generation=1)
         channels[other].say(StepReport(again.to, [last], STATS))
-        await until(lambda: not frontend.engine_client.held)
+        await until(lambda: not frontend.engine_client.flights)
         deltas = [delta for delta in generation.take() if delta.tokens]
         assert [(d.index, d.tokens) for d in deltas] == [(i, found[i].tokens) for i in range(3)]
         assert generation.over

@@ -23,7 +23,7 @@ def test_a_full_queue_refuses_and_recovers(tokenizer):
         assert 1 <= caught.value.retry_after <= 60
         assert len(channel.enqueued()) == 2
         channel.report(TokenOutput(names[0], [5], finish=FinishReason.LENGTH))
-        await until(lambda: len(frontend.engine_client.held) == 1)
+        await until(lambda: len(frontend.engine_client.flights) == 1)
         frontend.submit([1], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
@@ -92,7 +92,7 @@ def test_what_a_client_does_not_take_is_joined(tokenizer):
             for name in names:
                 channel.report(TokenOutput(name, [5 + start], start=start))
         channel.report(*(TokenOutput(name, [7], start=90, finish=FinishReason.LENGTH) for name in names))
-        await until(lambda: not frontend.engine_client.held)
+        await until(lambda: not frontend.engine_client.flights)
         assert len(generation._deltas) <= 22
         deltas = generation.take()
         for index in range(2):

@@ -107,17 +107,17 @@ def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
 
 
 def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
-    path, order = tmp_path / "keeper", tmp_path / "order"
+    path, order = tmp_path / "kv-pool", tmp_path / "order"
     path.touch()  # left by an earlier life, and worth nothing
-    keeper = shell("keeper", f"sleep 0.2; echo keeper >> {order}; touch {path}; {STAY}", "keeper", socket=path)
-    user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="keeper")
+    server = shell("kv-pool", f"sleep 0.2; echo kv-pool >> {order}; touch {path}; {STAY}", "kv_pool", socket=path)
+    user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="kv-pool")
 
     def drive():
         until(lambda: len(lines(order)) == 2)
         terminate()
 
-    assert launch([keeper, user], drive) == 0
-    assert lines(order) == ["keeper", "user"]
+    assert launch([server, user], drive) == 0
+    assert lines(order) == ["kv-pool", "user"]
 
 
 def test_an_engine_is_told_over_the_wire(tmp_path):
@@ -195,10 +195,10 @@ instances: [{role: prefill}, {role: decode, count: 2}]
 transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
 """
     told, programs, ports = settings(parse("up.yaml", text, TABLES))
-    assert list(told) == ["keeper", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
+    assert list(told) == ["kv-pool", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
     assert all(t["parent"] == os.getpid() and t["log_format"] == "json" for t in told.values())
-    assert told["keeper"]["path"] == told["decode-1"]["keeper"] == "/run/p/keeper"
-    assert programs["keeper"].socket == Path("/run/p/keeper")
+    assert told["kv-pool"]["path"] == told["decode-1"]["kv_pool"] == "/run/p/kv-pool"
+    assert programs["kv-pool"].socket == Path("/run/p/kv-pool")
     engine = told["decode-1"]
     assert (engine["name"], engine["role"], engine["lease_s"], engine["options"]["n"]) == ("decode-1", "decode", 2, 2)
     assert engine["address"] == programs["decode-1"].address == "ipc:///run/p/decode-1"
@@ -225,10 +225,10 @@ def test_tcp_takes_a_free_port():
     assert told["decode-0"]["transport"] == {"kind": "tcp", "address": "tcp:127.0.0.1:0", "faults": None}
 
 
-def test_on_a_gpu_there_is_no_keeper_and_no_transport():
+def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
     told, programs, _ = settings(parse("up.yaml", "model: demo\ninstances: [{device: cuda}]", TABLES))
     assert list(told) == ["engine-0", "master", "frontend-0"]
-    assert told["engine-0"]["keeper"] is None
+    assert told["engine-0"]["kv_pool"] is None
     assert told["engine-0"]["transport"] is None
     assert programs["engine-0"].needs is None
 

@@ -235,7 +235,7 @@ def test_an_answer_to_an_earlier_question_is_none():
         channel.say(Placed("nobody", 0, ready("a").peer))
         channel.say(Placed("r", 1, ready("b").peer))
         channel.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
-        await until(channel.events.empty)
+        await until(lambda: channel.silent)
         assert asked.answers["r"].prefill.name == "b"
         assert list(asked.answers) == ["r"]
         await placement.close()

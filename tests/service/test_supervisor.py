@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, Restart, Supervisor
 
-KEEPER = Program(name="keeper", kind="keeper", command=())
-ENGINES = [Program(name=f"engine-{i}", kind="engine", command=(), needs="keeper") for i in range(2)]
+KV_POOL = Program(name="kv-pool", kind="kv_pool", command=())
+ENGINES = [Program(name=f"engine-{i}", kind="engine", command=(), needs="kv-pool") for i in range(2)]
 MASTER = Program(name="master", kind="master", command=())
 FRONTEND = Program(name="frontend-0", kind="frontend", command=())
-PROGRAMS = [KEEPER, *ENGINES, MASTER, FRONTEND]
+PROGRAMS = [KV_POOL, *ENGINES, MASTER, FRONTEND]
 
 
 def supervisor(programs=PROGRAMS, backoff=1.0, limit=3):
@@ -29,16 +29,16 @@ def running():
     """A supervisor of which everything runs since 0."""
     fresh = supervisor()
     said(fresh, 0)
-    fresh.is_up("keeper", 0)
+    fresh.is_up("kv-pool", 0)
     said(fresh, 0)
     return fresh
 
 
-def test_engines_start_when_their_keeper_can_be_reached():
+def test_engines_start_when_their_kv_pool_server_can_be_reached():
     fresh = supervisor()
-    assert said(fresh, 0) == ["start keeper", "start master", "start frontend-0"]
+    assert said(fresh, 0) == ["start kv-pool", "start master", "start frontend-0"]
     assert said(fresh, 1) == []
-    fresh.is_up("keeper", 0)
+    fresh.is_up("kv-pool", 0)
     assert said(fresh, 1) == ["start engine-0", "start engine-1"]
     assert said(fresh, 1) == []
 
@@ -162,15 +162,15 @@ def test_a_crash_is_no_success_also_when_all_was_to_end():
     assert (ours.exit_code, ours.failure) == (1, "frontend-0 ended with SIGSEGV while everything was stopped")
 
 
-def test_engines_do_not_outlive_their_keeper():
+def test_engines_do_not_outlive_their_kv_pool_server():
     ours = running()
-    ours.exited("keeper", -9, 5)
+    ours.exited("kv-pool", -9, 5)
     assert said(ours, 5) == ["kill engine-0", "kill engine-1"]
     assert said(ours, 5) == []
-    assert "because keeper did" in ours.exited("engine-0", -9, 5.1)
-    assert said(ours, 5.9) == [], "the keeper is not back"
-    assert said(ours, 6) == ["start keeper"]
-    ours.is_up("keeper", 6)
+    assert "because kv-pool did" in ours.exited("engine-0", -9, 5.1)
+    assert said(ours, 5.9) == [], "the KV pool server is not back"
+    assert said(ours, 6) == ["start kv-pool"]
+    ours.is_up("kv-pool", 6)
     assert said(ours, 6.1) == ["start engine-0"]
     ours.exited("engine-1", -9, 6.2)
     assert said(ours, 6.2) == ["start engine-1"], "it was not its fault, so it need not wait"
@@ -188,8 +188,8 @@ def test_stopping_goes_from_the_clients_to_the_memory():
     assert said(ours, 20 + STOP_GRACE) == ["kill engine-1"]
     assert said(ours, 21 + STOP_GRACE) == []
     ours.exited("engine-1", -9, 26)
-    assert said(ours, 26) == ["stop keeper"]
-    ours.exited("keeper", 0, 26)
+    assert said(ours, 26) == ["stop kv-pool"]
+    ours.exited("kv-pool", 0, 26)
     assert said(ours, 26) == []
     assert (ours.over, ours.exit_code, ours.failure) == (True, 0, "")
 
@@ -229,7 +229,7 @@ def test_whatever_happens_it_starts_what_does_not_run_and_ends(events):
             if action.what == "start":
                 assert not ended, "nothing starts any more once it is to stop"
                 assert action.name not in alive
-                assert not action.name.startswith("engine") or "keeper" in alive
+                assert not action.name.startswith("engine") or "kv-pool" in alive
                 alive.add(action.name)
             else:
                 assert action.name in alive

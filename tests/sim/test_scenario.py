@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli.sim import make_tables
 from penstock.core.errors import ConfigError
-from penstock.sched.local import PACING
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.sim.scenario import parse
@@ -256,7 +256,7 @@ BAD = {
         "t.yaml:3: engine.efficiency: '2', allowed is a number above 0 and at most 1"
     ],
     ONE_LINE.replace("h200", "h200, scheduling-policy: best"): [
-        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(PACING)
+        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(LOCAL_POLICIES)
     ],
     ONE_LINE.replace("h200", "l4, geometry: llama-2-70b, tensor-parallel-size: 4"): [
         "t.yaml:4: instances[0]: 16384 tokens need more KV than the 0 blocks there"

@@ -2,14 +2,14 @@ import os
 
 import pytest
 
-from tests.helpers.keepers import Keeper
+from tests.helpers.kv_pool import PoolServer
 
 
 @pytest.fixture
-def keeper(tmp_path):
+def server(tmp_path):
     before = set(os.listdir("/proc/self/fd"))
-    keeper = Keeper(str(tmp_path / "keeper"))
-    yield keeper
-    keeper.stop()
+    server = PoolServer(str(tmp_path / "kv-pool"))
+    yield server
+    server.stop()
     assert set(os.listdir("/proc/self/fd")) == before, "descriptors leak"
-    assert not os.path.exists(keeper.path)
+    assert not os.path.exists(server.path)

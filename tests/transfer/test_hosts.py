@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from penstock.core.wire.handoff import Commit, Lease
-from penstock.transfer.pool import private_pool
+from penstock.transfer.pool import memfd_pool
 from penstock.transfer.transports import open_transport
 from tests.helpers.links import LAYOUT, End, far_process
 
@@ -80,7 +80,7 @@ def test_blocks_cross_from_host_to_host(hosts, tmp_path):
     def work() -> None:
         with (
             far_process("tcp", tmp_path, where="tcp:10.77.0.2:0", prefix=prefix) as (far, peer),
-            closing(private_pool(LAYOUT, 200)) as pool,
+            closing(memfd_pool(LAYOUT, 200)) as pool,
             closing(open_transport("tcp", "tcp:10.77.0.1:0", "a", 1, LAYOUT, pool)) as transport,
         ):
             assert peer.address.startswith("tcp:10.77.0.2:")

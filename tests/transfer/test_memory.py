@@ -16,14 +16,14 @@ KEY, PARENT = b"k" * KEY_BYTES, b"p" * KEY_BYTES
 
 @pytest.fixture
 def memory():
-    memory = PoolMemory.private(8, 8192)
+    memory = PoolMemory.memfd(8, 8192)
     yield memory
     memory.close()
 
 
 @pytest.fixture
 def table():
-    table = PoolMemory.private(4, RECORD_BYTES)
+    table = PoolMemory.memfd(4, RECORD_BYTES)
     yield table
     table.close()
 
@@ -39,7 +39,7 @@ def test_two_mappings_are_one_memory(memory):
 
 
 def test_a_tebibyte_costs_what_is_written():
-    memory = PoolMemory.private(1 << 17, 8 << 20)
+    memory = PoolMemory.memfd(1 << 17, 8 << 20)
     assert memory.resident_bytes == 0
     memory.block((1 << 17) - 1)[:4096] = b"x" * 4096
     memory.block(5)[:] = b"y" * (8 << 20)
@@ -65,13 +65,13 @@ def test_closing_leaves_views_alone(memory):
 
 def test_closing_gives_everything_back():
     before = os.listdir("/proc/self/fd")
-    PoolMemory.private(4, 4096).close()
+    PoolMemory.memfd(4, 4096).close()
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_memory_of_one_process_stays_while_somebody_holds_it():
     before = os.listdir("/proc/self/fd")
-    memory = PoolMemory.unshared(8, 8192)
+    memory = PoolMemory.anonymous(8, 8192)
     assert os.listdir("/proc/self/fd") == before
     assert not any(memory.buffer)
     held = memory.held()

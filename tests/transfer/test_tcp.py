@@ -4,20 +4,20 @@ from contextlib import closing
 
 import pytest
 
-from penstock.transfer.pool import keeper_pool
+from penstock.transfer.pool import shared_pool
 from penstock.transfer.tcp import CopiedBlocks
-from tests.helpers.links import KEY, LAYOUT, contents, ends, keeper
+from tests.helpers.links import KEY, LAYOUT, contents, ends, pool_server
 
 
 @pytest.fixture
 def pool(tmp_path):
-    with keeper(tmp_path / "keeper") as path, closing(keeper_pool(path, "a", 1)(LAYOUT, 4)) as pool:
+    with pool_server(tmp_path / "kv-pool") as path, closing(shared_pool(path, "a", 1)(LAYOUT, 4)) as pool:
         yield pool
 
 
 def fill(pool, block, seed):
     pool.memory.block(block)[:] = contents(seed)
-    pool.keeper.records.put(block, KEY, bytes(16), pool.memory.checksum(block))
+    pool.client.records.put(block, KEY, bytes(16), pool.memory.checksum(block))
 
 
 def test_a_recorded_block_is_not_summed_up_again(pool, monkeypatch):
@@ -30,7 +30,7 @@ def test_a_recorded_block_is_not_summed_up_again(pool, monkeypatch):
     assert path.stamp(block) == (1, right[0])
     assert path.stamp(other) == (1, right[1])
     assert summed == [other]
-    pool.keeper.records.clear(block)
+    pool.client.records.clear(block)
     assert path.stamp(block) == (1, right[0])
     assert summed == [other, block]
 
@@ -38,7 +38,7 @@ def test_a_recorded_block_is_not_summed_up_again(pool, monkeypatch):
 def test_a_record_of_an_earlier_use_is_none(pool):
     path, block = CopiedBlocks(pool, LAYOUT), pool.blocks[0]
     fill(pool, block, 1)
-    assert pool.keeper.exchange([block], 1) == [block]
+    assert pool.client.exchange([block], 1) == [block]
     pool.memory.block(block)[:] = contents(2)
     assert path.stamp(block) == (2, pool.memory.checksum(block))
 
@@ -53,5 +53,5 @@ def test_what_is_landed_has_no_record_of_what_was_there(pool, tmp_path):
         b.until(lambda: b.arrivals)
         path, arrival = CopiedBlocks(pool, LAYOUT), b.arrivals[0]
         assert path.land(arrival.message, arrival, into) == into
-    assert pool.keeper.records.get(into) is None
+    assert pool.client.records.get(into) is None
     assert path.stamp(into) == (1, pool.memory.checksum(into))

@@ -123,7 +123,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         vocab_size: token ids are below it.
         num_blocks: KV blocks that it may hold.
         token_budget: tokens in one step at most, at first: an engine that finds it out while it runs begins with few.
-        drawn_ids: of a modelled device, the first and the last token id that it may draw.
+        sampled_ids: of a modelled device, the first and the last token id that it may draw.
         max_sequences: that run at once.
         device_model, shape: what its steps' times may be predicted from (`sched.steptime`); None when not known.
     """
@@ -138,7 +138,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     token_budget: int
     device: str
     dtype: str
-    drawn_ids: tuple[int, int] | None = None
+    sampled_ids: tuple[int, int] | None = None
     max_sequences: int = 256
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
@@ -192,7 +192,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         free_blocks: that can be handed out, idle cached ones included.
         token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
-        leaving: requests whose prompt is read and that are being handed over from it.
+        migrating: requests whose prompt is read and that are being handed over from it.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
@@ -205,7 +205,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     draining: bool
     running: int
     waiting: int
-    leaving: int
+    migrating: int
     waiting_tokens: int
     prefill_tokens: int
     running_tokens: int

@@ -76,7 +76,7 @@ class Renew(msgspec.Struct, tag=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """All `blocks` blocks were pushed; `tokens` were drawn by the sender, and the KV of the last one is not computed.
+    """All `blocks` blocks were pushed; `tokens` were sampled by the sender, and the KV of the last one is not computed.
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefiller's cache.

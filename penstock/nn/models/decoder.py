@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from penstock.nn import ops
 from penstock.nn.batch import Batch
+from penstock.nn.bounded_logits import LEAST, BoundedLogits
 from penstock.nn.config import DecoderConfig
 from penstock.nn.graph import Graph, choose
 from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
 from penstock.nn.packed import PackedWeight, Weight
-from penstock.nn.sketch import LEAST, Sketch
 
 
 class Layer(nn.Module):
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.graph_mode = "auto"
         self._rotation: Rotation | None = None
         self._graph: Graph | None = None
-        self._sketch: Sketch | None = None
+        self._bounded_logits: BoundedLogits | None = None
 
     def pack(self) -> None:
         """Hold what products read in the kernels' layout; what weights held is gone."""
@@ -89,11 +89,11 @@ class Decoder(nn.Module):
             self.lm_head = Linear(ins, (outs,), bias=False)
         hold(self.lm_head, weight)
 
-    def sketch(self, least: int = LEAST) -> None:
+    def bound_logits(self, least: int = LEAST) -> None:
         """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
         weight = self._head
         if isinstance(weight, PackedWeight) and weight.memory.nbytes >= least:
-            self._sketch = Sketch.of(weight)
+            self._bounded_logits = BoundedLogits.of(weight)
 
     @property
     def _head(self) -> Weight:
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._graph = self._sketch = None  # weights move
+        self._graph = self._bounded_logits = None  # weights move
         return super()._apply(*args, **kwargs)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ class Decoder(nn.Module):
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
         """[rows, hidden] -> [rows] tokens, without the logits that they are drawn from; None where these are needed."""
         weight = self._head
-        if self._sketch is None or not ops.choose_pays(draws):
+        if self._bounded_logits is None or not ops.choose_pays(draws):
             return None
         assert isinstance(weight, PackedWeight)
-        tokens = ops.choose(hidden, weight, self._sketch, draws)
+        tokens = ops.choose(hidden, weight, self._bounded_logits, draws)
         return None if -1 in tokens.tolist() else tokens

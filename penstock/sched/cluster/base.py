@@ -43,7 +43,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         prefilling: sequences whose prompts it is still to compute.
         pending_tokens: prompt tokens that are still to be computed there.
         requests: sequences that wait, run, or will decode there.
-        decoding: those of them whose first token was drawn.
+        decoding: those of them whose first token was sampled.
         held_tokens: tokens whose KV is there or will be.
         free_at: when the online prompts that it has will be prefilled, as predicted; in the past when it has none.
         idle_at: the same, of all prompts.

@@ -1,7 +1,7 @@
 """One instance: which tokens run in the next step."""
 
 from penstock.sched.local.limits import Limits
-from penstock.sched.local.pacing import PACING, Pacing, make_pacing
+from penstock.sched.local.policy import LOCAL_POLICIES, LocalPolicy, make_local_policy
 from penstock.sched.local.scheduler import Scheduler
 
-__all__ = ["PACING", "Limits", "Pacing", "Scheduler", "make_pacing"]
+__all__ = ["LOCAL_POLICIES", "Limits", "LocalPolicy", "Scheduler", "make_local_policy"]

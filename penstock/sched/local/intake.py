@@ -24,13 +24,13 @@ class Owner:
     Attributes:
         told: tokens of the output that he knows of; kept by whoever does not report every step. None before the first
             report.
-        departs: he expects that the request is handed over after its first token, and has not seen that it is not.
+        migrates: he expects that the request is handed over after its first token, and has not seen that it is not.
     """
 
     frontend: str
     generation: int
     told: int | None = None
-    departs: bool = False
+    migrates: bool = False
 
 
 class Intake:
@@ -101,11 +101,11 @@ class Intake:
         if request.params.use_beam_search:
             decode = None  # its beams are at home where its prompt is
         try:
-            self.scheduler.add(request, departs=decode is not None, now=now)
+            self.scheduler.add(request, migrates=decode is not None, now=now)
         except UserError as error:
             return Refused(life, request.id, str(error))
         self.recent.arrived(request.id, now, len(request.generated))
-        self._owner[request.id] = Owner(frontend, generation, departs=decode is not None)
+        self._owner[request.id] = Owner(frontend, generation, migrates=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
             if decode is not None:
@@ -125,10 +125,10 @@ class Intake:
             case Drain():
                 self.draining = True
 
-    def forsake(self, frontend: str) -> None:
+    def drop_client(self, frontend: str) -> None:
         """It has gone, and nobody else wants its requests."""
         if self.handoffs is not None:
-            self.handoffs.forsake(frontend)
+            self.handoffs.drop_client(frontend)
         for request_id in [r for r, owner in self._owner.items() if owner.frontend == frontend]:
             self._let_go(request_id)
 
@@ -164,7 +164,7 @@ class Intake:
         self._owner[request.id] = Owner(frontend, generation)
         self.recent.adopted(request.id, now, queue, prefill, len(request.generated))
 
-    def departed(self, request_id: str) -> None:
+    def migrated(self, request_id: str) -> None:
         if request_id in self._owner:
             self._forget(request_id)
         self.recent.forget(request_id)
@@ -209,7 +209,7 @@ class Intake:
         self.scheduler.check()
         if self.handoffs is not None:
             self.handoffs.check()
-        here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_leaving
+        here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
         assert len(self._owner) - len(self._failed) == here, "a request has no owner"
         assert len(self.recent) == here, "a request is not measured"
         assert self.news.keys() <= self._owner.keys(), "nobody waits for news of a request"

@@ -18,7 +18,7 @@ def snapshot(intake: Intake) -> Snapshot:
         draining=intake.draining,
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
-        leaving=scheduler.num_leaving,
+        migrating=scheduler.num_migrating,
         waiting_tokens=waiting,
         prefill_tokens=prefill,
         running_tokens=running,

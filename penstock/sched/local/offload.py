@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lien:
+class StoreHold:
     """On the blocks of a sequence that are being copied.
 
     Attributes:
@@ -107,7 +107,7 @@ class Offload:
         self._pool = pool
         self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
         self._number = 0
-        self._stores: dict[int, tuple[Store, Lien]] = {}
+        self._stores: dict[int, tuple[Store, StoreHold]] = {}
         self._loads: dict[int, _Loading] = {}
         self._orders: list[Store | Load] = []
         self._storing = self._loading = 0  # blocks under way
@@ -145,31 +145,31 @@ class Offload:
                 self._storing += 1
         sequence.kept = end
         if moves:
-            if sequence.lien is None:
-                sequence.lien = Lien()
-            sequence.lien.stores += 1
+            if sequence.store_hold is None:
+                sequence.store_hold = StoreHold()
+            sequence.store_hold.stores += 1
             self._number += 1
             store = Store(self._number, tuple(moves))
-            self._stores[store.number] = store, sequence.lien
+            self._stores[store.number] = store, sequence.store_hold
             self._orders.append(store)
 
     def let_go(self, sequence: Sequence) -> None:
         """It is about to let go of its blocks: those that are being copied are held on."""
-        lien, sequence.lien = sequence.lien, None
-        if lien is not None and lien.stores:
-            lien.blocks = sequence.blocks[: sequence.published]
-            self._pool.hold(lien.blocks)
+        store_hold, sequence.store_hold = sequence.store_hold, None
+        if store_hold is not None and store_hold.stores:
+            store_hold.blocks = sequence.blocks[: sequence.published]
+            self._pool.hold(store_hold.blocks)
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store is over; without `whole` nothing of it can be used."""
-        store, lien = self._stores.pop(number)
+        store, store_hold = self._stores.pop(number)
         for _, _, key in store.moves:
             self.tier.written(key, whole=whole)
         self._storing -= len(store.moves)
         self.stored_blocks += len(store.moves) * whole
-        lien.stores -= 1
-        if not lien.stores:
-            self._pool.release(lien.blocks)
+        store_hold.stores -= 1
+        if not store_hold.stores:
+            self._pool.release(store_hold.blocks)
 
     # --- from the tier
 
@@ -261,9 +261,9 @@ class Offload:
         if load is None or load.sequence is None:
             return None
         load.sequence.loads = MOST_LOADS
-        return self.forsake(load.sequence.id)
+        return self.stop_waiting(load.sequence.id)
 
-    def forsake(self, request_id: str) -> Sequence | None:
+    def stop_waiting(self, request_id: str) -> Sequence | None:
         """It waits no longer, and is returned if it did. What is on its way for it arrives all the same."""
         sequence = self.waiting.pop(request_id, None)
         for load in self._loads.values() if sequence is not None else ():
@@ -296,8 +296,8 @@ class Offload:
 
     def holders(self) -> Counter[int]:
         """How often each block is held, for loads and for stores whose sequences have let go."""
-        liens = {id(lien): lien for _, lien in self._stores.values()}
-        held = [*(load.blocks for load in self._loads.values()), *(lien.blocks for lien in liens.values())]
+        holds = {id(store_hold): store_hold for _, store_hold in self._stores.values()}
+        held = [*(load.blocks for load in self._loads.values()), *(store_hold.blocks for store_hold in holds.values())]
         return Counter(block for blocks in held for block in blocks)
 
     def counts(self) -> Mapping[str, int]:
@@ -312,8 +312,8 @@ class Offload:
     def check(self) -> None:
         """Raise AssertionError unless what is under way is what is held for it."""
         self.tier.check()
-        stores = Counter(id(lien) for _, lien in self._stores.values())
-        assert all(lien.stores == stores[id(lien)] for _, lien in self._stores.values())
+        stores = Counter(id(store_hold) for _, store_hold in self._stores.values())
+        assert all(store_hold.stores == stores[id(store_hold)] for _, store_hold in self._stores.values())
         assert self._storing == sum(len(store.moves) for store, _ in self._stores.values())
         assert self._loading == sum(len(load.moves) for load in self._loads.values())
         waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]

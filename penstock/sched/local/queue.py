@@ -49,5 +49,5 @@ class Queue:
         assert turns == sorted(set(turns)), "the queue is out of order"
         for s in self._sequences:
             assert not s.blocks
-            assert not s.travelling
+            assert not s.transferring
             assert s.computed == 0

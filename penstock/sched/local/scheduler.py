@@ -2,11 +2,11 @@
 
 A step is filled in this order: every decoding sequence gets its one token; then whatever has more tokens to compute,
 running or waiting, gets as many as the token budget still allows. In which order, and whether less than the budget is
-used, is the pacing's to say (`sched.local.pacing`). A sequence that meets a shortage of blocks waits; a running one
-takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
+used, is decided by the local policy (`sched.local.policy`). A sequence that meets a shortage of blocks waits; a running
+one takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
 longer in the cache.
 
-A sequence may leave for another instance once its prompt is read (`departs`), and one may come from another instance:
+A sequence may leave for another instance once its prompt is read (`migrates`), and one may come from another instance:
 blocks are set aside for it (`reserve`), filled by whoever carries them, and then it runs (`resume`).
 """
 
@@ -20,16 +20,16 @@ from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
-from penstock.sched.local.ahead import Flights
-from penstock.sched.local.draft import Draft
 from penstock.sched.local.group import BeamGroup, check_group, make_sequence
+from penstock.sched.local.kv_manager import KVManager
 from penstock.sched.local.limits import Counters, Limits
-from penstock.sched.local.memory import Memory
+from penstock.sched.local.look_ahead import InFlightSteps
 from penstock.sched.local.offload import Offload
-from penstock.sched.local.pacing.base import Allowance, Pacing
-from penstock.sched.local.pacing.fcfs import Fcfs
+from penstock.sched.local.policy.base import Allowance, LocalPolicy
+from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.residents import Residents, rank
 from penstock.sched.local.sequence import Reservation, Sequence, blocks_for, standing_of
+from penstock.sched.local.step_builder import StepBuilder
 from penstock.sched.steptime import StepTime
 
 _turn = attrgetter("turn")
@@ -41,14 +41,14 @@ class Scheduler:
 
     plan = schedule(now); result = run(plan); outputs = update(plan, result)
 
-    One more step may be scheduled while a plan runs: see `sched.local.ahead`. Then `add` and `cancel` may come at any
-    time.
+    One more step may be scheduled while a plan runs: see `sched.local.look_ahead`. Then `add` and `cancel` may come at
+    any time.
 
     Times are seconds of one clock, whatever it is; who sets no deadlines may leave them out.
 
     Args:
         root: parent of every first block's prefix key; equal for instances that may exchange blocks.
-        pacing: a fresh one; first come, first served by default.
+        policy: a fresh one; first come, first served by default.
         offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
     """
@@ -60,7 +60,7 @@ class Scheduler:
         *,
         root: bytes = b"",
         prefix_cache: bool = True,
-        pacing: Pacing | None = None,
+        policy: LocalPolicy | None = None,
         offload: Offload | None = None,
     ) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
@@ -69,13 +69,13 @@ class Scheduler:
         self.root = root
         self.counters = Counters()
         self.offload = offload
-        self._pacing = Fcfs() if pacing is None else pacing
-        self._flights = Flights()
-        self.memory = Memory(pool, limits, prefix_cache, self._flights, offload)
+        self._policy = Fcfs() if policy is None else policy
+        self._in_flight = InFlightSteps()
+        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload)
         self._prefix_cache = prefix_cache
-        here = self._here = Residents(self.memory, limits, self._pacing, self._flights, self.counters)
+        here = self._here = Residents(self.kv, limits, self._policy, self._in_flight, self.counters)
         self._sequences, self._running, self._waiting = here.sequences, here.running, here.waiting
-        self._leaving, self._reserved, self._awaiting = here.leaving, here.reserved, here.awaiting
+        self._migrating, self._reserved, self._awaiting = here.migrating, here.reserved, here.awaiting
         self._answered: list[Sequence] = []  # since the last plan: whose clock of tokens is to be started
         self._arrivals = 0
 
@@ -89,8 +89,8 @@ class Scheduler:
         return self._here.num_waiting
 
     @property
-    def num_leaving(self) -> int:
-        return len(self._leaving)
+    def num_migrating(self) -> int:
+        return len(self._migrating)
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -99,21 +99,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        return bool(self._running or self._waiting or self._flights.ending or self._awaiting)
+        return bool(self._running or self._waiting or self._in_flight.ending or self._awaiting)
 
     @property
     def held_back(self) -> bool:
         """Whether there is not room for something because steps are in flight."""
-        return self._flights.held_back
+        return self._in_flight.held_back
 
     @property
     def steady(self) -> bool:
         """Whether a step in which all decode is followed by its like for as long as nothing comes and nothing ends."""
-        return self._pacing.steady
+        return self._policy.steady
 
     def predict_by(self, times: StepTime) -> None:
         """Whoever paces by predicted steps predicts them so from now on."""
-        self._pacing.predict_by(times)
+        self._policy.predict_by(times)
         if self.offload is not None:
             self.offload.predict_by(times)
 
@@ -128,11 +128,11 @@ class Scheduler:
         """See `Residents.tokens_due`."""
         return self._here.tokens_due()
 
-    def add(self, request: Request, *, departs: bool = False, now: float = 0.0) -> None:
+    def add(self, request: Request, *, migrates: bool = False, now: float = 0.0) -> None:
         """Take a request in.
 
         Args:
-            departs: once its first token is drawn it runs no further, until it is told to `stay` or to `depart`.
+            migrates: once its first token is sampled it runs no further until it is told to `stay`, or has `migrated`.
 
         Raises:
             PromptTooLong: it could never fit, even alone.
@@ -155,7 +155,7 @@ class Scheduler:
         if request.params.use_beam_search:
             check_group(request, self.limits, self.pool.num_blocks)
         sequence = self._make(request, now)
-        sequence.departs = departs
+        sequence.migrates = migrates
         standing = sequence.standing
         if not self._load(sequence, (s for s in self._waiting if s.standing <= standing)):
             self._here.enqueue(sequence)
@@ -164,7 +164,7 @@ class Scheduler:
         sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
         self._arrivals += 1
         self._sequences[request.id] = sequence
-        self._pacing.join(sequence)
+        self._policy.join(sequence)
         return sequence
 
     def cancel(self, request_id: str) -> bool:
@@ -172,11 +172,11 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        if self.offload is not None and self.offload.forsake(request_id) is not None:
+        if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
             return True
-        self._pacing.leave(sequence)
+        self._policy.leave(sequence)
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
-            if not (self._leaving.pop(request_id, None) or self._flights.ending.pop(request_id, None)):
+            if not (self._migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
                 self._running.remove(sequence)
             self._here.let_go(sequence)
         else:
@@ -187,9 +187,9 @@ class Scheduler:
 
     def _load(self, sequence: Sequence, before: Iterable[Sequence] = ()) -> bool:
         """Whether it waits for blocks from now on. Those `before` it come first."""
-        if not self.memory.load(sequence, self._running, before):
+        if not self.kv.load(sequence, self._running, before):
             return False
-        self._pacing.leave(sequence)
+        self._policy.leave(sequence)
         return True
 
     def stored(self, number: int, *, whole: bool = True) -> None:
@@ -210,7 +210,7 @@ class Scheduler:
     def _queue(self, sequence: Sequence | None) -> None:
         """It has waited for blocks."""
         if sequence is not None:
-            self._pacing.join(sequence)
+            self._policy.join(sequence)
             self._here.enqueue(sequence)
 
     # --- coming from and going to other instances
@@ -220,34 +220,34 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        sequence.departs = False
-        if self._leaving.pop(request_id, None) is not None:
+        sequence.migrates = False
+        if self._migrating.pop(request_id, None) is not None:
             self._running.append(sequence)
 
-    def depart(self, request_id: str) -> None:
+    def migrated(self, request_id: str) -> None:
         """Another instance has it."""
-        assert request_id in self._leaving
+        assert request_id in self._migrating
         self.cancel(request_id)
 
-    def leaving(self, request_id: str) -> bool:
+    def migrating(self, request_id: str) -> bool:
         """Whether its prompt is read and it waits for another instance to have it."""
-        return request_id in self._leaving
+        return request_id in self._migrating
 
-    def begin_travel(self, sequence: Sequence, blocks: int) -> None:
+    def begin_transfer(self, sequence: Sequence, blocks: int) -> None:
         """So many of its leading blocks are being sent; they stay as they are while the sequence holds them."""
-        self.pool.begin_transfer(sequence.blocks[sequence.travelling : blocks])
-        sequence.travelling = max(sequence.travelling, blocks)
+        self.pool.begin_transfer(sequence.blocks[sequence.transferring : blocks])
+        sequence.transferring = max(sequence.transferring, blocks)
 
-    def end_travel(self, request_id: str) -> None:
+    def end_transfer(self, request_id: str) -> None:
         """Nothing of it is sent any longer. Ends by itself when the sequence lets go of its blocks."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.pool.end_transfer(sequence.blocks[: sequence.travelling])
-            sequence.travelling = 0
+            self.pool.end_transfer(sequence.blocks[: sequence.transferring])
+            sequence.transferring = 0
 
-    def travelling(self) -> list[str]:
+    def transferring(self) -> list[str]:
         """Requests of which blocks are being sent."""
-        return [s.id for s in self._sequences.values() if s.travelling]
+        return [s.id for s in self._sequences.values() if s.transferring]
 
     def reserve(self, request: Request) -> Reservation | None:
         """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now. Offline
@@ -271,7 +271,7 @@ class Scheduler:
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
         victims = self._here.victims(missing + ahead, hit, offline)
-        if victims is None or (victims and self._flights.hold_back()):
+        if victims is None or (victims and self._in_flight.hold_back()):
             return None
         for victim in victims:
             self._here.preempt(victim)
@@ -286,7 +286,7 @@ class Scheduler:
         self.pool.release(reservation.blocks)
 
     def resume(self, reservation: Reservation, tokens: list[int], cached_tokens: int) -> Sequence:
-        """The KV of all that was to be read has arrived, and `tokens` were drawn there: it runs from here on."""
+        """The KV of all that was to be read has arrived, and `tokens` were sampled there: it runs from here on."""
         assert tokens
         assert reservation.request.id not in self._sequences
         self._reserved.remove(reservation)
@@ -300,7 +300,7 @@ class Scheduler:
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
         self._answered.append(sequence)
-        self.memory.publish(sequence)
+        self.kv.publish(sequence)
         return sequence
 
     # --- steps
@@ -318,35 +318,35 @@ class Scheduler:
         reading: list[Sequence] = []
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
-        allowance = self._pacing.begin(now + wait, decoding, reading, self._waiting)
-        draft = Draft(self.limits.token_budget)
-        self._decode(draft, allowance.decoding)
-        self._fill(draft, allowance, reading)
-        if not draft.grants:
-            held = self._leaving or self._reserved or self._flights
+        allowance = self._policy.begin(now + wait, decoding, reading, self._waiting)
+        builder = StepBuilder(self.limits.token_budget)
+        self._decode(builder, allowance.decoding)
+        self._fill(builder, allowance, reading)
+        if not builder.grants:
+            held = self._migrating or self._reserved or self._in_flight
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
-        return draft.plan(self._here.take_released())
+        return builder.plan(self._here.take_released())
 
     def launch(self, plan: StepPlan) -> None:
         """A runner has it: until its `update`, nothing that it may touch becomes anybody else's."""
-        self._flights.launch(plan, self._sequences)
+        self._in_flight.launch(plan, self._sequences)
 
-    def foresee(self) -> bool:
+    def look_ahead(self) -> bool:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
-        return self._flights.foresee(self._running, self.limits.max_model_len)
+        return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
 
     def abandon(self) -> None:
         """The runner has failed and touches nothing any longer. What was in flight is computed again."""
-        while self._flights:
-            for sequence in self._land(self._flights.first).values():
+        while self._in_flight:
+            for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:  # of which nobody knows what is in them
                     self._here.preempt(sequence)
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """Nothing touches the plan's blocks any longer. Returns the sequences that it has computed something for."""
-        flight = self._flights.land(plan, self._running)
+        flight = self._in_flight.land(plan, self._running)
         if flight is None:
             return self._sequences
         for blocks in flight.kept:
@@ -357,9 +357,9 @@ class Scheduler:
         """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
         outputs = []
         computed = self._land(plan)
-        drawn = iter(zip(result.tokens, result.logprobs, strict=True))
+        sampled = iter(zip(result.tokens, result.logprobs, strict=True))
         for step in plan.sequences:
-            token, logprobs = next(drawn) if step.sample else (None, None)
+            token, logprobs = next(sampled) if step.sample else (None, None)
             sequence = computed.get(step.request_id)
             if sequence is None:
                 continue
@@ -375,7 +375,7 @@ class Scheduler:
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
             if sequence.computed // BLOCK_TOKENS != sequence.published:
-                self.memory.publish(sequence)
+                self.kv.publish(sequence)
             if token is None:
                 continue
             request, tokens = sequence.request, sequence.tokens
@@ -394,15 +394,15 @@ class Scheduler:
                 output.finish = FinishReason.LENGTH
             if output.finish is not None:
                 self.cancel(sequence.id)
-            elif sequence.departs:
+            elif sequence.migrates:
                 self._running.remove(sequence)
-                self._leaving[sequence.id] = sequence
+                self._migrating[sequence.id] = sequence
             outputs.append(output)
         return outputs
 
     def _search_on(self, group: BeamGroup, step: SequenceStep, result: StepResult) -> list[TokenOutput]:
         output = group.advance(step, result)
-        self.memory.publish(group)
+        self.kv.publish(group)
         if group.first is None:
             self._answered.append(group)
         if output is None:
@@ -413,18 +413,18 @@ class Scheduler:
 
     # --- filling a step
 
-    def _fill(self, draft: Draft, allowance: Allowance, reading: list[Sequence]) -> None:
+    def _fill(self, builder: StepBuilder, allowance: Allowance, reading: list[Sequence]) -> None:
         """Spend what is left of the budget on prompts, running and waiting alike, in order of their turns."""
         reading.sort(key=_turn, reverse=True)
         admitting = True
         if allowance.gaps:
-            admitting = self._read_on(draft, allowance, reading, admitting, _ONLINE)
-            self._decode(draft, allowance.held_back())
-        self._read_on(draft, allowance, reading, admitting)
+            admitting = self._read_on(builder, allowance, reading, admitting, _ONLINE)
+            self._decode(builder, allowance.held_back())
+        self._read_on(builder, allowance, reading, admitting)
 
     def _read_on(
         self,
-        draft: Draft,
+        builder: StepBuilder,
         allowance: Allowance,
         reading: list[Sequence],
         admitting: bool,
@@ -432,69 +432,69 @@ class Scheduler:
     ) -> bool:
         """Of turns below `before`, when that is given. Returns whether the next in the queue may still be admitted."""
         waiting = self._waiting
-        while draft.budget and (reading or (admitting and waiting)):
+        while builder.budget and (reading or (admitting and waiting)):
             runs = bool(reading) and (not admitting or not waiting or reading[-1].turn < waiting.head.turn)
             if before is not None and (reading[-1] if runs else waiting.head).turn >= before:
                 break
             if runs:
                 sequence = reading.pop()
-                most = min(sequence.pending, draft.budget)
+                most = min(sequence.pending, builder.budget)
                 count = allowance.chunk(sequence, sequence.computed, most)
-                if count and self._grant_running(draft, sequence, count):
+                if count and self._grant_running(builder, sequence, count):
                     allowance.granted(sequence, sequence.computed, count)
             else:
                 # nobody is admitted in a step that had to preempt: the victim would come straight back
-                admitting = not draft.short and self._admit(draft, allowance, waiting.head)
+                admitting = not builder.short and self._admit(builder, allowance, waiting.head)
         return admitting
 
-    def _decode(self, draft: Draft, sequences: Iterable[Sequence]) -> None:
+    def _decode(self, builder: StepBuilder, sequences: Iterable[Sequence]) -> None:
         """Each gets its next token, as far as there is room."""
-        grants = draft.grants
+        grants = builder.grants
         for sequence in sequences:
             # most have room for this token and the next one: the rest is passed over
             ready = sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching
-            if draft.budget and ready and sequence not in grants:
+            if builder.budget and ready and sequence not in grants:
                 grants[sequence] = 1
-                draft.budget -= 1
+                builder.budget -= 1
             else:
-                self._grant_running(draft, sequence, 1)
+                self._grant_running(builder, sequence, 1)
 
-    def _grant_running(self, draft: Draft, sequence: Sequence, count: int) -> bool:
+    def _grant_running(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
         """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
-        if draft.budget < sequence.cost(count) or not sequence.blocks or sequence in draft.grants:
+        if builder.budget < sequence.cost(count) or not sequence.blocks or sequence in builder.grants:
             return False
         missing = sequence.blocks_until(sequence.computed + count) - len(sequence.blocks)
         while missing > 0 and self.pool.available < missing:
-            draft.short = True
-            if self._flights.hold_back():
+            builder.short = True
+            if self._in_flight.hold_back():
                 return False
             victim = max(self._running, key=rank)
-            draft.forget(victim)
+            builder.forget(victim)
             self._here.preempt(victim)
             if victim is sequence:
                 return False
-        self._grant(draft, sequence, count)
+        self._grant(builder, sequence, count)
         return True
 
-    def _grant(self, draft: Draft, sequence: Sequence, count: int) -> None:
-        draft.grants[sequence] = count
-        draft.budget -= sequence.cost(count)
+    def _grant(self, builder: StepBuilder, sequence: Sequence, count: int) -> None:
+        builder.grants[sequence] = count
+        builder.budget -= sequence.cost(count)
         if blocks := self.set_aside(sequence, count):
-            draft.fresh[sequence] = blocks
+            builder.fresh[sequence] = blocks
 
     def set_aside(self, sequence: Sequence, count: int) -> list[int]:
-        """See `Memory.set_aside`."""
-        return self.memory.set_aside(sequence, count, self._running)
+        """See `KVManager.set_aside`."""
+        return self.kv.set_aside(sequence, count, self._running)
 
-    def _admit(self, draft: Draft, allowance: Allowance, sequence: Sequence) -> bool:
+    def _admit(self, builder: StepBuilder, allowance: Allowance, sequence: Sequence) -> bool:
         """Start or resume the first in the queue, or have it wait elsewhere for blocks; False when it waits here."""
         if self._load(sequence):
             self._waiting.remove(sequence)
             return True
-        hit = self.memory.prefix_hit(sequence)
+        hit = self.kv.prefix_hit(sequence)
         cached = len(hit) * BLOCK_TOKENS
         rest = len(sequence.tokens) - cached
-        count = allowance.chunk(sequence, cached, min(rest, draft.budget))
+        count = allowance.chunk(sequence, cached, min(rest, builder.budget))
         if not count:
             return False
         # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
@@ -502,22 +502,22 @@ class Scheduler:
         standing = sequence.standing
         lower = (s for s in self._running if s.standing > standing)
         victims = self._here.victims(sequence.demand - len(hit), hit, lower, sequence.rows)
-        if victims is None or (victims and self._flights.hold_back()):
+        if victims is None or (victims and self._in_flight.hold_back()):
             return False
         for victim in victims:
-            draft.forget(victim)
+            builder.forget(victim)
             self._here.preempt(victim)
         if victims:  # their tokens are left over
-            count = allowance.chunk(sequence, cached, min(rest, draft.budget))
+            count = allowance.chunk(sequence, cached, min(rest, builder.budget))
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        self.memory.admit(sequence, hit)
+        self.kv.admit(sequence, hit)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
             self.counters.prefix_loads += min(sequence.loaded, cached)
-        self._grant(draft, sequence, count)
+        self._grant(builder, sequence, count)
         allowance.granted(sequence, cached, count)
         return True
 

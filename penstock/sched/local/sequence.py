@@ -11,7 +11,7 @@ from penstock.core.request import Request, TokenLogprobs
 from penstock.kv.keys import salted
 
 if TYPE_CHECKING:
-    from penstock.sched.local.offload import Lien
+    from penstock.sched.local.offload import StoreHold
 
 
 def blocks_for(tokens: int) -> int:
@@ -31,26 +31,26 @@ class Sequence:
         rows: places that it takes among those that run at once.
         branching: it is a `BeamGroup`.
         rank: (offline, priority, order of arrival); whoever is last gives up its blocks first.
-        turn: its place among those whose prompts are to be read, the least first; what it means is the pacing's own.
+        turn: its place among those whose prompts are to be prefilled, the least first; the policy says what it means.
         arrived: when its client sent it.
         ttft, tpot: its targets in seconds; inf without.
-        first: what the deadlines of its tokens are counted from: when the first was drawn here. None before that: then
-            its next token is due like a first one, also when others were generated elsewhere.
+        first: what the deadlines of its tokens are counted from: when the first was sampled here. None before that:
+            then its next token is due like a first one, also when others were generated elsewhere.
         tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
-        in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is foreseen
-            (`sched.local.ahead`); when it draws a token, the last of `tokens` is a placeholder.
+        in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
+            (`sched.local.look_ahead`); when it draws a token, the last of `tokens` is a placeholder.
         special: it asks for something that steps of most sequences need not be told.
-        guided: what may be drawn next depends on which tokens were drawn.
+        guided: what may be sampled next depends on which tokens were sampled.
         prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
-        departs: it is meant to go on at another instance after its prompt.
-        travelling: how many leading blocks are being sent there.
+        migrates: it is meant to go on at another instance after its prompt.
+        transferring: how many leading blocks are being sent there.
         kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
-        lien: on its blocks, for copies that are being made; None as long as there were none.
+        store_hold: on its blocks, for copies that are being made; None as long as there were none.
         loads: how often it waited for copies; `loaded`: tokens that they brought.
     """
 
@@ -59,24 +59,24 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
-        "departs",
         "first",
         "guided",
         "in_flight",
         "kept",
         "keys",
-        "lien",
         "loaded",
         "loads",
+        "migrates",
         "prompt_logprobs",
         "published",
         "rank",
         "request",
         "root",
         "special",
+        "store_hold",
         "tokens",
         "tpot",
-        "travelling",
+        "transferring",
         "ttft",
         "turn",
     )
@@ -105,14 +105,14 @@ class Sequence:
         self.keys: list[bytes] = []
         self.published = 0
         self.cached_tokens: int | None = None
-        self.departs = False
-        self.travelling = self.kept = self.loads = self.loaded = 0
-        self.lien: Lien | None = None
+        self.migrates = False
+        self.transferring = self.kept = self.loads = self.loaded = 0
+        self.store_hold: StoreHold | None = None
 
     @property
     def storing(self) -> bool:
         """Whether some of its blocks are being copied, so that they stay held when it lets go of them."""
-        return self.lien is not None and self.lien.stores > 0
+        return self.store_hold is not None and self.store_hold.stores > 0
 
     @property
     def id(self) -> str:
@@ -163,7 +163,7 @@ class Sequence:
     @property
     def upcoming(self) -> int:
         """Tokens whose place may be made ready while the last that it has is computed."""
-        return int(not self.departs and self.generated + 1 < self.request.max_tokens)
+        return int(not self.migrates and self.generated + 1 < self.request.max_tokens)
 
     @property
     def findable(self) -> int:
@@ -186,7 +186,7 @@ class Sequence:
         return self.first + self.tpot * self.generated
 
     def banned(self) -> set[int]:
-        """Tokens that must not be drawn next: they would end the output too early, or complete a bad word."""
+        """Tokens that must not be sampled next: they would end the output too early, or complete a bad word."""
         request, tokens = self.request, self.tokens
         start = len(request.prompt)
         generated = len(tokens) - start
@@ -230,7 +230,7 @@ class Sequence:
         return step
 
     def start_clock(self, now: float) -> None:
-        """The tokens that it has count as if the last of them had been drawn now, right in time."""
+        """The tokens that it has count as if the last of them had been sampled now, right in time."""
         self.first = now if self.tpot == inf else now - self.tpot * (self.generated - 1)
 
 

@@ -41,7 +41,7 @@ def test_another_layout_is_refused_on_both_sides_with_both_values(way, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("field", "theirs"), [("protocol", 99), ("transport", "carrier pigeon"), ("pool", "another keeper's")]
+    ("field", "theirs"), [("protocol", 99), ("transport", "carrier pigeon"), ("pool", "another server's")]
 )
 def test_other_differences_are_refused_too(pair, kind, field, theirs):
     a, _ = pair

@@ -26,10 +26,10 @@ from tests.helpers.links import (
     address,
     ends,
     far_process,
-    keeper,
     no_descriptors,
     open_files,
     open_pool,
+    pool_server,
     transfer_threads,
 )
 from tests.helpers.strangers import Stranger, greet
@@ -133,7 +133,7 @@ def test_what_changed_after_the_stamp_is_not_landed(pair):
     before = b.fill(into, 2, key=b"")
     push = a.push(a.peer, block)  # only for the stamp
     if a.transport.shares:
-        a.pool.keeper.exchange([block], 1)  # the keeper leases it out anew
+        a.pool.client.exchange([block], 1)  # the KV pool server leases it out anew
     else:
         a.pool.memory.block(block)[100] ^= 4
     a.transport.send(b.peer, push)
@@ -150,7 +150,7 @@ def test_a_shared_block_with_another_key_is_not_landed(tmp_path):
         a.push(b.peer, block, key=b"l" * 16)
         b.until(lambda: b.arrivals)
         assert b.transport.land(b.arrivals[0], b.pool.blocks[0]) is None
-        assert b.pool.keeper.status().counts["held:b"] == 16
+        assert b.pool.client.status().counts["held:b"] == 16
 
 
 @pytest.mark.parametrize("block", [1 << 20, 1 << 40, 2**64 - 1, -1, -(2**63)])
@@ -313,7 +313,7 @@ def test_a_peer_may_still_be_starting(way, tmp_path):
 
 def test_a_killed_process_is_a_link_down_soon(pair, kind, tmp_path):
     a, _ = pair
-    with far_process(kind, tmp_path, keeper_path=str(tmp_path / "keeper.sock")) as (far, peer):
+    with far_process(kind, tmp_path, kv_pool_path=str(tmp_path / "kv-pool.sock")) as (far, peer):
         a.transport.send(peer, Commit(LEASE, 0, [], 0, 0.0, 0.0))
         a.until(lambda: a.arrivals)
         far.kill()
@@ -323,7 +323,7 @@ def test_a_killed_process_is_a_link_down_soon(pair, kind, tmp_path):
 
 def test_nothing_is_left_after_close(way, tmp_path):
     kind, faults = way
-    with keeper(tmp_path / "keeper.sock") if kind == "shared" else open(os.devnull) as path:
+    with pool_server(tmp_path / "kv-pool.sock") if kind == "shared" else open(os.devnull) as path:
         pools = [open_pool(kind, path, name, 1) for name in ("a", "b")]
         gc.collect()  # what tests before this one left to the collector is not to be missed at the end
         files, threads, folder = open_files(), transfer_threads(), set(os.listdir(tmp_path))
@@ -355,7 +355,7 @@ def test_nothing_is_left_after_close(way, tmp_path):
 
 def test_an_address_is_free_again_after_a_kill_but_not_before(pair, kind, tmp_path):
     a, _ = pair
-    with far_process(kind, tmp_path, keeper_path=str(tmp_path / "keeper.sock")) as (far, peer):
+    with far_process(kind, tmp_path, kv_pool_path=str(tmp_path / "kv-pool.sock")) as (far, peer):
         with pytest.raises(ConfigError, match="cannot listen there"):
             open_transport(kind, peer.address, "far", 3, LAYOUT, a.pool)
         far.kill()
@@ -372,7 +372,7 @@ def test_an_address_is_free_again_after_a_kill_but_not_before(pair, kind, tmp_pa
         ("tcp", "tcp:0.0.0.0:80", "as its peers reach it"),
         ("tcp", f"unix:/tmp/{'x' * 200}", "at most 107 bytes"),
         ("tcp", "unix:/nowhere/at/all", "cannot listen there"),
-        ("shared", "unix:/tmp/x", "needs a pool in a keeper"),
+        ("shared", "unix:/tmp/x", "needs a KV pool server"),
     ],
 )
 def test_what_cannot_be_opened_says_why(kind, where, message, tmp_path):
@@ -384,7 +384,7 @@ def test_what_cannot_be_opened_says_why(kind, where, message, tmp_path):
 
 
 def test_shared_stays_on_one_host(tmp_path):
-    with keeper(tmp_path / "k") as path:
+    with pool_server(tmp_path / "k") as path:
         pool = open_pool("shared", path, "a", 1)
         with pytest.raises(ConfigError, match="stays on one host"):
             open_transport("shared", "tcp:127.0.0.1:0", "a", 1, LAYOUT, pool)

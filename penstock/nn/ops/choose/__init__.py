@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.nn.bounded_logits import BoundedLogits, missing
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.choose import native, reference
 from penstock.nn.ops.sample.draw import Draw
 from penstock.nn.packed import PackedWeight
-from penstock.nn.sketch import Sketch, missing
 
 OP = Op(
     "choose",
@@ -28,14 +28,14 @@ def choose_pays(draws: Sequence[Draw]) -> bool:
     return sum(1 if draw.temperature == 0 else ROWS_OF_TOP_K for draw in draws) <= MOST_ROWS
 
 
-def choose(x: Tensor, weight: PackedWeight, sketch: Sketch, draws: Sequence[Draw]) -> Tensor:
+def choose(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:
     """[rows, in] -> [rows] int64, what `argmax` or `sample` take from the logits x @ weight.T in float32.
 
     Args:
         x: of the weight's dtype.
-        sketch: of the weight.
+        bounded: bounds for the weight's outputs.
         draws: greedy, or with a top_k.
 
-    Returns: the tokens; -1 where a row or its logits are not finite, and where its numbers are too large for a sketch.
+    Returns: the tokens; -1 where a row or its logits are not finite, and where its numbers are too large to bound.
     """
-    return OP.on(x.device.type)(x, weight, sketch, draws)
+    return OP.on(x.device.type)(x, weight, bounded, draws)

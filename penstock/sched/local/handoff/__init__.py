@@ -1,8 +1,8 @@
 """Requests that change instances between prompt and output (HFX and xLLM 3.2's migration; RTP-LLM's allocate, load,
 generate).
 
-Two state machines, `prefiller` and `decoder`, that talk in `core.wire.handoff` over a carrier that may lose, delay,
-double and reorder. What keeps them right:
+Two state machines, `prefill_side` and `decode_side`, that talk in `core.wire.handoff` over a carrier that may lose,
+delay, double and reorder. What keeps them right:
 
 - The decoder sets room aside first, under a lease; whoever hears nothing for the lease's time ends it.
 - The decoder's word is final and true for ever: after `Committed` it owns the request, after `Rejected` or `Release`
@@ -30,12 +30,12 @@ from penstock.core.wire.handoff import (
     Reserve,
     Reserved,
 )
-from penstock.sched.local.handoff.decoder import Decoder
-from penstock.sched.local.handoff.ports import Arrival, Carrier, Host
-from penstock.sched.local.handoff.prefiller import Prefiller
+from penstock.sched.local.handoff.decode_side import DecodeSide
+from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage
+from penstock.sched.local.handoff.prefill_side import PrefillSide
 from penstock.sched.local.scheduler import Scheduler
 
-__all__ = ["Arrival", "Carrier", "Handoffs", "Host"]
+__all__ = ["Carrier", "Handoffs", "Host", "IncomingMessage"]
 
 
 class Handoffs:
@@ -47,88 +47,88 @@ class Handoffs:
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
         assert lease > 0
-        self.prefiller = Prefiller(scheduler, carrier, host, lease)
-        self.decoder = Decoder(scheduler, carrier, host, lease)
+        self.prefill_side = PrefillSide(scheduler, carrier, host, lease)
+        self.decode_side = DecodeSide(scheduler, carrier, host, lease)
 
     @property
     def busy(self) -> bool:
-        return bool(self.prefiller or self.decoder)
+        return bool(self.prefill_side or self.decode_side)
 
     # --- what the engine tells
 
     def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        """A request that was added with `departs` shall go on at `peer`."""
-        self.prefiller.begin(request, generation, frontend, peer)
+        """A request that was added with `migrates` shall go on at `peer`."""
+        self.prefill_side.begin(request, generation, frontend, peer)
 
     def started(self, now: float, plan: StepPlan) -> None:
         """A step is about to run: room is asked for whose prompt it begins."""
-        self.prefiller.started(now, (s.request_id for s in plan.sequences))
+        self.prefill_side.started(now, (s.request_id for s in plan.sequences))
 
     def progress(self, now: float) -> None:
         """A step has run: send what is full, commit what has its first token, and make room that had to wait."""
-        self.prefiller.progress(now)
-        self.decoder.progress(now)
+        self.prefill_side.progress(now)
+        self.decode_side.progress(now)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         """The frontend that gave it does not want it any longer, in attempts up to `generation`; the scheduler is told
         by the caller."""
-        self.prefiller.cancel(request_id, frontend, generation)
-        self.decoder.cancel(request_id, frontend, generation)
+        self.prefill_side.cancel(request_id, frontend, generation)
+        self.decode_side.cancel(request_id, frontend, generation)
 
-    def forsake(self, frontend: str) -> None:
+    def drop_client(self, frontend: str) -> None:
         """A frontend has gone, and with it everybody who wanted its requests."""
-        self.prefiller.forsake(frontend)
-        self.decoder.forsake(frontend)
+        self.prefill_side.drop_client(frontend)
+        self.decode_side.drop_client(frontend)
 
     def supersede(self, request_id: str) -> None:
         """The request begins here anew, so it will not be taken over."""
-        self.decoder.supersede(request_id)
+        self.decode_side.supersede(request_id)
 
     def lost(self, peer: Peer, for_good: bool) -> None:
         """The link to a peer is down; `for_good` when that life of it is over."""
-        self.prefiller.lost(peer, for_good)
-        self.decoder.lost(peer)
+        self.prefill_side.lost(peer, for_good)
+        self.decode_side.lost(peer)
 
     def tick(self, now: float) -> None:
         """Ask again, renew, and end what is overdue; to be called several times in a lease."""
-        self.prefiller.tick(now)
-        self.decoder.tick(now)
+        self.prefill_side.tick(now)
+        self.decode_side.tick(now)
 
-    def on(self, now: float, arrival: Arrival) -> None:
+    def on(self, now: float, incoming: IncomingMessage) -> None:
         """A message from a peer."""
-        peer = arrival.peer
-        match arrival.message:
+        peer = incoming.peer
+        match incoming.message:
             case Push() as push:
-                self.decoder.on_push(now, arrival, push)
+                self.decode_side.on_push(now, incoming, push)
             case Reserve() as reserve:
-                self.decoder.on_reserve(now, peer, reserve)
+                self.decode_side.on_reserve(now, peer, reserve)
             case Renew(leases=leases):
-                self.decoder.on_renew(now, peer, leases)
+                self.decode_side.on_renew(now, peer, leases)
             case Commit() as commit:
-                self.decoder.on_commit(now, peer, commit)
+                self.decode_side.on_commit(now, peer, commit)
             case Reserved() | Missing() | Committed() as answer:
-                self.prefiller.on_answer(now, peer, answer)
+                self.prefill_side.on_answer(now, peer, answer)
             case Release(lease=lease, reason=reason) | Rejected(lease=lease, reason=reason):
-                if not self.decoder.on_release(now, peer, lease) and not self.prefiller.on_refusal(
+                if not self.decode_side.on_release(now, peer, lease) and not self.prefill_side.on_refusal(
                     now, peer, lease, reason
                 ):
-                    self.decoder.remember(now, lease)
+                    self.decode_side.remember(now, lease)
 
     # --- looking
 
     def promised(self, request_id: str) -> bool:
         """Whether the decoder of a request has room for it."""
-        return self.prefiller.promised(request_id)
+        return self.prefill_side.promised(request_id)
 
     def counts(self) -> dict[str, int]:
         return {
-            "outgoing": len(self.prefiller),
-            "incoming": len(self.decoder),
-            "handoffs_completed": self.prefiller.completed,
-            "handoffs_abandoned": self.prefiller.abandoned,
+            "outgoing": len(self.prefill_side),
+            "incoming": len(self.decode_side),
+            "handoffs_completed": self.prefill_side.completed,
+            "handoffs_abandoned": self.prefill_side.abandoned,
         }
 
     def check(self) -> None:
         """Raise AssertionError unless everything that is held for a hand-off belongs to one."""
-        self.prefiller.check()
-        self.decoder.check()
+        self.prefill_side.check()
+        self.decode_side.check()

@@ -9,7 +9,7 @@ from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage
 
 
-class Arrival(Protocol):
+class IncomingMessage(Protocol):
     """A message that came from a peer, with whatever bytes came with it."""
 
     @property
@@ -25,7 +25,7 @@ class Carrier(Protocol):
     def shares(self) -> bool: ...
     def send(self, peer: Peer, message: PeerMessage) -> None: ...
     def stamp(self, block: int) -> tuple[int, int]: ...
-    def land(self, arrival: Any, into: int) -> int | None: ...
+    def land(self, incoming: Any, into: int) -> int | None: ...
 
 
 class Host(Protocol):
@@ -39,7 +39,7 @@ class Host(Protocol):
         """Seconds that a request waited, and read its prompt."""
         ...
 
-    def departed(self, request_id: str) -> None:
+    def migrated(self, request_id: str) -> None:
         """Another engine runs it now."""
         ...
 

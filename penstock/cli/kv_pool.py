@@ -1,0 +1,45 @@
+"""The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
+
+JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "log_level", "log_format"}.
+SIGTERM asks it to end: it does as soon as no engine is attached. It ends at once when its parent has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.obs.logs import setup_logging
+from penstock.transfer.kv_pool_server import KVPoolServer
+
+
+def main(settings: dict[str, Any]) -> int:
+    """Returns 0 when it was asked to end or its parent has gone, 2 when nobody can listen at the path."""
+    setup_logging(settings["log_level"], settings["log_format"])
+    asked_to_end = False
+
+    def on_sigterm(number: int, frame: object) -> None:
+        nonlocal asked_to_end
+        asked_to_end = True
+
+    # a terminal's Ctrl-C reaches the whole group, and engines that drain need their blocks until they are done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        server = KVPoolServer(settings["path"], settings["orphan_seconds"])
+    except ConfigError as error:
+        print(f"penstock: kv-pool: {error}", file=sys.stderr)
+        return 2
+    try:
+        server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0))
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

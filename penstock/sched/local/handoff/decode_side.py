@@ -1,0 +1,245 @@
+"""The end that takes a request over and goes on with it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import inf
+
+from penstock.core.errors import UserError
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
+from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage, same_life
+from penstock.sched.local.scheduler import Scheduler
+from penstock.sched.local.sequence import Reservation
+
+REMEMBER = 8  # leases' time that the end of one is remembered
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """
+    Attributes:
+        arrived: indices of blocks that came and could be believed.
+        quiet: no block has arrived since the commit.
+    """
+
+    lease: Lease
+    frontend: str
+    sender: Peer
+    reservation: Reservation
+    deadline: float
+    arrived: set[int] = field(default_factory=set)
+    commit: Commit | None = None
+    quiet: bool = False
+
+
+class DecodeSide:
+    """All requests that are on their way here, and the memory of those that were."""
+
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
+        self._scheduler = scheduler
+        self._carrier = carrier
+        self._host = host
+        self._lease = lease
+        self._now = 0.0
+        self._incoming: dict[str, _Incoming] = {}
+        self._later: list[tuple[Peer, Reserve]] = []  # for which room can be made when no step is in flight
+        self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    # --- what the engine tells
+
+    def progress(self, now: float) -> None:
+        """A step has run."""
+        later, self._later = self._later, []
+        for peer, message in later:
+            self.on_reserve(now, peer, message)
+
+    def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
+        incoming = self._incoming.get(request_id)
+        if incoming is not None and incoming.frontend == frontend and incoming.lease.generation <= generation:
+            self._end(incoming, "cancelled")
+
+    def drop_client(self, frontend: str) -> None:
+        for request_id in list(self._incoming):
+            self.cancel(request_id, frontend)
+
+    def supersede(self, request_id: str) -> None:
+        """The request begins here anew."""
+        if incoming := self._incoming.get(request_id):
+            self._end(incoming, "another attempt began")
+
+    def lost(self, peer: Peer) -> None:
+        for incoming in [i for i in self._incoming.values() if same_life(i.sender, peer)]:
+            self._end(incoming, "link lost")
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        for incoming in [i for i in self._incoming.values() if now >= i.deadline]:
+            self._end(incoming, "nothing was heard for too long")
+        while self._over and now >= next(iter(self._over.values()))[0]:
+            self._over.popitem(last=False)
+
+    # --- what the prefiller tells
+
+    def on_reserve(self, now: float, peer: Peer, message: Reserve) -> None:
+        lease = message.lease
+        if lease in self._over:
+            self._heard(now, lease, peer)
+            return
+        self._now = now
+        known = self._incoming.get(lease.request_id)
+        if known is not None and known.lease == lease:
+            known.deadline = now + self._lease
+            self._carrier.send(peer, Reserved(lease, known.reservation.have))
+            return
+        if known is not None and (known.lease.generation, known.lease.attempt) < (lease.generation, lease.attempt):
+            self._end(known, "another attempt began")
+        reservation, reason = self._reserve(message)
+        if reservation is None and self._scheduler.held_back:
+            self._later.append((peer, message))
+            return
+        if reservation is None:
+            self._close(lease, committed=False)
+            self._carrier.send(peer, Rejected(lease, reason))
+            return
+        self._incoming[lease.request_id] = _Incoming(lease, message.frontend, peer, reservation, now + self._lease)
+        self._carrier.send(peer, Reserved(lease, reservation.have))
+
+    def on_push(self, now: float, message: IncomingMessage, push: Push) -> None:
+        incoming = self._heard(now, push.lease, message.peer)
+        if incoming is None:
+            return
+        r = incoming.reservation
+        if not r.have <= push.index < len(r.blocks) or push.index in incoming.arrived:
+            return
+        if push.key != (r.keys[push.index] if push.index < len(r.keys) else b""):
+            return  # of other tokens
+        block = self._land(message, push, r.blocks[push.index])
+        if block is None:
+            return
+        r.blocks[push.index] = block
+        incoming.arrived.add(push.index)
+        incoming.quiet = False
+        if incoming.commit is not None:
+            self._try_finish(incoming)
+
+    def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
+        for lease in leases:
+            if incoming := self._heard(now, lease, peer):
+                self._carrier.send(peer, Reserved(lease, incoming.reservation.have))
+
+    def on_commit(self, now: float, peer: Peer, commit: Commit) -> None:
+        incoming = self._heard(now, commit.lease, peer)
+        if incoming is None:
+            return
+        again, incoming.commit = incoming.commit is not None, commit
+        if self._try_finish(incoming):
+            return
+        # blocks may travel on other sockets than this message: ask for them when nothing has come for a while
+        if again and incoming.quiet:
+            self._carrier.send(peer, Missing(incoming.lease, self._missing(incoming)))
+        incoming.quiet = True
+
+    def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
+        """The prefiller has let go."""
+        self._now = now
+        incoming = self._incoming.get(lease.request_id)
+        if incoming is None or incoming.lease != lease or not same_life(incoming.sender, peer):
+            return False
+        self._end(incoming, "released", tell=False)
+        return True
+
+    def remember(self, now: float, lease: Lease) -> None:
+        """A release has overtaken what it ends."""
+        self._now = now
+        if lease not in self._over:
+            self._close(lease, committed=False)
+
+    # --- inside
+
+    def _heard(self, now: float, lease: Lease, peer: Peer) -> _Incoming | None:
+        """The hand-off of a lease, which lives on; when there is none, its end is told (again)."""
+        self._now = now
+        incoming = self._incoming.get(lease.request_id)
+        if incoming is not None and incoming.lease == lease:
+            if not same_life(incoming.sender, peer):
+                return None
+            incoming.deadline = now + self._lease
+            return incoming
+        _, committed = self._over.get(lease, (0.0, False))
+        if committed:
+            self._carrier.send(peer, Committed(lease))
+        else:
+            self._close(lease, committed=False)
+            self._carrier.send(peer, Release(lease, "not known, or over"))
+        return None
+
+    def _reserve(self, message: Reserve) -> tuple[Reservation | None, str]:
+        """Room for a request, or why there is none."""
+        request_id = message.lease.request_id
+        if request_id in self._incoming or self._scheduler.holds(request_id):
+            return None, "this request is here already"
+        if reason := self._host.refuses(message.request, message.frontend):
+            return None, reason
+        try:
+            return self._scheduler.reserve(message.request), "no room"
+        except UserError as error:
+            return None, str(error)
+
+    def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
+        """The block that holds what was pushed, ours and held once for this; None when it cannot be believed."""
+        pool = self._scheduler.pool
+        if self._carrier.shares and pool.owns(push.block):
+            # it was handed over before, as part of another request
+            if self._carrier.stamp(push.block)[0] != push.generation or not pool.agrees(push.block, push.key):
+                return None
+            if not pool.regain(push.block):
+                return None
+            pool.release([into])
+            return push.block
+        block = self._carrier.land(message, into)
+        if block is not None and block != into:
+            pool.replace(into, block)
+        return block
+
+    @staticmethod
+    def _missing(incoming: _Incoming) -> list[int]:
+        r = incoming.reservation
+        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived]
+
+    def _try_finish(self, incoming: _Incoming) -> bool:
+        """Take the request over once everything is here."""
+        commit, r, lease = incoming.commit, incoming.reservation, incoming.lease
+        assert commit is not None
+        if len(incoming.arrived) < len(r.blocks) - r.have:  # counted: this is asked after every block
+            return False
+        if commit.blocks != len(r.blocks) or not commit.tokens:
+            self._end(incoming, "the commit does not fit what was reserved")
+            return True
+        del self._incoming[lease.request_id]
+        self._close(lease, committed=True)
+        self._scheduler.resume(r, commit.tokens, commit.cached_tokens)
+        self._host.joined(self._now, r.request, incoming.frontend, lease.generation, commit.queue, commit.prefill)
+        self._carrier.send(incoming.sender, Committed(lease))
+        return True
+
+    def _end(self, incoming: _Incoming, reason: str, tell: bool = True) -> None:
+        """Give the room back; the lease is over for good."""
+        del self._incoming[incoming.lease.request_id]
+        self._scheduler.unreserve(incoming.reservation)
+        self._close(incoming.lease, committed=False)
+        if tell:
+            self._carrier.send(incoming.sender, Release(incoming.lease, reason))
+
+    def _close(self, lease: Lease, *, committed: bool) -> None:
+        self._over[lease] = (self._now + REMEMBER * self._lease, committed)
+        self._over.move_to_end(lease)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all room that is set aside is for somebody."""
+        reserved = sum(len(i.reservation.blocks) for i in self._incoming.values())
+        assert reserved == self._scheduler.num_reserved_blocks, "room is set aside for nobody"

@@ -1,0 +1,265 @@
+"""The end that has read the prompt and gives the request away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.wire.engine import Peer
+from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Release, Renew, Reserve, Reserved
+from penstock.kv.keys import extend_keys
+from penstock.sched.local.handoff.ports import Carrier, Host, same_life
+from penstock.sched.local.scheduler import Scheduler
+from penstock.sched.local.sequence import Sequence, blocks_for
+
+RETRIES = 10  # parts of a lease from the first question to the second; then doubled
+
+
+class _State(Enum):
+    QUEUED = auto()  # the prompt has not begun: nobody need keep room for it yet
+    ASKING = auto()
+    STREAMING = auto()  # room was promised
+    COMMITTING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """
+    Attributes:
+        retry_at: when to ask again; `pause`: how long to wait after that.
+        heard: when the decoder last said something of it; when it was asked, before that.
+        pushed: blocks that the decoder has or was sent.
+        deadline: by which an answer must have come, once the prompt is read.
+    """
+
+    lease: Lease
+    request: Request
+    frontend: str
+    peer: Peer
+    state: _State = _State.QUEUED
+    retry_at: float = 0.0
+    pause: float = 0.0
+    heard: float = 0.0
+    pushed: int = 0
+    deadline: float | None = None
+
+
+class PrefillSide:
+    """All requests that are on their way from here."""
+
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
+        self.completed = self.abandoned = 0
+        self._scheduler = scheduler
+        self._carrier = carrier
+        self._host = host
+        self._lease = lease
+        self._renew_at = 0.0
+        self._outgoing: dict[str, _Outgoing] = {}
+
+    def __len__(self) -> int:
+        return len(self._outgoing)
+
+    def promised(self, request_id: str) -> bool:
+        """Whether the decoder of a request has room for it."""
+        out = self._outgoing.get(request_id)
+        return out is not None and out.state in (_State.STREAMING, _State.COMMITTING)
+
+    # --- what the engine tells
+
+    def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
+        self._outgoing[request.id] = _Outgoing(Lease(request.id, generation), request, frontend, peer)
+
+    def started(self, now: float, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            out = self._outgoing.get(request_id)
+            if out is not None and out.state is _State.QUEUED:
+                self._ask(now, out)
+
+    def progress(self, now: float) -> None:
+        for out in list(self._outgoing.values()):
+            sequence = self._scheduler.sequence(out.lease.request_id)
+            if sequence is None:
+                self._abandon(out, "ended")
+            else:
+                self._advance(now, out, sequence)
+
+    def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
+        out = self._outgoing.get(request_id)
+        if out is not None and out.frontend == frontend and out.lease.generation <= generation:
+            self._abandon(out, "cancelled")
+
+    def drop_client(self, frontend: str) -> None:
+        for request_id in list(self._outgoing):
+            self.cancel(request_id, frontend)
+
+    def lost(self, peer: Peer, for_good: bool) -> None:
+        for out in [o for o in self._outgoing.values() if same_life(o.peer, peer)]:
+            if out.state is not _State.COMMITTING:
+                self._stay(out, "link lost")
+            elif for_good:
+                self._fail(out)
+
+    def tick(self, now: float) -> None:
+        for out in list(self._outgoing.values()):
+            self._tick(now, out)
+        if now >= self._renew_at:
+            self._renew_at = now + self._lease / 3
+            self._renew()
+
+    # --- what the decoder tells
+
+    def on_answer(self, now: float, peer: Peer, message: Reserved | Missing | Committed) -> None:
+        out = self._of(message.lease, peer)
+        if out is None:
+            return
+        out.heard = now
+        match message:
+            case Reserved(have=have):
+                if out.state is _State.ASKING:
+                    out.state, out.pushed = _State.STREAMING, have
+                    sequence = self._scheduler.sequence(out.lease.request_id)
+                    if sequence is not None:
+                        self._advance(now, out, sequence)
+            case Missing(indices=indices):
+                if out.state is _State.COMMITTING:
+                    self._push_again(now, out, indices)
+            case Committed(lease=lease):
+                if out.state is _State.COMMITTING:
+                    del self._outgoing[lease.request_id]
+                    self._scheduler.migrated(lease.request_id)
+                    self._host.migrated(lease.request_id)
+                    self.completed += 1
+
+    def on_refusal(self, now: float, peer: Peer, lease: Lease, reason: str) -> bool:
+        """The decoder holds nothing. Ask again while the prompt is being read, else decode here."""
+        out = self._of(lease, peer)
+        if out is None:
+            return False
+        if self._scheduler.migrating(lease.request_id):
+            self._stay(out, reason)
+            return True
+        self._scheduler.end_transfer(lease.request_id)
+        out.lease = Lease(lease.request_id, lease.generation, lease.attempt + 1)
+        out.state, out.pushed = _State.ASKING, 0
+        out.heard, out.retry_at = now, now + out.pause
+        return True
+
+    # --- inside
+
+    def _of(self, lease: Lease, peer: Peer) -> _Outgoing | None:
+        out = self._outgoing.get(lease.request_id)
+        return out if out is not None and out.lease == lease and same_life(out.peer, peer) else None
+
+    def _ask(self, now: float, out: _Outgoing) -> None:
+        if out.state is _State.QUEUED:
+            out.state, out.heard = _State.ASKING, now
+        self._wait_longer(now, out)
+        self._carrier.send(out.peer, Reserve(out.lease, out.request, out.frontend))
+
+    def _wait_longer(self, now: float, out: _Outgoing) -> None:
+        out.pause = min(2 * out.pause or self._lease / RETRIES, self._lease)
+        out.retry_at = now + out.pause
+
+    def _advance(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
+        """Send what there is to send of a sequence that may still be reading its prompt."""
+        if out.state is _State.STREAMING:
+            while out.pushed < sequence.settled // BLOCK_TOKENS:
+                self._push(out, sequence, out.pushed)
+                out.pushed += 1
+        if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
+            return
+        if out.deadline is None:
+            out.deadline = now + self._lease
+        if out.state is _State.ASKING and out.lease.attempt:
+            self._stay(out, "no room")  # the last answer was no, and waiting for another costs time
+        elif out.state is _State.STREAMING:
+            if sequence.computed % BLOCK_TOKENS:
+                self._push(out, sequence, out.pushed)
+            out.state = _State.COMMITTING
+            out.deadline, out.pause = now + self._lease, 0.0
+            self._commit(now, out, sequence)
+
+    def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
+        self._scheduler.begin_transfer(sequence, index + 1)
+        block = sequence.blocks[index]
+        if self._carrier.shares:
+            self._scheduler.pool.offer(block)
+        full = (index + 1) * BLOCK_TOKENS <= sequence.settled
+        if full:
+            extend_keys(sequence.keys, sequence.root, sequence.tokens, index + 1)
+        generation, checksum = self._carrier.stamp(block)
+        key = sequence.keys[index] if full else b""
+        self._carrier.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
+
+    def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
+        out.retry_at = now + self._lease / RETRIES
+        queue, prefill = self._host.spent(sequence.id)
+        sampled = sequence.tokens[len(sequence.request.context) :]
+        blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
+        self._carrier.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
+
+    def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
+        sequence = self._scheduler.sequence(out.lease.request_id)
+        assert sequence is not None
+        for index in indices:
+            if 0 <= index < blocks_for(sequence.computed):
+                self._push(out, sequence, index)
+        self._commit(now, out, sequence)
+
+    def _tick(self, now: float, out: _Outgoing) -> None:
+        if out.state is _State.COMMITTING:
+            assert out.deadline is not None
+            if now >= out.deadline:
+                self._fail(out)
+            elif now >= out.retry_at:
+                sequence = self._scheduler.sequence(out.lease.request_id)
+                assert sequence is not None
+                self._commit(now, out, sequence)
+        elif out.state is not _State.QUEUED:
+            overdue = out.deadline is not None and now >= out.deadline
+            if overdue or now >= out.heard + self._lease:
+                self._stay(out, "no answer")
+            elif out.state is _State.ASKING and now >= out.retry_at:
+                self._ask(now, out)
+
+    def _renew(self) -> None:
+        """The decoder answers each, so that silence is noticed before anything is committed."""
+        by_peer: dict[Peer, list[Lease]] = {}
+        for out in self._outgoing.values():
+            if out.state in (_State.STREAMING, _State.COMMITTING):
+                by_peer.setdefault(out.peer, []).append(out.lease)
+        for peer, leases in by_peer.items():
+            self._carrier.send(peer, Renew(leases))
+
+    def _stay(self, out: _Outgoing, reason: str) -> None:
+        """It decodes here; only before a commit was sent, or after the decoder said no."""
+        self._abandon(out, reason)
+        self._scheduler.stay(out.lease.request_id)
+
+    def _fail(self, out: _Outgoing) -> None:
+        """Nobody knows who owns the request: it ends here. The frontend knows whether tokens come from there, and else
+        has it go on elsewhere."""
+        sequence = self._scheduler.sequence(out.lease.request_id)
+        assert sequence is not None
+        self._abandon(out, "no answer")
+        self._scheduler.cancel(sequence.id)
+        self._host.failed(TokenOutput(sequence.id, [], finish=FinishReason.ABORT, start=sequence.generated))
+
+    def _abandon(self, out: _Outgoing, reason: str) -> None:
+        del self._outgoing[out.lease.request_id]
+        self._scheduler.end_transfer(out.lease.request_id)
+        self.abandoned += 1
+        if out.state is not _State.QUEUED:
+            self._carrier.send(out.peer, Release(out.lease, reason))
+
+    def check(self) -> None:
+        """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
+        for request_id in self._scheduler.transferring():
+            assert request_id in self._outgoing, "blocks travel and nobody sends them"
+        leaving = [out for out in self._outgoing.values() if self._scheduler.migrating(out.lease.request_id)]
+        assert len(leaving) == self._scheduler.num_migrating, "a sequence waits to leave and nobody takes it"
+        assert all(out.deadline is not None for out in leaving), "a sequence waits to leave without a deadline"

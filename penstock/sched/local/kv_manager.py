@@ -1,0 +1,152 @@
+"""Which blocks sequences hold: found in the cache, for what they compute next, and to be found by others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.keys import extend_keys
+from penstock.kv.pool import BlockPool
+from penstock.sched.local.limits import Limits
+from penstock.sched.local.look_ahead import InFlightSteps
+from penstock.sched.local.offload import MOST_LOADS, Offload
+from penstock.sched.local.sequence import Sequence, blocks_for
+
+
+class KVManager:
+    """The pool as a scheduler's sequences use it. It decides nothing: who gets blocks from whom is the scheduler's.
+
+    Args:
+        prefix_cache: whether anything can be found.
+        in_flight: whose blocks stay held, whoever lets go of them.
+        offload: None without a tier below the device.
+    """
+
+    def __init__(
+        self, pool: BlockPool, limits: Limits, prefix_cache: bool, in_flight: InFlightSteps, offload: Offload | None
+    ) -> None:
+        self.pool, self.offload = pool, offload
+        self._limits, self._prefix_cache, self._in_flight = limits, prefix_cache, in_flight
+
+    def prefix_hit(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of its tokens."""
+        return self.pool.match(self._keys(sequence))
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that it may find: never of all its tokens, since the last one's output is wanted, and none
+        while every position's is."""
+        if not self._prefix_cache or sequence.prompt_logprobs is not None:
+            return []
+        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        return sequence.keys[:full]
+
+    def load(self, sequence: Sequence, running: list[Sequence], before: Iterable[Sequence] = ()) -> bool:
+        """Begin to load what of its prefix is only below the device. False when there is no such thing, or it is not
+        worth it, or there is no room beside what others need.
+
+        Args:
+            running: all that run, each of which is left a block to grow.
+            before: those that wait and come first.
+        """
+        if self.offload is None or sequence.loads >= MOST_LOADS:
+            return False
+
+        def room() -> int:
+            return self.room_without([], [], running) - len(running) - sum(s.demand for s in before)
+
+        return self.offload.begin(sequence, self._keys(sequence), room)
+
+    def admit(self, sequence: Sequence, hit: list[int]) -> None:
+        """It goes on from the blocks that it has found."""
+        self.pool.hold(hit)
+        sequence.blocks = hit
+        sequence.computed = len(hit) * BLOCK_TOKENS
+        sequence.published = len(hit)
+        if self.offload is not None:
+            self.offload.use(sequence)
+
+    def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
+        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
+        anything. Returns those that are new.
+
+        Args:
+            running: all that run, whose needs come before that step.
+        """
+        end = sequence.computed + count
+        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching:
+            return []  # it decodes, and even its next token has its place
+        missing = sequence.blocks_until(end) - len(sequence.blocks)
+        missing = max(0, missing) + self._ahead(sequence, count, running)
+        blocks = self.pool.allocate(missing) if missing else []
+        sequence.blocks += blocks
+        return blocks
+
+    def _ahead(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> int:
+        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
+        them can be made ready while this step runs."""
+        end = sequence.computed + count
+        rest = len(sequence.tokens) - end
+        if rest == 0:  # it decodes: one more token, unless this step's is the last
+            rest = sequence.upcoming
+        if rest == 0:
+            return 0
+        goal = blocks_for(min(end + min(rest, self._limits.token_budget), self._limits.max_model_len))
+        have = max(len(sequence.blocks), blocks_for(end))
+        if goal <= have:
+            return 0
+        spare = self.pool.unused - (have - len(sequence.blocks)) - self.promised(running)
+        return goal - have if goal - have <= spare else 0
+
+    def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
+        """Blocks that could be handed out if these victims ran no longer, beside what all others of `running` still
+        need.
+
+        Args:
+            hit: blocks that are wanted as they are.
+        """
+        if not victims:
+            return self.pool.available - self.promised(running)
+        giving = (v.blocks[v.published :] if v.storing else v.blocks for v in victims)
+        freed = Counter(block for blocks in giving for block in blocks if block not in hit)
+        gained = sum(count == self.pool.holders(block) for block, count in freed.items())
+        return self.pool.available + gained - self.promised(s for s in running if s not in victims)
+
+    @staticmethod
+    def promised(sequences: Iterable[Sequence]) -> int:
+        """Blocks that these still need for the tokens they have."""
+        promised = 0
+        for s in sequences:
+            have = len(s.blocks)
+            if len(s.tokens) > have * BLOCK_TOKENS or s.branching:  # most have all they need
+                promised += max(0, s.demand - have)
+        return promised
+
+    def publish(self, sequence: Sequence) -> None:
+        """What it has computed can be found by others."""
+        full = sequence.findable // BLOCK_TOKENS
+        if full == sequence.published or not self._prefix_cache:
+            return
+        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        flight, pool, blocks, keys = self._in_flight.of(sequence), self.pool, sequence.blocks, sequence.keys
+        for i in range(sequence.published, full):
+            mine, key = blocks[i], keys[i]
+            if flight is not None and pool.match([key]) not in ([], [mine]):
+                pool.hold([mine])  # it will be swapped, and the step in flight reads this one
+                flight.kept.append([mine])
+            blocks[i] = pool.publish(mine, key, keys[i - 1] if i else sequence.root)
+        sequence.published = full
+        if self.offload is not None:
+            self.offload.keep(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of all its blocks."""
+        # what is on its way is checked where it arrives, and asked for again
+        self.pool.end_transfer(sequence.blocks[: sequence.transferring])
+        if self.offload is not None:
+            self.offload.let_go(sequence)
+        if not self._in_flight.keep(sequence):
+            self.pool.release(sequence.blocks)
+        sequence.transferring = 0
+        sequence.blocks = []

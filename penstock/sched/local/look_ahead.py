@@ -1,0 +1,176 @@
+"""Steps on their way, so that the next one can be scheduled while one still runs (xLLM, section 4.1).
+
+    plan = schedule(); launch(plan)               the runner has it
+    look_ahead(); then = schedule(); launch(then)    while the runner computes `plan`
+    outputs = update(plan, result)                while the runner computes `then`; and again from `look_ahead`
+
+`look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, who gets a
+token, and who thereby reaches its greatest length. A token that is still to be sampled stands in its sequence as a
+placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
+place. `update` takes all that back and records what has really been. So a scheduler knows at any time one state only,
+and schedules ahead by the same rules.
+
+What is wrong about the future is let go: a sequence that a stop token ends, or that is cancelled, is in the step after
+that all the same, and what it computes there is passed over. That is one token at most.
+
+Blocks are safe without any order between threads: what a step in flight reads or writes stays held until it has landed,
+also when its sequence has let go of it. Only then it may be written by whoever gets it next, be it a later step, a
+block that arrives from another instance, or another process. Where that would have to be hurried, as room is made by
+preempting somebody, it is held back instead, and nothing is scheduled ahead until nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.sched.local.sequence import Sequence
+
+MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A step that a runner has.
+
+    Attributes:
+        sequences: that it computes, those without that have let go of their blocks meanwhile.
+        counted: its outcome counts already.
+        kept: blocks that were let go of and that it may touch, to be released when it has landed.
+    """
+
+    plan: StepPlan
+    sequences: dict[str, Sequence]
+    counted: bool = False
+    kept: list[list[int]] = field(default_factory=list)
+
+
+class InFlightSteps:
+    """The steps of one scheduler that were launched and not updated, in order.
+
+    Attributes:
+        ending: sequences that the step counted ahead brings to their greatest length, or to where they migrate. They
+            hold their blocks and run no further.
+    """
+
+    def __init__(self) -> None:
+        self.ending: dict[str, Sequence] = {}
+        self._in_flight: list[InFlightStep] = []
+        self._wanted = False
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> None:
+        assert len(self._in_flight) < MOST
+        if not self._in_flight:
+            self._wanted = False  # whoever did has had his chance
+        self._in_flight.append(InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
+
+    def look_ahead(self, running: list[Sequence], longest: int) -> bool:
+        """Count the step in flight as done; those who end by it leave `running`. False when nothing may be scheduled
+        before it is.
+
+        Args:
+            longest: tokens of a sequence at most.
+        """
+        if len(self._in_flight) != 1 or self.held_back:
+            return False
+        flight = self._in_flight[0]
+        if flight.counted:
+            return True
+        here = flight.sequences
+        for step in flight.plan.sequences:
+            if (step.sample or step.candidates) and step.request_id in here and here[step.request_id].guided:
+                return False  # what may be sampled after it depends on which token it is
+        flight.counted = True
+        row = 0
+        for step in flight.plan.sequences:
+            if (sequence := here.get(step.request_id)) is not None:
+                self._count_ahead(sequence, step, row, running, longest)
+            row += step.sample
+        return True
+
+    def _count_ahead(
+        self, sequence: Sequence, step: SequenceStep, row: int, running: list[Sequence], longest: int
+    ) -> None:
+        sequence.in_flight = len(step.tokens)
+        sequence.computed += sequence.in_flight
+        if not step.sample:
+            return
+        sequence.tokens.append(placeholder(row))
+        over = sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= longest
+        if over or sequence.migrates:
+            running.remove(sequence)
+            self.ending[sequence.id] = sequence
+
+    def land(self, plan: StepPlan, running: list[Sequence]) -> InFlightStep | None:
+        """A step has ended: take back what was counted of it ahead. None when it was not launched."""
+        if not self._in_flight:
+            return None
+        flight = self._in_flight.pop(0)
+        assert flight.plan is plan, "steps end in the order in which they were launched"
+        for sequence in flight.sequences.values() if flight.counted else ():
+            sequence.computed -= sequence.in_flight
+            sequence.in_flight = 0
+            if sequence.tokens[-1] < 0:
+                sequence.tokens.pop()
+            if self.ending.pop(sequence.id, None) is not None:
+                running.append(sequence)
+        return flight
+
+    def of(self, sequence: Sequence) -> InFlightStep | None:
+        """The last one that computes a sequence."""
+        for flight in reversed(self._in_flight):
+            if flight.sequences.get(sequence.id) is sequence:
+                return flight
+        return None
+
+    def keep(self, sequence: Sequence) -> bool:
+        """The sequence lets go of its blocks, which are kept where a step in flight may touch them."""
+        last = self.of(sequence)
+        if last is None:
+            return False
+        last.kept.append(sequence.blocks)
+        for flight in self._in_flight:
+            if flight.sequences.get(sequence.id) is sequence:
+                del flight.sequences[sequence.id]
+        return True
+
+    @property
+    def held_back(self) -> bool:
+        """Whether somebody wants to preempt and must wait until nothing is in flight."""
+        return self._wanted and bool(self._in_flight)
+
+    def hold_back(self) -> bool:
+        """Somebody wants to preempt. Returns whether that must wait."""
+        self._wanted = True
+        return self.held_back
+
+    @property
+    def first(self) -> StepPlan:
+        return self._in_flight[0].plan
+
+    @property
+    def kept(self) -> list[list[int]]:
+        return [blocks for flight in self._in_flight for blocks in flight.kept]
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is counted ahead is what is in flight."""
+        counted = {s for flight in self._in_flight if flight.counted for s in flight.sequences.values()}
+        assert counted >= set(self.ending.values())
+        assert sum(flight.counted for flight in self._in_flight) <= 1
+        for flight in self._in_flight:
+            for step in flight.plan.sequences:
+                if (sequence := flight.sequences.get(step.request_id)) is not None:
+                    assert sequence.blocks, "a sequence in flight has let go of its blocks"
+                    if flight.counted:
+                        assert sequence.in_flight == len(step.tokens)
+                        assert sequence.computed == step.start + len(step.tokens)
+                        assert (sequence.tokens[-1] < 0) == step.sample
+
+
+def placeholder(row: int) -> int:
+    """Stands for the token of that row of the step's draws before the one that computes it: -1 - row."""
+    return -1 - row

@@ -1,0 +1,79 @@
+"""Whose prompt is read next, and how much of a step is there for prompts and for offline work.
+
+Every step the scheduler asks once for an `Allowance` and fills the step by it: the allowance's decoding sequences get
+their one token; then online prompts, running and waiting alike, get chunks in the order of their `turn`; then what the
+allowance has held back; then offline prompts. What a local policy decides changes when a token is sampled, never which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from penstock.sched.local.queue import Queue
+from penstock.sched.local.sequence import Sequence
+from penstock.sched.steptime import StepTime
+
+
+class Allowance:
+    """What one step may hold; this one all that the token budget holds, offline decodes beside all others.
+
+    Attributes:
+        decoding: sequences that get their next token in any case, in this order.
+        gaps: whether everything offline comes after everything online.
+    """
+
+    gaps = False
+
+    def __init__(self, decoding: list[Sequence]) -> None:
+        self.decoding = decoding
+
+    def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
+        """How many of the next `most` tokens of a prompt are to be computed, after `cached` that are; perhaps none."""
+        return most
+
+    def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
+        """They will be."""
+
+    def held_back(self) -> Iterable[Sequence]:
+        """Offline decodes that may have their token now, as all that is online has what it can have in this step."""
+        return ()
+
+
+class LocalPolicy(Protocol):
+    """One per scheduler. It may remember, and sees time only as `now`, in seconds of the engine's clock."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether a step in which all decode is followed by its like for as long as nothing comes and nothing ends."""
+        ...
+
+    def predict_by(self, times: StepTime) -> None:
+        """So steps are predicted from now on."""
+        ...
+
+    def join(self, sequence: Sequence) -> None:
+        """It is here."""
+        ...
+
+    def leave(self, sequence: Sequence) -> None:
+        """It is not here any longer."""
+        ...
+
+    def wait(self, sequence: Sequence, cached: Callable[[Sequence], int]) -> None:
+        """It will wait, for the first time or once more: give it its turn.
+
+        Args:
+            cached: tells how many of its tokens are in the prefix cache now.
+        """
+        ...
+
+    def begin(self, now: float, decoding: list[Sequence], reading: list[Sequence], queue: Queue) -> Allowance:
+        """A step begins. Turns may be changed now, through the queue.
+
+        Args:
+            decoding: running sequences that lack one token.
+            reading: those that lack more.
+            queue: those that wait.
+        """
+        ...

@@ -1,0 +1,346 @@
+"""How steps are paced: whose prompt is read next, how much of it, and what is left for offline work."""
+
+import random
+from math import inf
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.plan import StepPlan, StepResult
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.kv.pool import BlockPool
+from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
+from penstock.sched.local.policy.slack import FLOOR, MARGIN, PATIENCE
+from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+
+TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
+BUDGET = 2048
+
+
+class Device:
+    """A scheduler on a device whose steps take exactly what is predicted; its text never ends by itself."""
+
+    def __init__(self, policy="slack", *, blocks=2000, sequences=64, budget=BUDGET):
+        limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=blocks * 64)
+        self.scheduler = Scheduler(limits, BlockPool(range(blocks)), policy=LOCAL_POLICIES[policy](TIMES, budget))
+        self.now = 0.0
+        self.answered: dict[str, float] = {}
+        self.lateness: dict[str, float] = {}  # the worst of each request's tokens, in seconds
+
+    def add(self, name, tokens, *, output=1, waited=0.0, **promise):
+        prompt = [hash(name) & 0xFFFF] * tokens  # no two alike
+        self.scheduler.add(
+            Request(
+                id=name, prompt=prompt, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=output,
+                waited=waited, **promise,
+            ),
+            now=self.now,
+        )  # fmt: skip
+
+    def plan(self) -> StepPlan:
+        return self.scheduler.schedule(self.now)
+
+    def run(self, plan: StepPlan) -> None:
+        begun, self.now = self.now, self.now + milliseconds(plan) / 1e3
+        assert self.now > begun
+        for s in plan.sequences:
+            sequence = self.scheduler.sequence(s.request_id)
+            if s.sample:
+                self.answered.setdefault(s.request_id, self.now)
+                late = self.now - sequence.due
+                self.lateness[s.request_id] = max(self.lateness.get(s.request_id, -inf), late)
+        sampled = sum(s.sample for s in plan.sequences)
+        self.scheduler.update(plan, StepResult([1] * sampled, [None] * sampled))
+
+    def step(self) -> dict[str, int]:
+        """Tokens of each request."""
+        plan = self.plan()
+        self.run(plan)
+        return {s.request_id: len(s.tokens) for s in plan.sequences}
+
+    def decoding(self, name, *, prompt=200, output=5000, **promise):
+        """One that has begun to answer."""
+        self.add(name, prompt, output=output, **promise)
+        while name not in self.answered:
+            self.step()
+
+
+def milliseconds(plan: StepPlan, names=None) -> float:
+    """Of a step, or of so much of it."""
+    steps = [s for s in plan.sequences if names is None or s.request_id in names]
+    prefills = [(len(s.tokens), s.start) for s in steps if len(s.tokens) > 1]
+    decodes = [s.start + 1 for s in steps if len(s.tokens) == 1]
+    return TIMES.step_ms(prefills, len(decodes), sum(decodes)) if steps else 0.0
+
+
+# --- how much
+
+
+def test_a_prompt_gets_what_the_least_slack_pays_for():
+    device = Device()
+    device.decoding("a", tpot_ms=20.0)
+    device.decoding("b", tpot_ms=20.0)
+    device.add("prompt", 50_000, ttft_ms=60_000)
+    plan = device.plan()
+    least = min(device.scheduler.sequence(name).due for name in "ab") - device.now
+    assert milliseconds(plan) <= MARGIN * least * 1e3 < milliseconds(plan) + 0.1
+    assert FLOOR < len(plan.sequences[-1].tokens) < BUDGET
+    for _ in range(200):
+        device.step()
+    assert max(device.lateness[name] for name in "ab") < 0
+
+
+def test_time_that_was_not_needed_pays_later():
+    device = Device()
+    device.decoding("a", tpot_ms=20.0)
+    for _ in range(30):  # far quicker than it must
+        device.step()
+    device.add("prompt", 50_000)
+    assert device.step()["prompt"] == BUDGET - 1
+
+
+def test_who_is_late_already_loses_no_more_than_a_step_of_one_tpot():
+    device = Device()
+    device.decoding("a", tpot_ms=20.0)
+    device.now += 3.0
+    device.add("prompt", 50_000)
+    plan = device.plan()
+    assert milliseconds(plan) <= MARGIN * 20.0 < milliseconds(plan) + 0.1
+
+
+def test_a_prompt_is_read_however_much_decodes_ask_for():
+    device = Device()
+    device.decoding("a", tpot_ms=0.001)
+    device.add("prompt", 500)
+    assert device.step() == {"a": 1, "prompt": FLOOR}
+
+
+def test_several_prompts_share_what_is_paid_for():
+    device = Device()
+    device.decoding("a", tpot_ms=20.0)
+    for i in range(20):
+        device.add(f"p{i}", 150, ttft_ms=1000.0 + i)
+    plan = device.plan()
+    limit = MARGIN * (device.scheduler.sequence("a").due - device.now) * 1e3
+    assert [s.request_id for s in plan.sequences] == ["a", *(f"p{i}" for i in range(len(plan.sequences) - 1))]
+    assert 3 < len(plan.sequences) < 20
+    assert milliseconds(plan) <= limit < milliseconds(plan) + 1.0
+
+
+def test_without_decodes_or_their_targets_the_budget_is_the_limits():
+    device = Device()
+    device.add("first", 5000, ttft_ms=1000.0)
+    assert device.step() == {"first": BUDGET}
+    device = Device()
+    device.decoding("a", ttft_ms=1000.0)
+    device.add("prompt", 5000, ttft_ms=10.0)
+    assert device.step() == {"a": 1, "prompt": BUDGET - 1}
+
+
+def test_the_urgency_of_a_prompt_does_not_break_what_was_promised_to_decodes():
+    device = Device()
+    device.decoding("a", tpot_ms=12.0)
+    device.add("urgent", 4000, ttft_ms=50.0)
+    while "urgent" not in device.answered:
+        device.step()
+    assert device.lateness["a"] < 0 < device.lateness["urgent"]
+
+
+def test_who_came_by_hand_off_has_one_tpot_for_its_next_token():
+    device = Device()
+    request = Request(
+        id="a", prompt=[1] * 100, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=50, tpot_ms=20.0
+    )
+    reservation = device.scheduler.reserve(request)
+    device.now = 5.0
+    sequence = device.scheduler.resume(reservation, [7], 0)
+    device.plan()
+    assert sequence.due == pytest.approx(5.020)
+
+
+# --- in which order
+
+
+def order(device: Device) -> list[str]:
+    while device.scheduler.has_work:
+        device.step()
+    return sorted(device.answered, key=device.answered.__getitem__)
+
+
+def test_prompts_are_read_in_order_of_deadline():
+    device = Device()
+    device.add("none", 3000)
+    device.add("later", 3000, ttft_ms=3000.0)
+    device.add("sooner", 3000, ttft_ms=1000.0)
+    device.add("sooner still: it has waited", 3000, ttft_ms=4000.0, waited=3.5)
+    assert order(device) == ["sooner still: it has waited", "sooner", "later", "none"]
+
+
+def test_where_not_all_can_be_in_time_the_longest_is_late():
+    device = Device()
+    device.add("long", 20_000, ttft_ms=400.0)
+    for i in range(5):
+        device.add(f"short{i}", 2000, ttft_ms=500.0)
+    assert order(device)[-1] == "long"
+    assert [name for name, late in device.lateness.items() if late > 0] == ["long"]
+    fcfs = Device("fcfs")
+    fcfs.add("long", 20_000, ttft_ms=400.0)
+    for i in range(5):
+        fcfs.add(f"short{i}", 2000, ttft_ms=500.0)
+    order(fcfs)
+    assert sum(late > 0 for late in fcfs.lateness.values()) > 1
+
+
+def test_where_not_all_can_be_in_time_lower_priority_is_late_first():
+    device = Device()
+    device.add("low", 4000, ttft_ms=300.0, priority=1)
+    device.add("high", 20_000, ttft_ms=1.05 * TIMES.prefill_ms(20_000, budget=BUDGET))
+    assert order(device) == ["high", "low"]
+
+
+def test_who_is_too_late_waits_for_those_who_are_not():
+    device = Device()
+    device.add("hopeless", 3000, ttft_ms=500.0, waited=1.0)
+    device.add("fine", 3000, ttft_ms=500.0)
+    assert order(device) == ["fine", "hopeless"]
+
+
+@pytest.mark.parametrize("lost", [{"ttft_ms": 500.0, "waited": 0.6}, {}])
+def test_nobody_starves_behind_those_who_can_be_in_time(lost):
+    """More comes than can be read, and all of it could be in time by itself."""
+    device, rng = Device(), random.Random(0)
+    device.add("lost", 10_000, **lost)
+    came = 0
+    while "lost" not in device.answered:
+        while device.scheduler.num_waiting < 20:
+            device.add(f"r{came}", rng.randint(500, 3000), ttft_ms=500.0)
+            came += 1
+        device.step()
+        assert device.now < PATIENCE * 2.0 + 10
+    assert device.now > PATIENCE * 0.5 - 1
+    in_time = [late < 0 for name, late in device.lateness.items() if name != "lost"]
+    assert sum(in_time) > 0.8 * len(in_time)
+
+
+def test_more_are_in_time_than_first_come_first_served():
+    kept = {}
+    for policy in LOCAL_POLICIES:
+        device, rng = Device(policy), random.Random(1)
+        for i in range(150):
+            while device.scheduler.num_waiting > 12:
+                device.step()
+            device.add(f"r{i}", rng.choice([300, 1000, 8000]), output=30, ttft_ms=600.0, tpot_ms=25.0)
+        order(device)
+        kept[policy] = sum(late <= 0 for late in device.lateness.values())
+    assert kept["slack"] > 1.3 * kept["fcfs"]
+
+
+# --- offline work
+
+
+def test_offline_work_is_last_and_is_preempted_first():
+    for policy in LOCAL_POLICIES:
+        device = Device(policy, sequences=1)
+        device.add("offline", 600, output=200, offline=True, priority=-5)
+        device.step()
+        device.add("online", 900, output=2)
+        assert [list(device.step()) for _ in range(2)] == [["online"]] * 2
+        assert device.scheduler.counters.preemptions == 1
+        plan = device.plan()
+        assert [(s.request_id, s.start) for s in plan.sequences] == [("offline", 576)]  # what it had read was kept
+
+
+def test_offline_work_waits_for_gaps():
+    device = Device()
+    for i in range(40):
+        device.decoding(f"off{i}", prompt=2000, offline=True)
+    device.decoding("online", tpot_ms=5.0)
+    plan = device.plan()
+    limit = MARGIN * (device.scheduler.sequence("online").due - device.now) * 1e3
+    running = [s.request_id for s in plan.sequences]
+    assert running[0] == "online"
+    assert 1 < len(running) < 41
+    assert milliseconds(plan) <= limit
+    device.scheduler.cancel("online")
+    assert len(device.step()) == 40
+
+
+def test_an_online_hand_off_takes_the_room_of_offline_work():
+    device = Device(blocks=20)
+    device.add("offline", 1200, output=20, offline=True)
+    device.step()
+    online = Request(id="x", prompt=[1] * 200, params=SamplingParams(), seed=0, stop_ids=frozenset(), max_tokens=2)
+    assert device.scheduler.reserve(online) is not None
+    assert (device.scheduler.num_running, device.scheduler.num_waiting) == (0, 1)
+    device.scheduler.check()
+
+
+WORK = st.lists(
+    st.tuples(
+        st.integers(1, 3000),
+        st.integers(1, 60),
+        st.sampled_from([None, 30.0, 200.0, 2000.0]),
+        st.sampled_from([None, 6.0, 12.0, 40.0]),
+        st.booleans(),
+        st.integers(0, 1),
+        st.integers(0, 15),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=120)
+@example(
+    work=[(1, 1, None, None, False, 0, 0)] * 8
+    + [(1, 1, 30.0, None, False, 1, 0), (392, 1, None, None, False, 0, 0), (1384, 1, None, None, True, 0, 0)],
+    blocks=70,
+    sequences=6,
+)
+@given(work=WORK, blocks=st.sampled_from([70, 200, 2000]), sequences=st.sampled_from([2, 6, 64]))
+def test_offline_tokens_make_nothing_late_that_is_online(work, blocks, sequences):
+    device = Device(blocks=blocks, sequences=sequences)
+    offline, pending = set(), sorted(enumerate(work), key=lambda item: item[1][-1])
+    steps = 0
+    while pending or device.scheduler.has_work:
+        while pending and (pending[0][1][-1] <= steps or not device.scheduler.has_work):
+            i, (tokens, output, ttft, tpot, gap, priority, _) = pending.pop(0)
+            device.add(str(i), tokens, output=output, ttft_ms=ttft, tpot_ms=tpot, offline=gap, priority=priority)
+            offline |= {str(i)} if gap else set()
+        plan = device.plan()
+        online = {s.request_id for s in plan.sequences} - offline
+        alone, together = milliseconds(plan, online) / 1e3, milliseconds(plan) / 1e3
+        for s in plan.sequences:
+            due = device.scheduler.sequence(s.request_id).due
+            if s.sample and s.request_id in online and device.now + alone <= due:
+                assert device.now + together <= due, "in time without offline work, and late with it"
+        device.run(plan)
+        device.scheduler.check()
+        steps += 1
+        assert steps < 10_000, "somebody starves"
+    assert len(device.answered) == len(work)
+
+
+@settings(max_examples=80)
+@given(work=WORK, blocks=st.sampled_from([70, 200]), sequences=st.sampled_from([2, 6]), seed=st.integers(0, 99))
+def test_without_targets_slack_plans_as_first_come_first_served_does(work, blocks, sequences, seed):
+    devices = [Device(policy, blocks=blocks, sequences=sequences) for policy in ("fcfs", "slack")]
+    rng = random.Random(seed)
+    pending = sorted(enumerate(work), key=lambda item: item[1][-1])
+    steps = 0
+    while pending or devices[0].scheduler.has_work:
+        while pending and (pending[0][1][-1] <= steps or not devices[0].scheduler.has_work):
+            i, (tokens, output, _, _, offline, priority, _) = pending.pop(0)
+            for device in devices:
+                device.add(str(i), tokens, output=output, offline=offline, priority=priority)
+        if rng.random() < 0.05:
+            name = str(rng.randrange(len(work)))
+            assert devices[0].scheduler.cancel(name) == devices[1].scheduler.cancel(name)
+        plans = [device.plan() for device in devices]
+        assert plans[0] == plans[1]
+        if plans[0].sequences:
+            for device, plan in zip(devices, plans, strict=True):
+                device.run(plan)
+        steps += 1
