@@ -368,6 +368,25 @@ def test_a_full_decoder_leaves_requests_where_they_are(shared, ahead):
     assert world.nodes["prefiller"].handoffs.counts()["handoffs_abandoned"] > 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("faults", [{}, {"drop": 0.1, "duplicate": 0.3}], ids=["corrupt", "and more"])
+def test_blocks_that_never_arrive_whole_are_sent_less_and_less_often(faults, ahead):
+    world = World(1, Faults(corrupt=1.0, **faults), shared=False, ahead=ahead)
+    sent, send = [], world.network.send
+
+    def counted(sender, receiver, message, payload):
+        sent.append(message)
+        send(sender, receiver, message, payload)
+
+    world.network.send = counted
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"error"}
+    blocks = sum(-(-len(r.prompt) // BLOCK_TOKENS) for r in world.requests.values())
+    assert sum(isinstance(m, Push) for m in sent) <= 6 * blocks
+    assert len(sent) <= 75 * len(world.requests)
+
+
 def test_lost_answers_are_asked_for_again():
     world = World(5, Faults(), shared=False, requests=1)
     lost = []
