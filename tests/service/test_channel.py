@@ -145,19 +145,17 @@ def test_what_arrives_while_something_is_sent_is_not_overlooked():
     run(scenario)
 
 
-def test_a_closed_link_is_not_read_any_longer():
+def test_a_closed_channel_is_not_read_any_longer():
     """Its descriptors' numbers are the next socket's."""
 
     async def scenario(context):
         loop = asyncio.get_running_loop()
         before = set(loop._selector.get_map())
-        link = engine_link(context, f"ipc:///tmp/penstock-{time.time_ns()}", "me", "frontend", SystemClock())
-        receiving = asyncio.create_task(link.receive())
-        await asyncio.sleep(0)
+        channel = engine_channel(context, f"ipc:///tmp/penstock-{time.time_ns()}", "me", "frontend", SystemClock())
+        Received(channel)
         assert len(set(loop._selector.get_map()) - before) == 2, "messages, and what becomes of the connection"
-        link.close()
+        channel.close()
         assert set(loop._selector.get_map()) == before
-        receiving.cancel()
 
     with zmq.Context() as context:
         asyncio.run(scenario(context))
