@@ -361,6 +361,9 @@ class NoWay:
     def fileno(self):
         return self.ends[0]
 
+    def receive(self):
+        return []
+
     def send(self, peer, message):
         pass
 
@@ -371,7 +374,7 @@ class NoWay:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
-    address, clock, lease = f"ipc://{tmp_path}/engine", ManualClock(), 2.0
+    address, clock, lease = f"ipc://{tmp_path}/engine", ManualClock(), 1.6
     limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
     engine = Engine(Scheduler(limits, BlockPool(range(8))), CountingRunner(), clock)
     master = Frontend(address, "m")
@@ -385,5 +388,5 @@ def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
             engine.scheduler.add(request, departs=True)
             server._handoffs.begin(request, 0, "f", Peer("other", 1, ""))
             engine.scheduler.cancel("r")
-        assert server._patience(stalled=False) == pytest.approx(lease / 20 if busy else HEARTBEAT - SNAPSHOT)
+        assert server._patience(stalled=False) == pytest.approx((lease / 20 if busy else HEARTBEAT) - SNAPSHOT)
     master.socket.close()

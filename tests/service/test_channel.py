@@ -152,9 +152,11 @@ def test_a_closed_channel_is_not_read_any_longer():
         loop = asyncio.get_running_loop()
         before = set(loop._selector.get_map())
         channel = engine_channel(context, f"ipc:///tmp/penstock-{time.time_ns()}", "me", "frontend", SystemClock())
-        Received(channel)
+        receiving = asyncio.create_task(channel.receive())
+        await asyncio.sleep(0)
         assert len(set(loop._selector.get_map()) - before) == 2, "messages, and what becomes of the connection"
         channel.close()
+        receiving.cancel()
         assert set(loop._selector.get_map()) == before
 
     with zmq.Context() as context:
