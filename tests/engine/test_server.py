@@ -388,5 +388,5 @@ def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
             engine.scheduler.add(request, departs=True)
             server._handoffs.begin(request, 0, "f", Peer("other", 1, ""))
             engine.scheduler.cancel("r")
-        assert server._patience(stalled=False) == pytest.approx((lease / 20 if busy else HEARTBEAT) - SNAPSHOT)
+        assert server._patience(stalled=False) == pytest.approx((lease / 20 if busy else REPORT_INTERVAL) - SNAPSHOT)
     master.socket.close()
