@@ -382,7 +382,7 @@ def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
         master.say(Shutdown())
         server.run(engine, READY, transport=carrier, lease=lease)
         clock.advance(SNAPSHOT)
-        server._pulse(clock.now())
+        server._on_clock(clock.now())
         if busy:
             request = make_request("r", [1])
             engine.scheduler.add(request, departs=True)
