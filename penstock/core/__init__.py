@@ -1,2 +1,2 @@
-"""The words every room uses: requests, plans, errors, the clock, the wire. Imports nothing but the standard library
+"""Types that all packages share: requests, plans, errors, the clock, messages. Imports nothing but the standard library
 and msgspec."""

@@ -1,4 +1,4 @@
-"""Time as an argument. Rooms that decide never read a clock; rooms that act are handed one of these."""
+"""Clocks. Code that decides takes times as arguments; code that acts is given one of these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds from a fixed but arbitrary origin; never goes back."""
+        """Seconds from a fixed but arbitrary origin; monotonic."""
 
 
 class SystemClock:
@@ -19,7 +19,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that a test or a simulator advances."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

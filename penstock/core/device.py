@@ -1,4 +1,4 @@
-"""What a device can do and how large a model is: what a step's time is predicted from (`sched.steptime`)."""
+"""Device and model sizes, from which `sched.steptime` predicts a step's time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
-    """What an accelerator can do, from its data sheet or as measured; or several that share every layer, as one.
+    """An accelerator's performance, from its data sheet or as measured; or that of several under tensor parallelism, as
+    one.
 
     Attributes:
         peak_flops: dense bfloat16 operations per second; of all devices together, as are the next two.
         bandwidth: of its memory, in bytes per second.
         memory: in bytes.
-        overhead_ms: of every step, whatever is in it: deciding what runs, launching it, and drawing tokens.
+        overhead_ms: of every step, whatever is in it: scheduling, launching, and sampling.
         tensor_parallel: devices that every layer is spread over.
         link_bandwidth: from each of them to the others, in bytes per second, one way. Matters only between several.
         link_latency_us: of one all-reduce, however small.
         host_bandwidth: between the devices' memory and their hosts', in bytes per second, in each direction; of all
-            devices together, each having its own way. What is usable of it.
+            devices together; what is usable of it.
     """
 
     peak_flops: float
@@ -31,7 +32,7 @@ class DeviceModel:
     host_bandwidth: float = 25e9  # PCIe 4.0 x16, of whose 31.5e9 protocol and copies leave so much
 
     def parallel(self, size: int) -> DeviceModel:
-        """So many of this one device, with every layer spread over them."""
+        """`size` of this device under tensor parallelism."""
         assert self.tensor_parallel == 1
         assert size >= 1
         return replace(
@@ -44,7 +45,7 @@ class DeviceModel:
         )
 
     def slowed(self, factor: float) -> DeviceModel:
-        """One on which every step takes `factor` times as long."""
+        """The same device with every step `factor` times as long."""
         return replace(
             self,
             peak_flops=self.peak_flops / factor,

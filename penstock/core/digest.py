@@ -1,6 +1,6 @@
 """The modelled model: what a paced engine computes in place of a neural network, defined one token at a time.
 
-Its KV is one 64-bit digest per token. As with attention, everything a token is depends on all that was read before it:
+Its KV is one 64-bit digest per token. As with attention, everything a token is depends on all tokens before it:
 
     context(p)  = sum over j < p of weight(j) * digest(j)         mod 2**64
     digest(p)   = FEEDBACK * context(p) + spread(token at p)      mod 2**64
@@ -9,7 +9,7 @@ and the token at position p is sampled from context(p), from p, and from the see
 odd, so one wrong digest anywhere always changes the context, by an amount that depends on where it stands: a block
 that is stale, missing, another's, or in another's place changes every token from there on (each by chance remains the
 same once in a vocabulary). FEEDBACK is even, so context(p + 1) = (1 + weight(p) * FEEDBACK) * context(p) + weight(p) *
-spread(token at p) has an odd factor and can be undone: what is wrong never dies out, and a whole chunk can be computed
+spread(token at p) has an odd factor and can be undone: an error never vanishes, and a whole chunk can be computed
 at once with tables of products, which is what `engine.modelled` does. This file is the definition; that one has to
 agree with it to the bit.
 """
@@ -105,7 +105,7 @@ def offline(
     seed: int | None = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> tuple[list[int], FinishReason]:
-    """The whole output for a prompt, and why it ends: what every engine of modelled devices has to give.
+    """The whole output for a prompt, and its finish reason: the reference for engines of modelled devices.
 
     Args:
         prompt: token ids, at least one.

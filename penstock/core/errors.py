@@ -1,7 +1,7 @@
-"""Every error penstock raises on purpose, and the HTTP status of each.
+"""The errors that penstock raises, and the HTTP status of each.
 
     PenstockError
-    ├── UserError (ValueError)      somebody asked for something that cannot be done; names field, value, allowed
+    ├── UserError (ValueError)      a caller's mistake; names field, value, what is allowed
     │   ├── InvalidRequest          400  a request field is wrong
     │   │   └── UnsupportedField    400  a known field that this server does not serve
     │   ├── Unauthorized            401
@@ -9,11 +9,11 @@
     │   ├── PromptTooLong           413  can never fit, whatever else is running
     │   └── ConfigError             a flag, file or checkpoint is wrong; the command line exits with 2
     ├── Overloaded                  429  try again after `retry_after` seconds
-    ├── Unavailable                 503  not ready, draining, or the engine has gone
-    ├── ClientTooSlow               408  the client does not take its answer
-    └── EngineFailure               500  our own fault
+    ├── Unavailable                 503  not ready, draining, or no engine
+    ├── ClientTooSlow               408  the client does not read its answer
+    └── EngineFailure               500  an internal error
 
-A broken invariant of our own is an `assert`, never one of these.
+A broken invariant of penstock is an `assert`, never one of these.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Unavailable(PenstockError):
 
 
 class ClientTooSlow(PenstockError):
-    """More of an answer waits for its client than is kept for one."""
+    """More output waits for a client than is buffered for one."""
 
 
 class EngineFailure(PenstockError):

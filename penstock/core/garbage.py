@@ -1,14 +1,14 @@
-"""How often Python looks for what only refers to itself."""
+"""Settings of Python's cyclic garbage collector for server processes."""
 
 from __future__ import annotations
 
 import gc
 
-NEW_OBJECTS = 20_000  # between two looks at what is new, where Python's own number is 700
+NEW_OBJECTS = 20_000  # allocations between two collections of the youngest generation; Python's default is 700
 
 
 def collect_rarely() -> None:
-    """To be called by a process that has started and now serves for long: what it has made so far stays, and is never
-    looked at again; what a request leaves behind is seldom a cycle."""
+    """Collect less often. For a process at the end of its start: its objects so far are never collected, and requests
+    rarely leave cycles."""
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)

@@ -1,4 +1,4 @@
-"""What the bytes of a KV block mean."""
+"""The layout of a KV block's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine step, before and after: what the scheduler asks of the runner, and what the runner answers."""
+"""One engine step: the scheduler's plan and the runner's result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix 
 
 @dataclass(slots=True)
 class Branches:
-    """The live beams of a search: one row each, all at one position after the prompt that they share.
+    """The running beams of a search: one row each, all at one position after the prompt that they share.
 
     Beside the prompt's blocks the search has a region, whose places are numbered: the row r of the i-th step after the
-    prompt writes its K and V at place i * width + r. What a beam sees of that region is known by integers alone, and
-    nothing in it is ever moved or copied.
+    prompt writes its K and V at place i * width + r. Integers say which slots of the region a beam attends to; its
+    contents are never moved or copied.
 
     Attributes:
         rows: for each beam, which row computed each of its tokens before this one, from the first after the prompt on:
@@ -95,9 +95,9 @@ class StepPlan:
 
     Attributes:
         sequences: in the order of the batch.
-        fresh_blocks: blocks that were handed out for this step and must be cleared before it, so that what an earlier
-            owner left (infinities, say) cannot reach another request through masked positions.
-        released: ids of sequences that have let go of their blocks since the last plan, whether they ended, were
+        fresh_blocks: blocks that were allocated for this step and must be cleared before it: an earlier owner's
+            contents (infinities, say) would reach this request through masked positions.
+        released: ids of sequences that have freed their blocks since the last plan: they ended, were
             preempted, or were handed over. An id may come back later with other blocks, even in this very plan.
     """
 

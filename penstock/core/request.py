@@ -1,4 +1,4 @@
-"""A request as an engine knows it, and what comes back."""
+"""Requests to an engine, and their outputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.core.sampling import SamplingParams
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the model's length
-    ABORT = "abort"  # cancelled; or let go without an end, because a hand-off was lost: it can go on elsewhere
-    ERROR = "error"  # our fault: the model computed something that is no number, and would again
+    ABORT = "abort"  # cancelled; or lost with a hand-off, so that it can continue elsewhere
+    ERROR = "error"  # the model computed infinities or NaNs, and would again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate, or one beam search: already tokens, already resolved against the model.
+    """One sequence to generate, or one beam search: tokenised, and checked against the model's limits.
 
     Attributes:
         id: unique among the requests an engine holds.
@@ -29,10 +29,9 @@ class Request:
         stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
         max_tokens: generated tokens at most, at least 1; already cut to the model's length.
         priority: lower runs first.
-        ttft_ms, tpot_ms: what its client was promised: time to first token, and mean time per token after it; None
-            without a promise.
-        waited: seconds of the first that were over when it was sent to the engine.
-        offline: it has no targets, and runs in the gaps that others leave.
+        ttft_ms, tpot_ms: latency targets: time to first token, and mean time per token after it; None without a target.
+        waited: seconds of the first that had passed when it was sent to the engine.
+        offline: it has no targets, and uses the capacity that other requests leave.
         generated: tokens of its output that were sampled already, where it ran before; fewer than `max_tokens`. It goes
             on after them as if it had never been interrupted.
         bad_words: token sequences, none of them empty, that the output never completes.
@@ -101,7 +100,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Timing:
-    """Where a finished sequence's time went, in seconds, as the engine saw it."""
+    """A finished sequence's time in seconds, by phase, as measured by the engine."""
 
     queue: float  # from arrival to its first step
     prefill: float  # from its first step to its first token
@@ -110,7 +109,7 @@ class Timing:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one step brought one sequence.
+    """One step's output for one sequence.
 
     Attributes:
         request_id: whose.

@@ -1,4 +1,4 @@
-"""What a user may say about how tokens are chosen."""
+"""Sampling parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY_BELOW = 1e-5
 MAX_LENGTH_PENALTY = 16.0
 
 
-# What a beam search could not heed, and what nothing but a beam search heeds -> the values that change nothing.
+# Fields that a beam search does not support, and fields of beam searches only -> the values that have no effect.
 NOT_WITH_BEAMS: dict[str, object] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,

@@ -1,4 +1,4 @@
-"""What a client was promised, or asks for."""
+"""A request's service level: targets, priority, class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ServiceLevel:
     Attributes:
         ttft_ms, tpot_ms: time to first token, and mean time per token after it; None without a target.
         priority: lower runs first.
-        offline: it has no targets, and runs in the gaps that others leave.
-        chat: the conversation that it belongs to, which likes to return to where it was; "" when that is not known.
+        offline: it has no targets, and uses the capacity that other requests leave.
+        chat: the conversation that it belongs to, for policies with affinity; "" when not known.
     """
 
     ttft_ms: float | None = None

@@ -1,4 +1,4 @@
-"""Log lines: how they look, and the one line that every request leaves behind. Never a prompt, never a token."""
+"""Log formats, and one log line per request. Prompts and tokens are never logged."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Format = Literal["text", "json"]
 ONLINE, OFFLINE = SERVICE_CLASSES = ("online", "offline")
 SLO = {True: "met", False: "missed", None: "-"}
 
-MOMENT = 0.1  # seconds that a request's line waits for others
+MOMENT = 0.1  # seconds that a request's line is held back, to be written with others
 
 logger = logging.getLogger("penstock.request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What a request was and how it went, once it is over.
+    """A finished request: its parameters, outcome and timing.
 
     Attributes:
         request_id: the client's `X-Request-Id`, or ours.
         model: the name that the client called it by.
-        instance: where it ran: "engine-0"; "p0>d1" with a hand-off; several, separated by commas, when its outputs
-            ran in several places; "" when nowhere.
+        instance: where it ran: "engine-0"; "p0>d1" with a hand-off; several, separated by commas, when its outputs ran
+            on several instances; "" for none.
         prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.
         longest_completion: tokens of its longest output.
         n: how many outputs it has.
-        max_tokens: how long each may have become.
+        max_tokens: the limit of each.
         finish_reason: "stop", "length" or "abort"; None when it failed.
-        ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (no token came, say).
+        ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (without a token, say).
         seed: the one its noise was sampled from; None when no token was asked of an engine.
-        service_class: "online", or "offline" for what runs in the gaps that others leave.
-        slo_met: whether it kept what its client was promised; None without a promise, and when the client left.
+        service_class: "online" or "offline".
+        slo_met: whether it met its targets; None without targets, and when the client left.
         status: the HTTP status that the client saw; 499 when it left before one was sent.
     """
 
@@ -71,14 +71,14 @@ FIELDS = tuple(each.name for each in fields(RequestRecord))
 
 
 def log_request(record: RequestRecord, format: Format) -> None:
-    """Log the request's line, at level INFO, a moment later: with others that end meanwhile, for each by itself costs
-    several times as much. What ends with the process is logged before."""
+    """Log the request's line at level INFO, after `MOMENT` together with others, which costs a fraction of logging each
+    by itself. The lines left at the end of the process are logged then."""
     if logger.isEnabledFor(logging.INFO):
         _ended.add(time.time(), record, format)
 
 
 def log_ended() -> None:
-    """Log the requests now that have ended."""
+    """Log the lines held back now."""
     _ended.log()
 
 
@@ -104,7 +104,7 @@ class _Ended:
             atexit.register(self.log)
 
     def log(self) -> None:
-        with contextlib.suppress(IndexError):  # then all are logged
+        with contextlib.suppress(IndexError):  # none is left
             while True:
                 at, record, format = self._waiting.popleft()
                 logger.handle(_log_record(at, record, format))
@@ -181,7 +181,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes at once what is logged, but requests' lines only when it is flushed, all together."""
+    """Writes records immediately, but requests' lines together when it is flushed."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)

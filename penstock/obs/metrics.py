@@ -1,8 +1,8 @@
-"""Prometheus metrics. What vLLM measures too has its name, labels and bounds of buckets (and more of these); with
-`--metrics-compat vllm` it is shown a second time under vLLM's prefix, so that dashboards made for vLLM work.
+"""Prometheus metrics. Those that vLLM has too have its names, labels and buckets (and more of these); with
+`--metrics-compat vllm` they are exported a second time under vLLM's prefix, for dashboards made for vLLM.
 
-Series with the label `engine` are an engine's own, of which every frontend hears: all frontends show the same, so take
-one of them (`max by (engine)`), never their sum. The others count what went through one frontend: add those up.
+Series with the label `engine` are an engine's, and the same on all frontends: take one (`max by (engine)`), not their
+sum. The others count one frontend's requests: add them up.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ PREDICTION = (  # too early, and too late
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 OUTPUTS = (1, 2, 5, 10, 20)
 ATTAINMENT_OVER = 1000  # requests
-MANY = 1024  # observations that wait to be counted
+MANY = 1024  # pending observations
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 VLLM_PREFIX = "vllm:"
-# Of ours, those that vLLM has as well, without the prefix and a counter's `_total`
+# Metrics that vLLM has as well, without the prefix and a counter's `_total`
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
@@ -68,13 +68,13 @@ VLLM = {
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
 
-MASTER = "master"  # stands for an engine where sequences have none yet
+MASTER = "master"  # label `engine` of sequences in the master's queue
 WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a place on any'
 
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
-TOTALS = (  # of an engine's life
+TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
     *("prefix_loads", "stored_bytes", "loaded_bytes"),
 )
@@ -87,8 +87,8 @@ P = TypeVarTuple("P")
 
 
 def _later(observe: Callable[[Metrics, Unpack[P]], None]) -> Callable[[Metrics, Unpack[P]], None]:
-    """It is noted, and counted with others when there are many or somebody looks. By itself it would cost several
-    times as much: what runs now and then finds nothing that it needs in the processor's caches."""
+    """Queue an observation, and count it with others when there are `MANY` or the registry is collected. Counting each
+    by itself costs several times as much, with cold processor caches."""
 
     @wraps(observe)
     def note(metrics: Metrics, *args: *P) -> None:
@@ -120,10 +120,10 @@ class _Buckets:
 
 
 class _Histogram(Collector):
-    """As prometheus-client's own, which has locks and checks and costs several times more: requests and steps are many.
+    """Like prometheus-client's Histogram, without its locks and checks, at a fraction of the cost per observation.
 
     Args:
-        bounds: upper ones, rising.
+        bounds: upper bounds, ascending.
     """
 
     def __init__(self, name: str, help: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
@@ -142,7 +142,7 @@ class _Histogram(Collector):
 
 @dataclass(slots=True)
 class _Engine:
-    """What is counted for one engine. What it says after each step is kept, and shown once in a while."""
+    """One engine's series. Its latest statistics are kept, and exported on collection."""
 
     running: Gauge
     waiting: Gauge
@@ -195,7 +195,7 @@ class _Engine:
 
 @dataclass(slots=True)
 class _ServiceClass:
-    """What is counted for one service class."""
+    """One service class's series."""
 
     goodput: Counter
     attainment: Gauge
@@ -214,10 +214,10 @@ class _ServiceClass:
 
 
 class _Generated(Collector):
-    """The first in its registry: whoever collects it has everything counted that was noted.
+    """The first collector in its registry: collecting it counts all pending observations.
 
     Attributes:
-        tokens: so far.
+        tokens: generated so far.
     """
 
     def __init__(self, model_name: str, count: Callable[[], None]) -> None:
@@ -232,15 +232,15 @@ class _Generated(Collector):
 
 
 class Metrics:
-    """Everything that is counted for one served model, in a registry of its own.
+    """The metrics of one served model, in a registry of their own.
 
-    Labels are looked up once, here, so that what happens per token is an addition. What is observed is noted first,
-    and counted when there is much of it or somebody looks.
+    Labels are looked up once, here, so that the work per token is an addition. Observations are queued, and counted in
+    batches or on collection.
 
     Args:
         model_name: value of the label `model_name`.
         engines: instances, by name; values of the label `engine`.
-        compat: "vllm" shows what vLLM measures too under its prefix as well.
+        compat: "vllm" exports vLLM's metrics under its prefix as well.
     """
 
     def __init__(self, model_name: str, engines: Iterable[str], compat: Compat = "none") -> None:
@@ -367,50 +367,50 @@ class Metrics:
 
     @_later
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
-        """Take over an engine's load and totals. A total that went back is an engine that started again."""
+        """Set an engine's load and totals. A total that decreased means that the engine was restarted."""
         self._engines[engine].observe(stats, step_tokens)
 
     @_later
     def observe_queue(self, waiting: int) -> None:
-        """Sequences that wait at the master."""
+        """The length of the master's queue."""
         self._queue.set(waiting)
 
     @_later
     def observe_up(self, engine: str, up: bool) -> None:
-        """Whether an engine serves now."""
+        """Whether an engine serves."""
         self._engines[engine].up.set(up)
 
     @_later
     def observe_loss(self, engine: str) -> None:
-        """An engine that had been ready is gone, and its load with it."""
+        """An engine that had been ready is lost; its load is reset."""
         self._engines[engine].up.set(False)
         self._engines[engine].lost.inc()
         self._engines[engine].load = NO_STATS
 
     @_later
     def observe_routing(self, policy: str, reason: str) -> None:
-        """A sequence was given a place. `reason` is a class of reasons: labels stay few."""
+        """A sequence was placed. `reason` is one of few classes, as it is a label."""
         self._routing.labels(self._model_name, policy, reason).inc()
 
     @_later
     def observe_handoff(self) -> None:
-        """A sequence goes on in another instance than the one that read its prompt."""
+        """A sequence was handed over to a decode instance."""
         self._handoffs.inc()
 
     @_later
     def observe_recovery(self, how: Literal["recompute", "fetch"]) -> None:
-        """A sequence that was interrupted goes on, where part of what it had was found, or nothing."""
+        """An interrupted sequence continues; `how` says whether part of it was cached."""
         self._recoveries[how].inc()
 
     @_later
     def observe_first_token(self, seconds: float) -> None:
-        """An output's first token came, this long after the request arrived. Counts one generated token."""
+        """An output's first token, `seconds` after the request arrived. Counts one generated token."""
         self._ttft.observe(seconds)
         self._generated.tokens += 1
 
     @_later
     def observe_prediction(self, predicted: float, actual: float) -> None:
-        """Of a sequence's time to first token, in seconds."""
+        """The error of a predicted time to first token, in seconds."""
         self._prediction.observe(predicted - actual)
 
     def observe_inter_token(self, seconds: float, tokens: int) -> None:
@@ -420,12 +420,12 @@ class Metrics:
             self._intervals.observe(seconds / tokens, tokens)
 
     def observe_together(self, tokens: int) -> None:
-        """`tokens` more came at once with a first one, and no time between them means anything."""
+        """`tokens` arrived together with the first one; they have no inter-token time."""
         self._generated.tokens += tokens
 
     @_later
     def observe_request(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """A request has ended."""
         self._prompt_tokens.inc(record.prompt_tokens)
         self._cached_tokens.inc(record.cached_tokens)
         if record.status == 200:
@@ -446,7 +446,7 @@ class Metrics:
 
     @_later
     def observe_http(self, route: str, status: int) -> None:
-        """A response was sent. `route` is the route's pattern, never the path: labels stay few."""
+        """A response was sent. `route` is the route's pattern, not the path, as it is a label."""
         self._http.labels(route, str(status)).inc()
 
     def render(self) -> tuple[bytes, str]:
@@ -477,7 +477,7 @@ class Metrics:
 
 
 class _AsVllm(Collector):
-    """What a registry holds that vLLM has too, under vLLM's prefix."""
+    """Exports a registry's metrics that vLLM has too, under vLLM's prefix."""
 
     def __init__(self, ours: CollectorRegistry) -> None:
         self._ours = ours

@@ -1,8 +1,7 @@
-"""OpenTelemetry traces: one span for an HTTP exchange, below it one for each prompt, and below that its phases.
+"""OpenTelemetry traces: one span per HTTP exchange, below it one per prompt, and below that its phases.
 
-Spans of a prompt are made at its end, of what its record says; nothing happens per token, and engines know nothing of
-it.
-opentelemetry is imported only where an endpoint is given: it is the extra `penstock[otel]`.
+Spans of a prompt are made at its end, from its record: there is no work per token, and none in engines.
+opentelemetry is imported only with an endpoint: it is the extra `penstock[otel]`.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ _CURRENT: ContextVar[ExchangeTrace | None] = ContextVar("penstock_trace", defaul
 
 
 def current_trace() -> ExchangeTrace | None:
-    """Of the exchange that this task serves; None where nothing is traced."""
+    """The trace of the exchange that this task serves; None without tracing."""
     return _CURRENT.get()
 
 
 class Tracing:
     """
     Args:
-        processor: takes every span that has ended.
+        processor: receives every ended span.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
@@ -76,7 +75,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, path: str, headers: Mapping[str, str]) -> ExchangeTrace:
-        """An exchange begins, in the trace that its `traceparent` names, or in a new one."""
+        """Begin an exchange's span, in the trace that its `traceparent` names, or in a new one."""
         from opentelemetry.trace import SpanKind
 
         given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
@@ -86,7 +85,7 @@ class Tracing:
         return ExchangeTrace(self, span, path)
 
     def child(self, name: str, parent: Span, start: int, attributes: Mapping[str, Any] | None = None) -> Span:
-        """A span of what is over already; `start` in nanoseconds since 1970."""
+        """A span of a phase that has ended; `start` in nanoseconds since 1970."""
         from opentelemetry.trace import set_span_in_context
 
         return self._tracer.start_span(
@@ -101,7 +100,7 @@ class Tracing:
         return carrier["traceparent"]
 
     def close(self) -> None:
-        """Send what is left to send; returns within the exporter's timeout."""
+        """Send the remaining spans; returns within the exporter's timeout."""
         self._provider.shutdown()
 
 
@@ -120,7 +119,7 @@ class ExchangeTrace:
         return self._tracing.traceparent(self._span)
 
     def prompt_ended(self, record: RequestRecord, params: SamplingParams) -> None:
-        """A prompt and its outputs are over, just now."""
+        """A prompt's outputs have just ended."""
         if not self._span.is_recording():
             return
         end = time.time_ns()
@@ -135,7 +134,7 @@ class ExchangeTrace:
         span.end(end)
 
     def end(self, route: str, status: int) -> None:
-        """The answer was sent; `status` is what the client saw."""
+        """The answer was sent, with this `status`."""
         _CURRENT.reset(self._token)
         method = self._span.attributes["http.request.method"] if self._span.is_recording() else ""  # type: ignore[attr-defined]
         self._span.update_name(f"{method} {route}")
@@ -181,8 +180,8 @@ def _attributes(record: RequestRecord, params: SamplingParams) -> dict[str, Any]
 
 
 def _phases(record: RequestRecord, start: int, end: int) -> Iterable[tuple[str, int, int]]:
-    """(name, begin, end) of the phases that are known. All that comes before the first step counts as queueing, also
-    what the frontend and the master took."""
+    """(name, begin, end) of the phases that are known. All time before the first step counts as queueing, including
+    frontend and master."""
     if record.ttft is None:
         return
     first = min(start + _nanoseconds(record.ttft), end)

@@ -1,4 +1,4 @@
-"""When requests arrive."""
+"""Arrival processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ def arrival_times(count: int, rate: float, rng: np.random.Generator, cv: float =
     The gaps are gamma distributed with mean 1 / rate and coefficient of variation `cv`: 0 is constant spacing, 1 a
     Poisson process, more is burstier. An infinite rate means all at once.
 
-    The same generator state gives the same gaps at every rate, scaled: two rates are compared on the same luck.
+    The same generator state gives the same gaps at every rate, scaled: two rates are compared on the same random
+    sequence.
     """
     assert rate > 0, f"rate {rate} requests per second"
     assert cv >= 0, f"coefficient of variation {cv}"
     if math.isinf(rate):
         return np.zeros(count)
     count_gaps = max(count - 1, 0)
-    # below a millionth the gamma's shape leaves the range of floats, and nothing to tell from constant spacing
+    # below 1e-6 the gamma's shape leaves the range of floats; the result equals constant spacing
     gaps = np.ones(count_gaps) if cv < 1e-6 else rng.gamma(cv**-2, cv**2, count_gaps)
     return np.concatenate([np.zeros(min(count, 1)), np.cumsum(gaps) / rate])
 
@@ -45,9 +46,9 @@ def poisson_times(rate: float, duration: float, rng: np.random.Generator) -> npt
 
 
 def with_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: float) -> npt.NDArray[np.float64]:
-    """Arrivals in [0, duration) seconds moved so that their rate follows a day, without changing how many there are.
+    """Arrivals in [0, duration) seconds moved so that their rate is diurnal; their number is unchanged.
 
-    The day takes `duration`: the rate is 1 - a * cos(2 pi t / duration) of what it was, so it is lowest at both ends
+    The period is `duration`: the rate is 1 - a * cos(2 pi t / duration) of what it was, so it is lowest at both ends
     and highest in the middle, by a factor of `peak_to_trough` (at least 1).
     """
     clock, come = _tide(duration, peak_to_trough)
@@ -55,13 +56,13 @@ def with_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: f
 
 
 def before_tide(times: npt.NDArray[np.float64], duration: float, peak_to_trough: float) -> npt.NDArray[np.float64]:
-    """Where `with_tide` took these times from, but for rounding; all that lie in [0, duration]."""
+    """The inverse of `with_tide`, up to rounding, for times in [0, duration]."""
     clock, come = _tide(duration, peak_to_trough)
     return np.interp(times, clock, come)
 
 
 def _tide(duration: float, peak_to_trough: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """(moments of the day, how far the arrivals have come by each: the integral of the rate)."""
+    """(times, the integral of the rate up to each)."""
     assert peak_to_trough >= 1, f"peak to trough {peak_to_trough}"
     swing = (peak_to_trough - 1) / (peak_to_trough + 1)
     clock = np.linspace(0.0, duration, 16_385)

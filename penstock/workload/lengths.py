@@ -1,4 +1,4 @@
-"""How long prompts and outputs are."""
+"""Distributions of prompt and output lengths."""
 
 from __future__ import annotations
 
@@ -73,19 +73,20 @@ class LogNormal:
 
 
 def log_normal(mean: float, deviation: float) -> LogNormal:
-    """Of a mean and a standard deviation. Never below 1; near a normal one while the deviation is small."""
+    """A lognormal of a mean and a standard deviation, at least 1; close to a normal one while the deviation is
+    small."""
     return LogNormal(mean, deviation / mean)
 
 
 @dataclass(frozen=True)
 class Independent:
-    """Prompt and output lengths that know nothing of each other."""
+    """Independent prompt and output lengths."""
 
     prompt: Lengths
     output: Lengths
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-        prompt_rng, output_rng = rng.spawn(2)  # so that the first are the same however many there are
+        prompt_rng, output_rng = rng.spawn(2)  # so that the first lengths do not depend on the count
         return self.prompt.draw(count, prompt_rng), self.output.draw(count, output_rng)
 
 

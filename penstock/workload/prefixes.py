@@ -1,4 +1,4 @@
-"""Prompts that begin alike: which shared prefix a request takes, and its tokens."""
+"""Shared prefixes: which one a request has, and its tokens."""
 
 from __future__ import annotations
 

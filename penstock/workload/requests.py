@@ -1,4 +1,4 @@
-"""One request of a workload, and what may be done to a list of them."""
+"""A workload's requests, and operations on lists of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRIVATE_STREAM = 1  # prefixes.SHARED_STREAM is 0: a private token stream never 
 
 
 class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """What a client asks and when, before there are any tokens.
+    """A client's request and its arrival time, without token ids.
 
     A prompt is the blocks named by `prefix`, `block_tokens` tokens each, and after them tokens that no other request
     has. Blocks that reach past the end of the prompt are cut there.
@@ -28,11 +28,11 @@ class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
         output_tokens: how many tokens to generate, at least 1.
         prefix: ids of the shared blocks in order; equal ids are equal tokens.
         block_tokens: length of each block of `prefix`; 0 when there are none.
-        ttft, tpot: targets by which it is judged, in seconds; inf without.
+        ttft, tpot: latency targets in seconds; inf without.
         priority: lower runs first.
-        priority_only: the servers are told its priority and not its targets.
-        offline: it runs in the gaps that others leave.
-        task: the class of requests that it is of, in a mix of several.
+        priority_only: its priority is sent to the server and its targets are not.
+        offline: it uses the capacity that other requests leave.
+        task: its class, in a mix of several.
         chat: the conversation that it belongs to; "" when that is not known.
     """
 
@@ -95,7 +95,7 @@ def between(requests: Sequence[WorkRequest], start: float, end: float = math.inf
 def spread_ticks(requests: Sequence[WorkRequest], tick: float, rng: np.random.Generator) -> list[WorkRequest]:
     """Each arrival moved to a random moment of the `tick` seconds that follow it; the order of the requests is kept.
 
-    For traces whose clock is coarse: without it every tick starts with a lump that the real traffic did not have.
+    For traces with a coarse clock, whose requests would otherwise arrive in bursts at each tick.
     """
     spread = np.sort([request.at for request in requests] + rng.uniform(0.0, tick, len(requests)))
     return [replace(request, at=float(at)) for request, at in zip(requests, spread, strict=True)]
@@ -121,8 +121,8 @@ def _fit(request: WorkRequest, limit: int) -> WorkRequest:
 
 
 def unrelated(requests: Sequence[WorkRequest], count: int) -> list[WorkRequest]:
-    """`count` requests of the same lengths, all at 0 s, that share no token with `requests` or each other: to warm
-    something up without telling it what will come."""
+    """`count` requests of the same lengths, all at 0 s, that share no prefix with `requests` or each other, for warming
+    up."""
     beyond = max(request.number for request in requests) + 1
     return [
         replace(requests[i % len(requests)], number=beyond + i, at=0.0, prefix=(), block_tokens=0) for i in range(count)
@@ -151,14 +151,14 @@ def reusable_tokens(requests: Iterable[WorkRequest]) -> int:
 
 
 def follow_chats(requests: Sequence[WorkRequest], least_blocks: int) -> list[WorkRequest]:
-    """The same requests with the chats that their prefixes tell of, for traces that name none.
+    """The same requests with chats inferred from their prefixes, for traces without chat ids.
 
-    The next turn of a chat repeats the last one's prompt, so a request goes on with the chat whose newest prompt, less
-    its last block, which may have been cut, is the longest beginning of its own. Others begin a chat.
+    The next turn of a chat repeats the last one's prompt, so a request belongs to the chat whose newest prompt, without
+    its last (perhaps partial) block, is the longest prefix of its own. Others begin a chat.
 
     Args:
         requests: in order of arrival.
-        least_blocks: that both must share; fewer may be what all chats begin with.
+        least_blocks: that both must share; fewer may be a prefix common to all chats.
     """
     newest: dict[tuple[int, ...], str] = {}  # a prompt's blocks but the last -> its chat
     followed = []

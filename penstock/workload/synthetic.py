@@ -1,4 +1,4 @@
-"""Workloads put together from distributions."""
+"""Synthetic workloads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def synthesise(
         prefixes: how many shared prefixes there are, 0 for none; each request begins with one, `prefix_tokens` long,
             drawn in proportion to (id + 1) ** -zipf.
 
-    Lengths, prefixes and arrivals come from generators of their own, so changing one leaves the others as they are.
+    Lengths, prefixes and arrivals have generators of their own, so changing one does not affect the others.
     """
     length_rng, prefix_rng, arrival_rng = rng.spawn(3)
     prompt, output = lengths.draw(count, length_rng)

@@ -1,4 +1,4 @@
-"""Rows out of CSV and JSONL files, plain or gzipped, with errors that say where the fault is."""
+"""Rows of CSV and JSONL files, plain or gzipped, with errors that name file, line and column."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORIGINALS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: `cells` by column name, and where it stands (`line` counts from 1)."""
+    """One row: `cells` by column name, and its line, counted from 1."""
 
     path: Path
     line: int
@@ -61,7 +61,7 @@ class Row:
 def read_rows(path: str | Path) -> tuple[list[str], Iterator[Row]]:
     """(column names, rows) of a CSV file with a header, or of a JSONL file of objects (the first one's keys).
 
-    Raises `ConfigError` when the file is missing or not such a file; a row's own faults are raised on reaching it.
+    Raises `ConfigError` when the file is missing or not such a file; a row's errors are raised on reaching it.
     """
     path = Path(path)
     lines = _read_text(path).splitlines()

@@ -1,4 +1,4 @@
-"""Recorded traffic: Azure 2023, Mooncake and ServeGen files as lists of requests."""
+"""Recorded traces: Azure 2023, Mooncake and ServeGen files as lists of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between an engine and those who give it work: frontends, and the master that decides."""
+"""Messages between an engine and the frontends and the master."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["any", "prefill", "decode"]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One life of an engine, as other engines reach it."""
+    """One incarnation of an engine, and its address for other engines."""
 
     name: str
     incarnation: int
@@ -27,10 +27,10 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Somebody makes itself known, and says again every second that it lives.
+    """A frontend or master registers, and repeats this every second.
 
-    An engine answers the first with `Ready`. It gives up the requests of a frontend it has not heard for `LEASE`
-    seconds, or whose next life it hears.
+    An engine answers the first with `Ready`. It drops the requests of a frontend that was silent for `LEASE` seconds,
+    or that registers with another incarnation.
     """
 
     sender: str = "frontend"  # its name; also its ZMQ routing id
@@ -40,7 +40,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Enqueue(msgspec.Struct, tag=True, frozen=True):
-    """Run a request here; with `decode`, read its prompt here and hand it over to that instance.
+    """Run a request here; with `decode`, prefill it here and hand it over to that instance.
 
     Attributes:
         to: incarnation of the engine it is meant for.
@@ -79,7 +79,7 @@ class UnlinkPeer(msgspec.Struct, tag=True, frozen=True):
 
 
 class SetRole(msgspec.Struct, tag=True, frozen=True):
-    """Which work the master means to place here from now on. Changes nothing about what runs."""
+    """The role by which the master places requests here from now on. Running requests are not affected."""
 
     to: int
     role: Role
@@ -87,13 +87,14 @@ class SetRole(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Take nothing new. What runs goes on; `Snapshot.draining` with nothing running or waiting is the end."""
+    """Accept no new requests and finish the running ones; `Snapshot.draining` with nothing running or waiting is the
+    end."""
 
     to: int
 
 
 class AskCache(msgspec.Struct, tag=True, frozen=True):
-    """Send every key, as a `CacheDelta` with `whole` for each tier there is."""
+    """Send every cached key, as a `CacheDelta` with `whole` for each tier."""
 
     to: int
 
@@ -103,11 +104,11 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Stop now; what runs is lost."""
+    """Stop now; running requests are lost."""
 
 
 Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
-LEASE = 5.0  # seconds without a Hello after which a frontend is taken for dead
+LEASE = 5.0  # seconds without a Hello after which a frontend counts as failed
 
 
 # --- events
@@ -122,10 +123,11 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         max_model_len: prompt and output tokens of one sequence together.
         vocab_size: token ids are below it.
         num_blocks: KV blocks that it may hold.
-        token_budget: tokens in one step at most, at first: an engine that finds it out while it runs begins with few.
+        token_budget: tokens in one step at most, at first: an engine that measures it while it runs begins with a small
+            one.
         sampled_ids: of a modelled device, the first and the last token id that it may draw.
         max_sequences: that run at once.
-        device_model, shape: what its steps' times may be predicted from (`sched.steptime`); None when not known.
+        device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
     """
 
     peer: Peer
@@ -164,7 +166,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought this frontend. `step_tokens` is 0 in the report that an idle engine sends."""
+    """A step's outputs for this frontend. `step_tokens` is 0 in the report that an idle engine sends."""
 
     incarnation: int
     outputs: list[TokenOutput]
@@ -173,7 +175,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The engine would not take a request: it is invalid, meant for an earlier life, or nothing new is taken."""
+    """The engine refused a request: it is invalid, meant for an earlier incarnation, or the engine drains."""
 
     incarnation: int
     request_id: str
@@ -182,7 +184,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An engine's load as the master sees it, about every 50 ms while it changes and twice a second while it does not.
+    """An engine's load for the master, about every 50 ms while it changes and twice a second while it does not.
 
     Attributes:
         sequence: counts up within an incarnation.
@@ -192,7 +194,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         free_blocks: that can be handed out, idle cached ones included.
         token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
-        migrating: requests whose prompt is read and that are being handed over from it.
+        migrating: requests that are prefilled and being handed over from it.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
@@ -220,13 +222,13 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class CacheDelta(msgspec.Struct, tag=True, frozen=True):
-    """Prefix keys that became findable in a tier of the cache here, and that no longer are.
+    """Prefix keys that were added to and removed from a tier of the prefix cache.
 
     Attributes:
         sequence: counts up by one within an incarnation, in each tier for itself; a gap is a reason to `AskCache`.
         tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host". What
             lies in several is told in each.
-        whole: `added` is everything in this tier, and what was known of it before is void; of other tiers nothing is.
+        whole: `added` is everything in this tier and replaces what was known of it; other tiers are not affected.
     """
 
     incarnation: int
@@ -246,7 +248,7 @@ class LinkFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Inspection(msgspec.Struct, tag=True, frozen=True):
-    """What an engine holds, after all its `check`s passed; `broken` says which one did not."""
+    """An engine's resources, after all its `check`s passed; `broken` names one that failed."""
 
     incarnation: int
     counts: dict[str, int]  # requests, held_blocks, idle_blocks, free_blocks, leases, ranges_used, ..., open_files
@@ -254,7 +256,7 @@ class Inspection(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine is about to exit with an error, or will not speak with this sender."""
+    """The engine is about to exit with an error, or refuses this sender."""
 
     message: str
 

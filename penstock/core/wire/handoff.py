@@ -1,15 +1,16 @@
-"""Between two engines: a request whose prompt was read in one place goes on in another.
+"""Messages between two engines that hand a request over after its prefill.
 
     prefiller                    decoder
-    Reserve            ->                       room is set aside, under a lease
+    Reserve            ->                       blocks are reserved, under a lease
                        <-        Reserved | Rejected
     Push, Push, ...    ->                       each block as it fills, while the next ones are computed
-    Renew              ->                       now and then, so that the lease does not end meanwhile
+    Renew              ->                       periodically, to extend the lease
     Commit             ->                       everything is there; repeated until it is answered
                        <-        Committed | Missing | Rejected
-    Release            <->                      the lease is over, whoever says it
+    Release            <->                      ends the lease, from either side
 
-Every message may be lost, late, doubled or out of order. Whoever hears nothing ends the lease at its deadline.
+Every message may be lost, late, duplicated or out of order. A side that receives nothing ends the lease at its
+deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     Attributes:
         generation: which attempt to run the request.
-        attempt: which attempt, within that, to find room at a decoder.
+        attempt: which attempt, within that, to reserve blocks at a decode instance.
     """
 
     request_id: str
@@ -40,14 +41,14 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """There is room. The first `have` blocks need not be pushed: they are in the decoder's cache."""
+    """Blocks are reserved. The first `have` blocks need not be pushed: they are in the decode instance's cache."""
 
     lease: Lease
     have: int
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The decoder holds nothing for this lease and never will."""
+    """The decode instance holds nothing for this lease, and will not later."""
 
     lease: Lease
     reason: str
@@ -59,7 +60,7 @@ class Push(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         index: the block holds positions [64 * index, 64 * index + 64).
         key: its prefix key; empty when it is not full.
-        block, generation: where it lies in the sender's pool, and which use of that block this is.
+        block, generation: its number in the sender's pool, and the generation of its use.
         checksum: of its bytes.
     """
 
@@ -92,14 +93,14 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Missing(msgspec.Struct, tag=True, frozen=True):
-    """These blocks have not arrived whole."""
+    """These blocks have not arrived completely."""
 
     lease: Lease
     indices: list[int]
 
 
 class Committed(msgspec.Struct, tag=True, frozen=True):
-    """The decoder owns the request from here on."""
+    """The decode instance owns the request from here on."""
 
     lease: Lease
 

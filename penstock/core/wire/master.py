@@ -1,4 +1,4 @@
-"""Between frontends, which own the clients' requests, and the master, which only decides where they run."""
+"""Messages between frontends, which own the clients' requests, and the master, which decides where they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.core.wire.engine import Peer
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """A frontend makes itself known, and says again every second that it lives; the master answers with `Joined`.
+    """A frontend registers, and repeats this every second; the master answers with `Joined`.
 
     What a frontend placed is forgotten when it is not heard for `LEASE` seconds, or its next incarnation is heard.
     """
@@ -21,17 +21,17 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Place(msgspec.Struct, tag=True, frozen=True):
-    """Where should this sequence run?
+    """Asks where a sequence is to run.
 
-    One that was interrupted asks again: what it has generated is to be read like its prompt, and its next token has the
-    deadline of a first one.
+    For an interrupted sequence, the generated tokens are part of the prompt, and its next token has the deadline of a
+    first one.
 
     Attributes:
         prompt_tokens: to be read: of the prompt, and what was generated before.
         max_tokens: to be generated after these, at most.
         keys: prefix keys of the full blocks of what is to be read, where the master wants them.
         waited: seconds since it arrived at the frontend; for an interrupted one so many that its deadline is right.
-        exclude: instances that it should not be given, because they just failed it.
+        exclude: instances to avoid, because they just failed this sequence.
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
     """
@@ -51,13 +51,13 @@ class Place(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
-    """The first tokens of these sequences have come, from where they were placed last."""
+    """These sequences have their first token, from their latest placement."""
 
     request_ids: list[str]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a sequence ended that got tokens.
+    """The latencies of a finished sequence.
 
     Attributes:
         ttft_ms: from its client's request to its first token.
@@ -74,10 +74,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """These sequences are over, however they ended.
+    """These sequences have ended, in whatever way.
 
     Attributes:
-        outcomes: of those that ended well.
+        outcomes: of those that ended without an error.
     """
 
     request_ids: list[str]
@@ -105,7 +105,7 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     """Run it on `prefill`; with `decode`, that instance takes over after the prompt.
 
     Attributes:
-        ttft_ms, tpot_ms: the targets that it has from now on: those it came with, or what its priority was worth.
+        ttft_ms, tpot_ms: its targets from now on: its own, or those of its priority.
         predicted_ttft: seconds from its client's request to its first token; None when the policy does not predict.
     """
 
@@ -130,7 +130,7 @@ class NoPlace(msgspec.Struct, tag=True, frozen=True):
 
 
 class Queued(msgspec.Struct, tag=True, frozen=True):
-    """It waits at the master until it has a place."""
+    """It waits in the master's queue."""
 
     request_id: str
     generation: int
