@@ -31,7 +31,6 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ FIGURES = {
     "ttft_p50_ms": "TTFT p50 (ms)",
     "ttft_p90_ms": "TTFT p90 (ms)",
     "tpot_p50_ms": "TPOT p50 (ms)",
-    "tokens_per_s": "output tokens/s",
+    "output_tokens_per_s": "output tokens/s",
 }
 Figures = dict[str, float]
 console = Console(stderr=True)
@@ -100,72 +99,31 @@ def stand_in() -> list[WorkRequest]:
 
 def write_slice(requests: Sequence[WorkRequest], file: Path) -> None:
     """As a trace that load generator and simulator both read."""
-    begin = datetime(2000, 1, 1)
-    rows = [
-        f"{begin + timedelta(seconds=r.at):%Y-%m-%d %H:%M:%S.%f},{r.prompt_tokens},{r.output_tokens}" for r in requests
-    ]
-    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    rows = [f"{r.at:.6f},{r.prompt_tokens},{r.output_tokens}" for r in requests]
+    file.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
 
 
 # --- what came of it
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request, in seconds from the start of its run; `ttft` from when it was due."""
-
-    due: float
-    ttft: float
-    tpot: float | None
-    end: float
-    tokens: int
-
-
-def served_really(document: Mapping[str, Any]) -> list[Served]:
-    """Of a document of `penstock bench serve --save-detailed`."""
-    rows = document["requests"]
-    if failed := [row for row in rows if row["error"] is not None]:
-        raise SystemExit(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['detail']}")
-    return [
-        Served(
-            row["start_ms"] / 1e3,
-            row["ttft_ms"] / 1e3,
-            None if row["tpot_ms"] is None else row["tpot_ms"] / 1e3,
-            (row["start_ms"] + row["e2e_ms"]) / 1e3,
-            row["output_tokens"],
-        )
-        for row in rows
-    ]
-
-
-def served_in_simulation(document: Mapping[str, Any]) -> list[Served]:
-    """Of a document of `penstock sim run --save-requests`."""
-    rows = document["per_request"]
-    if failed := [row for row in rows if row["error"] or row["ended"] is None]:
-        raise SystemExit(f"{len(failed)} of {len(rows)} simulated requests failed: {failed[0]['error']}")
-    return [
-        Served(
-            row["arrival"],
-            row["first"] - row["arrival"],
-            (row["ended"] - row["first"]) / (row["output_tokens"] - 1) if row["output_tokens"] > 1 else None,
-            row["ended"],
-            row["output_tokens"],
-        )
-        for row in rows
-    ]
-
-
-def figures(served: Sequence[Served]) -> Figures:
-    """The same arithmetic for both worlds; tokens per second are from the first arrival to the last end."""
-    ttft = [request.ttft * 1e3 for request in served]
-    tpot = [request.tpot * 1e3 for request in served if request.tpot is not None]
-    span = max(request.end for request in served) - min(request.due for request in served)
+def measured_figures(document: Mapping[str, Any]) -> Figures:
+    """Of a document of `penstock bench serve`."""
+    summary = document["summary"]
+    if summary["failed"]:
+        raise SystemExit(f"{summary['failed']} of {summary['requests']} requests failed: {summary['failures']}")
     return {
-        "ttft_p50_ms": float(np.percentile(ttft, 50)),
-        "ttft_p90_ms": float(np.percentile(ttft, 90)),
-        "tpot_p50_ms": float(np.percentile(tpot, 50)),
-        "tokens_per_s": sum(request.tokens for request in served) / span,
+        "ttft_p50_ms": summary["ttft_ms"]["p50"],
+        "ttft_p90_ms": summary["ttft_ms"]["p90"],
+        "tpot_p50_ms": summary["tpot_ms"]["p50"],
+        "output_tokens_per_s": summary["output_tokens_per_s"],
     }
+
+
+def simulated_figures(document: Mapping[str, Any]) -> Figures:
+    """Of a document of `penstock sim run`."""
+    if document["failed"]:
+        raise SystemExit(f"{document['failed']} simulated requests failed: {document['errors']}")
+    return {name: document[name] for name in FIGURES}
 
 
 def compare(measured: Sequence[Figures], simulated: Sequence[Figures], tolerance: float) -> dict[str, dict[str, Any]]:
@@ -190,8 +148,8 @@ def compare(measured: Sequence[Figures], simulated: Sequence[Figures], tolerance
 
 
 @dataclass(frozen=True)
-class Workplace:
-    """A folder, and what every process there is told: one thread each, and devices that are measured here."""
+class Workspace:
+    """A folder, and the environment of every process there: one thread each, and devices that are measured here."""
 
     folder: Path
 
@@ -230,25 +188,19 @@ class Workplace:
                     return found[1]
         raise SystemExit(f"the servers are not ready:\n{log.read_text()}")
 
-    def bench(self, url: str, *words: str) -> list[Served]:
+    def bench(self, url: str, *words: str) -> Figures:
         file = self.folder / "bench.json"
-        told = json.dumps({"slo": {name.replace("-", "_"): value for name, value in SLO.items()}})
-        self.penstock(
-            *("bench", "serve", "--base-url", url, "--json", str(file), "--save-detailed"),
-            *("--extra-body", told, *words),
-        )
-        return served_really(json.loads(file.read_text()))
+        targets = json.dumps({"slo": {name.replace("-", "_"): value for name, value in SLO.items()}})
+        self.penstock("bench", "serve", "--base-url", url, "--json", str(file), "--extra-body", targets, *words)
+        return measured_figures(json.loads(file.read_text()))
 
-    def simulate(self, scenario: Mapping[str, Any], requests: Sequence[WorkRequest], seed: int) -> list[Served]:
+    def simulate(self, scenario: Mapping[str, Any], requests: Sequence[WorkRequest], seed: int) -> Figures:
         file, result = self.folder / "scenario.yaml", self.folder / "simulation.json"
         write_slice(requests, self.folder / "slice.csv")
         content = {**scenario, "workload": {"trace": "slice.csv", "max-tokens": MAX_MODEL_LEN}, "slo": SLO}
         file.write_text(yaml.safe_dump(content, sort_keys=False))
-        self.penstock(
-            *("sim", "run", str(file), "--traces", str(self.folder), "--seed", str(seed)),
-            *("--json", str(result), "--save-requests"),
-        )
-        return served_in_simulation(json.loads(result.read_text()))
+        self.penstock("sim", "run", str(file), "--traces", str(self.folder), "--seed", str(seed), "--json", str(result))
+        return simulated_figures(json.loads(result.read_text()))
 
     def message_ms(self, url: str, scenario: Mapping[str, Any]) -> float:
         """What a message takes: of one request at a time, what its first token takes beyond its step."""
@@ -259,26 +211,16 @@ class Workplace:
         )
         probes = [WorkRequest(number=i, at=float(i), prompt_tokens=prompt, output_tokens=output) for i in range(count)]
         without = self.simulate({**scenario, "latency-ms": 0}, probes, 0)
-        beyond = figures(alone)["ttft_p50_ms"] - figures(without)["ttft_p50_ms"]
-        return max(0.0, beyond / MESSAGES)
+        return max(0.0, (alone["ttft_p50_ms"] - without["ttft_p50_ms"]) / MESSAGES)
 
 
 # --- the two comparisons: what is served, and the scenario that says the same
 
 
-@dataclass(frozen=True)
-class Setup:
-    """
-    Attributes:
-        command: of penstock, which serves.
-        scenario: the same for the simulator, without what is sent and what messages take.
-    """
-
-    command: Sequence[str]
-    scenario: dict[str, Any]
+Setup = tuple[list[str], dict[str, Any]]  # the command that serves; its scenario without what is sent and messages
 
 
-def real(work: Workplace, options: argparse.Namespace) -> Setup:
+def real(work: Workspace, options: argparse.Namespace) -> Setup:
     """One engine of the demo model. Measures this machine."""
     console.print("measuring this machine and steps of the demo model")
     work.penstock("doctor", "--save", "--model", "demo")  # where the engine looks, to predict its own steps by it
@@ -293,20 +235,20 @@ def real(work: Workplace, options: argparse.Namespace) -> Setup:
         "scheduling-policy": "slack",
         **limits,
     }
-    return Setup(
+    return (
         ["serve", "demo", "--device", "cpu", "--kv-cache-memory", "1G", "--scheduling-policy", "slack", *flags],
         {"policy": "least_loaded", "engine": engine, "instances": [{"count": 1}]},
     )
 
 
-def paced(work: Workplace, options: argparse.Namespace) -> Setup:
+def paced(work: Workspace, options: argparse.Namespace) -> Setup:
     """Engines whose steps last as long as on an L4: long enough for many of them to share a few cores."""
     engine = {"device": "modelled:l4", "geometry": "qwen3-8b", "noise": 0.05}
     engine |= {"max-model-len": MAX_MODEL_LEN, "max-num-seqs": 128}
     same = {"policy": options.policy, "engine": engine, "instances": [{"count": options.instances}]}
     file = work.folder / "up.yaml"
     file.write_text(yaml.safe_dump({"model": "demo", **same}, sort_keys=False))
-    return Setup(["up", str(file)], same)
+    return ["up", str(file)], same
 
 
 # --- all of it
@@ -315,23 +257,22 @@ def paced(work: Workplace, options: argparse.Namespace) -> Setup:
 def run(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The document that --json writes."""
     requests = read_slice(options)
-    work = Workplace(folder)
-    setup = (real if mode == "real" else paced)(work, options)
+    work = Workspace(folder)
+    command, scenario = (real if mode == "real" else paced)(work, options)
     measured: list[Figures] = []
     others: list[float] = []
-    with work.serving(*setup.command) as url:
-        latency = work.message_ms(url, setup.scenario)
+    with work.serving(*command) as url:
+        latency = work.message_ms(url, scenario)
         console.print(f"a message takes {latency:.2f} ms; now {len(requests)} requests, {options.repetitions} times")
         for seed in range(options.repetitions):
             others.append(busy_cores())
             write_slice(requests, folder / "slice.csv")  # probes were there
             trace = ("--dataset-name", "trace", "--dataset-path", str(folder / "slice.csv"))
-            sent = work.bench(url, *trace, "--num-prompts", str(len(requests)), "--seed", str(seed))
-            measured.append(figures(sent))
+            measured.append(work.bench(url, *trace, "--num-prompts", str(len(requests)), "--seed", str(seed)))
             console.print(f"measured  {shown(measured[-1])}", soft_wrap=True)
         others.append(busy_cores())
-    scenario = {**setup.scenario, "latency-ms": round(latency, 3)}
-    simulated = [figures(work.simulate(scenario, requests, seed)) for seed in range(options.repetitions)]
+    scenario = {**scenario, "latency-ms": round(latency, 3)}
+    simulated = [work.simulate(scenario, requests, seed) for seed in range(options.repetitions)]
     for found in simulated:
         console.print(f"simulated {shown(found)}", soft_wrap=True)
     return {

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from penstock.workload.requests import WorkRequest
 
 # flags that go to the engine as they are; one that is not given leaves the engine's default
-ENGINE_FLAGS = ("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "graph_mode", "kv_address_mode")
+ENGINE_FLAGS = (
+    *("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
+    *("graph_mode", "kv_address_mode", "kv_layout"),
+)
 
 
 def add_latency_parser(kinds: Any) -> argparse.ArgumentParser:
@@ -94,6 +97,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int)
     group.add_argument("--graph-mode", help="how a step is computed: eager, partial, full or auto")
     group.add_argument("--kv-address-mode", help="how a sequence's blocks are addressed: table, contiguous or auto")
+    group.add_argument("--kv-layout", help="order of a KV block's bytes: block, token or auto")
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
 

@@ -1,4 +1,4 @@
-"""The slice that both worlds get, the arithmetic that compares them, and one comparison from end to end."""
+"""The slice that servers and simulator get, how their figures are compared, and one comparison from end to end."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from penstock.workload.requests import WorkRequest, offered_rate
 from penstock.workload.traces import read_trace
 from tools import fidelity
-from tools.fidelity import Served, compare, figures, main, served_in_simulation, served_really, take_slice, write_slice
+from tools.fidelity import compare, main, measured_figures, simulated_figures, take_slice, write_slice
 
 
 def every(seconds, count, prompt=1000, output=200):
@@ -56,43 +56,27 @@ def test_the_stand_in_is_like_the_trace():
     assert sum(r.output_tokens for r in requests) / len(requests) == pytest.approx(211, rel=0.05)
 
 
-REAL = {
-    "requests": [
-        {"start_ms": 0.0, "ttft_ms": 100.0, "tpot_ms": 10.0, "e2e_ms": 500.0, "output_tokens": 41, "error": None},
-        {"start_ms": 1000.0, "ttft_ms": 300.0, "tpot_ms": None, "e2e_ms": 300.0, "output_tokens": 1, "error": None},
-    ]
-}
-SIMULATED = {
-    "per_request": [
-        {"arrival": 0.0, "first": 0.1, "ended": 0.5, "output_tokens": 41, "error": ""},
-        {"arrival": 1.0, "first": 1.3, "ended": 1.3, "output_tokens": 1, "error": ""},
-    ]
-}
+SUMMARY = {"requests": 3, "failed": 0, "ttft_ms": {"p50": 200.0, "p90": 280.0}, "tpot_ms": {"p50": 10.0}}
+MEASURED = {"summary": {**SUMMARY, "output_tokens_per_s": 30.0}}
+SIMULATED = {"failed": 0, "ttft_p50_ms": 200.0, "ttft_p90_ms": 280.0, "tpot_p50_ms": 10.0, "output_tokens_per_s": 30.0}
 
 
-def test_both_worlds_say_the_same_in_the_same_figures():
-    expected = {"ttft_p50_ms": 200.0, "ttft_p90_ms": 280.0, "tpot_p50_ms": 10.0, "tokens_per_s": 42 / 1.3}
-    assert figures(served_really(REAL)) == pytest.approx(expected)
-    assert figures(served_in_simulation(SIMULATED)) == pytest.approx(expected)
+def test_the_figures_of_both_documents():
+    assert list(measured_figures(MEASURED)) == list(simulated_figures(SIMULATED)) == list(fidelity.FIGURES)
+    assert measured_figures(MEASURED) == simulated_figures(SIMULATED)
 
 
 def test_a_request_that_failed_ends_it():
-    failed = {"requests": [*REAL["requests"], REAL["requests"][0] | {"error": "http 500", "detail": "a fault"}]}
-    with pytest.raises(SystemExit, match="1 of 3 requests failed: a fault"):
-        served_really(failed)
-    lost = {"per_request": [SIMULATED["per_request"][0] | {"error": "no place", "first": None, "ended": 0.2}]}
-    with pytest.raises(SystemExit, match="1 of 1 simulated requests failed: no place"):
-        served_in_simulation(lost)
-
-
-def test_throughput_is_from_the_first_arrival_to_the_last_end():
-    served = [Served(5.0, 0.1, 0.01, 9.0, 100), Served(3.0, 0.1, 0.01, 7.0, 50)]
-    assert figures(served)["tokens_per_s"] == 150 / 6
+    failed = {"summary": {**SUMMARY, "failed": 1, "failures": {"http 500": 1}}}
+    with pytest.raises(SystemExit, match=r"1 of 3 requests failed: .*http 500"):
+        measured_figures(failed)
+    with pytest.raises(SystemExit, match=r"1 simulated requests failed: .*no place"):
+        simulated_figures({"failed": 1, "errors": {"no place": 1}})
 
 
 def test_medians_are_compared_and_the_spread_is_told():
     def run(ttft):
-        return {"ttft_p50_ms": ttft, "ttft_p90_ms": 2 * ttft, "tpot_p50_ms": 10.0, "tokens_per_s": 100.0}
+        return {"ttft_p50_ms": ttft, "ttft_p90_ms": 2 * ttft, "tpot_p50_ms": 10.0, "output_tokens_per_s": 100.0}
 
     rows = compare([run(100.0), run(90.0), run(400.0)], [run(88.0), run(89.0), run(87.0)], 0.1)
     assert rows["ttft_p50_ms"] == {
@@ -118,7 +102,7 @@ def test_two_paced_engines_from_end_to_end(tmp_path, monkeypatch):
     assert code == (0 if all(row["within"] for row in document["figures"].values()) else 1)
     # how close is for a quiet machine: a busy one is slower than simulated by any factor, and none is much faster
     for name, row in document["figures"].items():
-        faster, slower = ("measured", "simulated") if name == "tokens_per_s" else ("simulated", "measured")
+        faster, slower = ("measured", "simulated") if name == "output_tokens_per_s" else ("simulated", "measured")
         assert row[faster] < 3 * row[slower], name
     # an L4 reads the weights of Qwen3-8B, 15 GB without the embedding, in 51 ms
     assert 45 < document["figures"]["tpot_p50_ms"]["simulated"] < 80
