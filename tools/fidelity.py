@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.bench.document import host_facts
-from penstock.cli.sim import TRACES
+from penstock.cli.scenario_file import TRACES
 from penstock.workload.lengths import Independent, log_normal
 from penstock.workload.requests import WorkRequest, between, limit_context, offered_rate, scale_rate
 from penstock.workload.synthetic import synthesise

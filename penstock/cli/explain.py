@@ -42,10 +42,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError when there is no recording, or the request is not in it."""
     from penstock.cli.history import explain, replay_all, summarise
-    from penstock.service.bundles import STEADY
+    from penstock.sim.baselines import POLICIES
 
     if args.policy is not None:
-        Option("policy", one_of(*STEADY), None, "").read(args.policy, "--policy")
+        names = [name for name, bundle in POLICIES.items() if not bundle.scales]
+        Option("policy", one_of(*names), None, "").read(args.policy, "--policy")
     seed = Option("seed", integer(0), 0, "").read(args.seed, "--seed")
     file = args.file or os.environ.get(VARIABLE)
     if not file:

@@ -14,9 +14,10 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
-from penstock.service.bundles import BUNDLES, Circumstances
+from penstock.service.bundles import Circumstances
 from penstock.service.recorder import Decided, Ended, Entry, Held, Moved
 from penstock.service.recorder_file import read
+from penstock.sim.baselines import POLICIES
 from penstock.sim.replay import Redecided, first_token, replay, spread, summary
 
 LATEST = 10  # requests that are shown of a whole recording
@@ -107,7 +108,7 @@ def _collect(
 
 
 def _replay(decisions: Sequence[Decided], policy: str, seed: int) -> Iterable[Redecided]:
-    return replay(decisions, lambda: BUNDLES[policy].make(Circumstances()).dispatch, random.Random(seed))
+    return replay(decisions, lambda: POLICIES[policy].make(Circumstances()).dispatch, random.Random(seed))
 
 
 def _sequence(found: History) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from penstock.cli.options import Option, integer, number, one_of
 from penstock.cli.plan_report import (
     HOPELESS,
     PARALLEL,
+    Problem,
     deployment_text,
     explained,
     plan_rows,
@@ -28,13 +29,12 @@ from penstock.cli.plan_report import (
     summary,
     write_plan,
 )
-from penstock.cli.processes import lost_processes
+from penstock.cli.processes import lost_processes, make_progress
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.sim.plan import Candidate, Kind, Search, Verdict
-    from penstock.sim.scenario import Group, Scenario
-    from penstock.workload.requests import WorkRequest
+    from penstock.sim.scenario import InstanceGroup, Scenario
 
 # of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
 PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "l40s": 0.9, "l4": 0.5}
@@ -77,30 +77,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", metavar="OUT", help="write everything that was found there")
     parser.add_argument("--write", metavar="FILE", help="write a deployment file for the winner there")
     parser.set_defaults(run=run)
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is to be planned; it can be sent to another process.
-
-    Attributes:
-        scenario: without the candidate's instances.
-        policies: of colocated candidates, and of disaggregated ones; names of bundles.
-        scale: factor on the workload's own rate.
-        rate: requests per second at that.
-    """
-
-    scenario: Scenario
-    trace: Sequence[WorkRequest] | None
-    policies: tuple[str, str]
-    seed: int
-    scale: float
-    rate: float
-    target: float
-    requests: Sequence[WorkRequest]
-
-    def policy(self, candidate: Candidate) -> str:
-        return self.policies[candidate.disaggregated]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -211,7 +187,7 @@ def _document(args: argparse.Namespace, values: Mapping[str, Any]) -> dict[str, 
 
 def _checked_scenario(file: str) -> str:
     """Its text, after all that is wrong with it was said, with its own lines. Raises ConfigError."""
-    from penstock.cli.sim import make_tables
+    from penstock.cli.scenario_file import make_tables
     from penstock.sim.scenario import parse
 
     try:
@@ -263,7 +239,7 @@ def _kinds(
 def _parse(document: Mapping[str, Any], name: str, instance: Mapping[str, Any]) -> Scenario:
     import yaml
 
-    from penstock.cli.sim import make_tables
+    from penstock.cli.scenario_file import make_tables
     from penstock.sim.scenario import parse
 
     text = yaml.safe_dump({**document, "instances": [{"role": "any", "count": 1, **instance}]}, sort_keys=False)
@@ -275,7 +251,7 @@ def _problem(
 ) -> Problem:
     import numpy as np
 
-    from penstock.cli.sim import TRACES
+    from penstock.cli.scenario_file import TRACES
     from penstock.service.bundles import STEADY
     from penstock.sim.simulate import TRAFFIC_STREAM
     from penstock.sim.traffic import make_traffic
@@ -315,7 +291,7 @@ def _keep(problem: Problem) -> None:
     _problem_here = problem
 
 
-def _judge(groups: tuple[Group, ...], policy: str) -> Verdict:
+def _judge(groups: tuple[InstanceGroup, ...], policy: str) -> Verdict:
     """In a worker process: what becomes of these instances."""
     from penstock.sim.bound import bound_attainment
     from penstock.sim.plan import Verdict
@@ -342,13 +318,10 @@ def _judge(groups: tuple[Group, ...], policy: str) -> Verdict:
 
 @lost_processes()
 def _simulate_all(search: Search, problem: Problem, jobs: int, console: Any) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     context = multiprocessing.get_context("spawn")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         ProcessPoolExecutor(jobs, context, initializer=_keep, initargs=(problem,)) as pool,
-        Progress(*columns, console=console, transient=True) as bars,
+        make_progress(console) as bars,
     ):
         task = bars.add_task("simulations", total=search.tries)
         running: dict[Future[Verdict], Candidate] = {}

@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.cli.plan import Problem
+    from collections.abc import Sequence
+
     from penstock.sim.plan import Candidate, Estimate, Search, Verdict
+    from penstock.sim.scenario import Scenario
+    from penstock.workload.requests import WorkRequest
 
 SHOWN = 4  # candidates in the table that were not simulated
 PARALLEL = "tensor-parallel-size"  # the engine's option for it
 HOPELESS = 4  # times the misses that are allowed; then a simulation is given up
 DEMO_LENGTH = 4096  # tokens: the longest sequence of the demo model, whose tokenizer a modelled deployment has
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be planned; it can be sent to another process.
+
+    Attributes:
+        scenario: without the candidate's instances.
+        policies: of colocated candidates, and of disaggregated ones; names of bundles.
+        scale: factor on the workload's own rate.
+        rate: requests per second at that.
+    """
+
+    scenario: Scenario
+    trace: Sequence[WorkRequest] | None
+    policies: tuple[str, str]
+    seed: int
+    scale: float
+    rate: float
+    target: float
+    requests: Sequence[WorkRequest]
+
+    def policy(self, candidate: Candidate) -> str:
+        return self.policies[candidate.disaggregated]
 
 
 def plan_rows(search: Search) -> list[tuple[Candidate, Verdict | None]]:

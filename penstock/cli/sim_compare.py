@@ -6,23 +6,20 @@ import argparse
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.document import check_writable
 from penstock.cli.options import Option, integer, number, words
-from penstock.cli.processes import lost_processes
-from penstock.cli.sim import Given, as_json, make_progress, read_given, write
-from penstock.cli.sim_journal import Journal, about
-from penstock.cli.sim_resume import Earlier, read_earlier
+from penstock.cli.processes import lost_processes, make_progress
+from penstock.cli.results import as_json, write
+from penstock.cli.scenario_file import Given, read_given
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of, scales
 from penstock.core.errors import ConfigError
-from penstock.service.bundles import BUNDLES
+from penstock.sim.baselines import POLICIES
 from penstock.sim.report import compare_page, compare_rows, figure_of, run_page
-from penstock.sim.search import STEP, Found, Ladder, Outcome, Probe, rung_of
-from penstock.sim.seeds import at_rate, searched
+from penstock.sim.search import STEP, Found, Ladder, SearchStep, Trial, at_rate, searched
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -60,8 +57,7 @@ def compare(args: argparse.Namespace) -> int:
     wanted = _read_wanted(args)
     console = Console(stderr=True)
     with (
-        nullcontext() if args.journal is None else Journal(args.journal, about(wanted.given)) as journal,
-        Workers(wanted.given, wanted.jobs, saves=wanted.saves, journal=journal) as workers,
+        Workers(wanted.given, wanted.jobs, saves=wanted.saves) as workers,
         make_progress(console) as bars,
     ):
         document, results = asyncio.run(_compare(workers, bars, wanted))
@@ -83,7 +79,6 @@ class Wanted:
     Attributes:
         rates: instead of a search; () searches.
         saves: whether results are kept whole.
-        earlier: what is known already.
     """
 
     given: Given
@@ -93,7 +88,6 @@ class Wanted:
     bound: bool
     saves: bool
     jobs: int
-    earlier: Earlier
 
     @property
     def varies_offline(self) -> bool:
@@ -114,7 +108,7 @@ class Wanted:
 
 def _read_wanted(args: argparse.Namespace) -> Wanted:
     given = read_given(args)
-    names = Option("policies", words, (), "").read(args.policies, "--policies") if args.policies else tuple(BUNDLES)
+    names = Option("policies", words, (), "").read(args.policies, "--policies") if args.policies else tuple(POLICIES)
     for name in names:
         given.scenario.choose(name)  # complains before anything is simulated
     count = Option("seeds", integer(1, 1000), 1, "").read(args.seeds or "1", "--seeds")
@@ -123,7 +117,7 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
     jobs = len(os.sched_getaffinity(0))
     if args.jobs is not None:
         jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
-    wanted = Wanted(
+    return Wanted(
         given=given,
         variants=tuple(dict.fromkeys(names)),
         seeds=tuple(range(given.seed, given.seed + count)),
@@ -131,14 +125,7 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
         bound=args.bound and not rates and given.scenario.workload.vary == "online",
         saves=args.save is not None,
         jobs=jobs,
-        earlier=Earlier(),
     )
-    for flag, given_file in (("--resume", args.resume), ("--journal", args.journal)):
-        if wanted.saves and given_file is not None:
-            raise ConfigError(f"--save: not with {flag}, as its file has no whole results", "--save")
-    if args.resume is None:
-        return wanted
-    return replace(wanted, earlier=read_earlier(args.resume, wanted.head(), wanted.variants, FIELDS))
 
 
 # --- all policies at once
@@ -193,7 +180,7 @@ class Sought:
         row: what is reported of it.
         probes: every simulation that the search asked for, for the document.
         rung: see `Found`.
-        result: at the greatest scale; None when there is none, or it was found earlier.
+        result: at the greatest scale; None when there is none.
     """
 
     row: dict[str, Any]
@@ -229,14 +216,14 @@ class _Lab:
     seed: int
     results: dict[tuple[float, float], Result | None] = field(default_factory=dict)
 
-    async def measure(self, scale: float, share: float) -> Outcome:
+    async def measure(self, scale: float, share: float) -> Trial:
         result = await self.workers.run(Run(self.variant, self.seed, scale, share))
         self.results[scale, share] = result
         if result is None or result["attainment"] is None:
-            return Outcome(kept=False, attainment=0.0, worth=0.0)
+            return Trial(kept=False, attainment=0.0, worth=0.0)
         kept = result["complete"] and result["attainment"] >= self.wanted.given.scenario.target
         worth = result["offline_tokens_per_s"] if self.wanted.varies_offline else scale
-        return Outcome(kept, result["attainment"], worth or 0.0)
+        return Trial(kept, result["attainment"], worth or 0.0)
 
     def guess(self, scale: float, share: float) -> None:
         self.workers.guess(Run(self.variant, self.seed, scale, share))
@@ -246,37 +233,24 @@ async def _searched(
     workers: Workers, bars: Progress, wanted: Wanted, variant: str, bounds: _Bounds | None
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """One policy: the first seed tells the others where to look. (Its row, its result at the figure by its name.)"""
-    sought = {seed: each for seed, each in _found_earlier(wanted, variant).items() if seed in wanted.seeds}
     first, *others = wanted.seeds
-    rest = [seed for seed in others if seed not in sought]
-    total = FIRST_SEARCH * (first not in sought) + NEXT_SEARCH * len(rest)
+    total = FIRST_SEARCH + NEXT_SEARCH * len(others)
     bar = bars.add_task(variant, total=total)
 
-    def tell(rate: float, probe: Probe) -> None:
+    def tell(rate: float, probe: SearchStep) -> None:
         kept = "kept" if probe.outcome.kept else "missed"
         bars.update(bar, advance=1, description=f"{variant} {'' if probe.share == 1 else '~'}{rate:.3g}/s {kept}")
 
-    if first not in sought:
-        sought[first] = await _seek(workers, wanted, variant, first, None, bounds, tell)
+    sought = {first: await _seek(workers, wanted, variant, first, None, bounds, tell)}
     near = sought[first].rung
-    found = await asyncio.gather(*(_seek(workers, wanted, variant, seed, near, bounds, tell) for seed in rest))
-    sought |= dict(zip(rest, found, strict=True))
+    found = await asyncio.gather(*(_seek(workers, wanted, variant, seed, near, bounds, tell) for seed in others))
+    sought |= dict(zip(others, found, strict=True))
     bars.update(bar, total=total, completed=total, description=variant)
     rows = {seed: sought[seed].row for seed in wanted.seeds}
     row = searched(rows, "offline_tokens_per_s" if wanted.varies_offline else "max_rate_90")
     row["probes"] = [probe for seed in wanted.seeds for probe in sought[seed].probes]
     result = sought[row["seed"]].result
     return row, {} if result is None else {f"{variant}-seed{row['seed']}": result}
-
-
-def _found_earlier(wanted: Wanted, variant: str) -> dict[int, Sought]:
-    """By seed."""
-    workload, earlier = wanted.given.scenario.workload, wanted.earlier
-    start = min(workload.scale, workload.most_scale)
-    return {
-        seed: Sought(row, earlier.probes(variant, seed), rung_of(row["max_scale"] or row["missed_scale"], start))
-        for seed, row in earlier.searched(variant).items()
-    }
 
 
 async def _seek(
@@ -286,7 +260,7 @@ async def _seek(
     seed: int,
     near: int | None,
     bounds: _Bounds | None,
-    tell: Callable[[float, Probe], None],
+    tell: Callable[[float, SearchStep], None],
 ) -> Sought:
     """`near`: see `Ladder.search`."""
     offered = await workers.offered(variant, seed)
@@ -313,7 +287,7 @@ def _short(offered: Offered) -> float:
     return share if share < WHOLE else 1.0
 
 
-def _probe(seed: int, probe: Probe, result: Result | None, offered: Offered) -> dict[str, Any]:
+def _probe(seed: int, probe: SearchStep, result: Result | None, offered: Offered) -> dict[str, Any]:
     """The attainment of one that is not complete is of what was over when it was given up."""
     return {
         "seed": seed,
@@ -334,9 +308,8 @@ async def _rated(
     workers: Workers, bars: Progress, wanted: Wanted, variant: str
 ) -> tuple[dict[str, Any], dict[str, Result]]:
     """One policy at every rate, with every seed. (Its row, results of the first seed by name.)"""
-    first, earlier = wanted.seeds[0], wanted.earlier
-    known = {rate: earlier.rated(variant, rate) for rate in wanted.rates}
-    pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds if seed not in known[rate]]
+    first = wanted.seeds[0]
+    pairs = [(rate, seed) for rate in wanted.rates for seed in wanted.seeds]
     bar = bars.add_task(variant, total=len(pairs))
 
     async def simulate(rate: float, seed: int) -> Result:
@@ -351,13 +324,9 @@ async def _rated(
     joins = len({task.start for task in wanted.given.scenario.workload.tasks}) > 1
     rates = []
     for rate in wanted.rates:
-        fresh = {seed: _figures(results[rate, seed]) for seed in wanted.seeds if (rate, seed) in results}
-        rows = known[rate] | fresh
-        rates.append(at_rate(rate, {seed: rows[seed] for seed in wanted.seeds}))
+        rates.append(at_rate(rate, {seed: _figures(results[rate, seed]) for seed in wanted.seeds}))
         if joins:  # what changes when others join
-            result = results.get((rate, first))
-            over_time = result["tasks_over_time"] if result else earlier.over_time(variant, rate)
-            rates[-1]["tasks_over_time"] = over_time
+            rates[-1]["tasks_over_time"] = results[rate, first]["tasks_over_time"]
     nothing = dict.fromkeys(("max_rate_90", *FIELDS, "share_of_bound"))
     kept = {f"{variant}-{rate:g}-seed{first}": results[rate, first] for rate, seed in results if seed == first}
     return {**nothing, "rates": rates}, kept

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.cli.sim import Given, simulate_given
+from penstock.cli.scenario_file import Given
 from penstock.core.errors import ConfigError
-from penstock.service.bundles import BUNDLES
+from penstock.sim.baselines import POLICIES
 from penstock.sim.bound import bound_scale
-from penstock.sim.outcomes import outcomes_of
 from penstock.sim.report import curves
-from penstock.sim.scenario import Group, Scenario
+from penstock.sim.result import outcomes_of
+from penstock.sim.scenario import InstanceGroup, Scenario
 from penstock.sim.simulate import TRAFFIC_STREAM
 from penstock.sim.traffic import Traffic, make_traffic
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
-
-    from penstock.cli.sim_journal import Journal
 
 WATCH = 256  # requests between two looks at whether anybody still wants the answer
 LARGE = ("timeline", "series", "instances")  # parts of a result that only its page needs
@@ -81,7 +79,7 @@ def layout_of(variant: str) -> str:
 def scales(variant: str) -> bool:
     """Whether it has more instances when it wants them. Of two variants that both do or do not, with the same layout,
     the bound is the same."""
-    return BUNDLES[variant.partition("@")[0]].scales
+    return POLICIES[variant.partition("@")[0]].scales
 
 
 class _Unwanted(Exception):
@@ -131,7 +129,7 @@ def _bound(variant: str, seed: int) -> float | None:
     return found if isfinite(found) else None
 
 
-def _most(scenario: Scenario, groups: Sequence[Group]) -> list[Group]:
+def _most(scenario: Scenario, groups: Sequence[InstanceGroup]) -> list[InstanceGroup]:
     """With all the instances that there may ever be."""
     first, *rest = groups
     more = 0 if scenario.scaling is None else scenario.scaling.most - sum(group.count for group in groups)
@@ -157,7 +155,7 @@ def _run(run: Run, seconds: float) -> dict[str, Any] | None:
     missing = None if run.patient else 1 - scenario.target
     given = replace(_given, scenario=scenario, seed=run.seed)
     try:
-        result, cluster = simulate_given(given, run.variant, run.scale, allowed_misses=missing, progress=watch)
+        result, cluster = given.simulate(run.variant, run.scale, allowed_misses=missing, progress=watch)
     except ConfigError:
         if run.scale < scenario.workload.scale:
             return None
@@ -176,12 +174,11 @@ class Workers:
     Args:
         saves: whether results are wanted whole.
         jobs: processes.
-        journal: what was simulated earlier, and all that is asked for.
     """
 
-    def __init__(self, given: Given, jobs: int, *, saves: bool = False, journal: Journal | None = None) -> None:
-        self._given, self._jobs, self._journal = given, jobs, journal
-        self._known: dict[Run, dict[str, Any] | None] = {} if journal is None else dict(journal.results)
+    def __init__(self, given: Given, jobs: int, *, saves: bool = False) -> None:
+        self._given, self._jobs = given, jobs
+        self._known: dict[Run, dict[str, Any] | None] = {}
         self._runs: dict[Run, asyncio.Future[dict[str, Any] | None]] = {}
         self._looks: dict[tuple[str, int], asyncio.Future[Offered]] = {}
         self._open = 0
@@ -200,8 +197,6 @@ class Workers:
         """Raises ConfigError."""
         if run not in self._known:
             self._known[run] = await self._started(run, await self.offered(run.variant, run.seed))
-            if self._journal is not None:
-                self._journal.add(run, self._known[run])
         return self._known[run]
 
     async def offered(self, variant: str, seed: int) -> Offered:

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.sched.cluster import COLOCATION, DISPATCH, SCALING, Colocated, ColocatedRoles, Everywhere, ScalingPolicy
+from penstock.sched.cluster import DISPATCH, Colocated, ColocatedRoles, DispatchPolicy, Everywhere, ScalingPolicy
+from penstock.sched.cluster.colocation import LatencyRoles
+from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
+from penstock.sched.cluster.unified_scaling import UnifiedScaling
 from penstock.sched.cluster.xllm import make_xllm
 from penstock.service.master import Policies
 
@@ -27,8 +30,8 @@ class Circumstances:
     def mapping(self) -> PriorityMapping | None:
         return PriorityMapping(self.priorities) if self.priorities else None
 
-    def scaling(self, name: str) -> ScalingPolicy:
-        policy = SCALING[name]()
+    def scaling(self, policy: ScalingPolicy) -> ScalingPolicy:
+        """The policy, with these circumstances' interval."""
         if self.interval is not None:
             policy.interval = self.interval
         return policy
@@ -50,24 +53,19 @@ class Bundle:
     scales: bool = False
 
 
-def _dispatch(name: str) -> Bundle:
+def dispatched(make: Callable[[], DispatchPolicy]) -> Bundle:
     """One that only says where sequences run."""
-    return Bundle(make=lambda at: Policies(dispatch=DISPATCH[name](), priorities=at.mapping()))
+    return Bundle(make=lambda at: Policies(dispatch=make(), priorities=at.mapping()))
 
 
-def _colocated(name: str) -> Bundle:
-    """Least-loaded, and something that shares the instances between online and offline work."""
-
-    def make(at: Circumstances) -> Policies:
-        dispatch = Colocated(DISPATCH["least-loaded"](), COLOCATION[name]())
-        return Policies(dispatch=dispatch, priorities=at.mapping())
-
-    return Bundle(make=make)
+def scaled(bundle: Bundle, make: Callable[[], ScalingPolicy]) -> Bundle:
+    """The same, with as many instances as are needed."""
+    return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(make())), scales=True)
 
 
 def _xllm(at: Circumstances) -> Policies:
     dispatch, roles = make_xllm()
-    colocation = COLOCATION["xllm"]()
+    colocation = LatencyRoles()
     return Policies(
         dispatch=Colocated(dispatch, colocation), roles=ColocatedRoles(roles, colocation), priorities=at.mapping()
     )
@@ -77,28 +75,18 @@ def _unified(at: Circumstances) -> Policies:
     return Policies(dispatch=DISPATCH["unified"](), roles=Everywhere(), priorities=at.mapping())
 
 
-def _scaled(bundle: Bundle, scaling: str) -> Bundle:
-    """The same, with as many instances as are needed."""
-    return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(scaling)), scales=True)
+_HFX = dispatched(DISPATCH["hfx"])
+_UNIFIED = Bundle(make=_unified, local_policy="slack", moves=True)
 
-
-UNIFIED = Bundle(make=_unified, local_policy="slack", moves=True)
-
+# policies for comparison, which only the simulator has, are in `sim/baselines`
 BUNDLES = {
-    "round_robin": _dispatch("round-robin"),
-    "least_loaded": _dispatch("least-loaded"),
-    "threshold_scaling": _scaled(_dispatch("least-loaded"), "threshold"),
-    "separate": _colocated("separate"),
-    "online_first": _colocated("online-first"),
+    "round_robin": dispatched(DISPATCH["round-robin"]),
+    "least_loaded": dispatched(DISPATCH["least-loaded"]),
     "xllm": Bundle(make=_xllm, moves=True),
-    "hfx": _dispatch("hfx"),
-    "hfx_scaling": _scaled(_dispatch("hfx"), "hfx"),
-    "rtp_llm": _dispatch("rtp_llm"),
-    "rtp_llm_score": _dispatch("rtp_llm_score"),
-    "scorpio": _dispatch("scorpio"),
-    "aladdin": _dispatch("aladdin"),
-    "annealing": _dispatch("annealing"),
-    "unified": UNIFIED,
-    "unified_scaling": _scaled(UNIFIED, "unified"),
+    "hfx": _HFX,
+    "hfx_scaling": scaled(_HFX, HFXScaling),
+    "rtp_llm": dispatched(DISPATCH["rtp_llm"]),
+    "unified": _UNIFIED,
+    "unified_scaling": scaled(_UNIFIED, UnifiedScaling),
 }
 STEADY = tuple(name for name, bundle in BUNDLES.items() if not bundle.scales)  # where nobody starts and stops instances

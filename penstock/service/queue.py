@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.core.wire.master import Place
-from penstock.sched.cluster import Demand, Key, Line
+from penstock.sched.cluster import Demand, Key, ViewQueue
 
 REMEMBERED = 8  # comings and goings for each who waits, and at least MEMORY, after which they are forgotten
 MEMORY = 256
@@ -33,7 +33,7 @@ class Queue(dict[Key, Waiting]):
         self._shown = shown
         self._demands: Sequence[Demand] | None = ()
         self._line: list[Demand] = []
-        self._history: list[Demand | int] = []  # see `Line`
+        self._history: list[Demand | int] = []  # see `ViewQueue`
         self._order: list[int] = []  # their numbers, which rise
         self._numbers: dict[Key, int] = {}
         self._came = 0
@@ -47,7 +47,7 @@ class Queue(dict[Key, Waiting]):
             if len(self._history) > max(MEMORY, REMEMBERED * len(self._line)):
                 self._history = []
             whole = self._shown is None
-            self._demands = Line(self._line, self._history) if whole else self._line[: self._shown]
+            self._demands = ViewQueue(self._line, self._history) if whole else self._line[: self._shown]
         return self._demands
 
     def doubtful(self, shortest: int) -> Iterable[Key]:

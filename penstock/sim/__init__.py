@@ -8,16 +8,15 @@ breaks. A function of its arguments: equal scenarios and seeds give equal result
 
     simulate.py   one simulation, from a scenario to its result
     scenario.py   what is simulated, from a YAML file
-    workload.py   which traffic it asks for; traffic.py: the requests; prompts.py: their tokens
-    cluster.py    everything together on one timeline
+    workload.py   which traffic it asks for, and slices of it; traffic.py: the requests
+    baselines/    policies that others are compared with
+    cluster.py    everything together on one timeline (events.py)
     frontend.py   the clients' side, and the record of what each request saw
-    instance.py   one engine: real scheduling, modelled time
-    pace.py       how long steps take
-    stride.py     many equal decode steps at once
-    wires.py      how long messages and blocks travel between instances
-    events.py     what happens next
+    slots.py      where instances live; instance.py: one engine, with real scheduling and modelled time
+    steps.py      how long steps take; repeat.py: what a scheduler need not do in steps that repeat
+    wires.py      how long messages and blocks travel
     result.py     what came of it; report.py, page.py, svg.py: the same as pages
-    search.py     the greatest load at which targets are kept; bound.py: what nobody could do better than
+    search.py     the greatest load at which targets are kept; bound.py: an upper bound on what any policy can keep
     plan.py       the cheapest deployment of given devices
     replay.py     recorded decisions, made again by another policy
 """

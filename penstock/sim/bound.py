@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sim.scenario import Group
+from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
 
 Floats = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ COARSE, FINE = 1.5, 0.01  # of the search for a scale: first factor, and width a
 
 
 def bound_attainment(
-    requests: Sequence[WorkRequest], groups: Sequence[Group], *, max_tokens: int | None = None
+    requests: Sequence[WorkRequest], groups: Sequence[InstanceGroup], *, max_tokens: int | None = None
 ) -> float:
     """An upper bound on the share of online requests that keep both targets, whoever schedules.
 
@@ -73,7 +73,7 @@ def bound_attainment(
 
 def bound_scale(
     make_requests: Callable[[float], Sequence[WorkRequest]],
-    groups: Sequence[Group],
+    groups: Sequence[InstanceGroup],
     target: float = 0.9,
     *,
     max_tokens: int | None = None,
@@ -136,7 +136,7 @@ class _Line:
     kv: float
 
 
-def _line(group: Group, share: float) -> _Line:
+def _line(group: InstanceGroup, share: float) -> _Line:
     """
     Args:
         share: how much of the tangents at one token and row; the rest is those at very many.
@@ -227,7 +227,7 @@ def reusable_by_request(requests: Sequence[WorkRequest]) -> list[int]:
     return found
 
 
-def _seconds(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
+def _seconds(group: InstanceGroup, lengths: _Lengths) -> tuple[Floats, Floats]:
     """Least machine time to prefill each prompt, and to decode; with the tangent and the way to pay for the fixed part
     that take most."""
     best: tuple[float, Floats, Floats] | None = None
@@ -251,7 +251,7 @@ def _variable(line: _Line, lengths: _Lengths) -> tuple[Floats, Floats]:
     return prefill, decode
 
 
-def _fixed(line: _Line, group: Group, lengths: _Lengths) -> list[tuple[Floats, Floats]]:
+def _fixed(line: _Line, group: InstanceGroup, lengths: _Lengths) -> list[tuple[Floats, Floats]]:
     """Each request's part of the fixed parts of steps, by each of the ways to share them."""
     drawing, d = line.step + line.drawing, lengths.decodes
     nothing = np.zeros_like(d)
@@ -270,7 +270,7 @@ def _fixed(line: _Line, group: Group, lengths: _Lengths) -> list[tuple[Floats, F
     ]
 
 
-def _alone(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
+def _alone(group: InstanceGroup, lengths: _Lengths) -> tuple[Floats, Floats]:
     """Least seconds to a first token, and per token after it, of each request on an instance of its own."""
     first, each = np.zeros_like(lengths.at), np.zeros_like(lengths.at)
     for line in (_line(group, share) for share in SHARES):
@@ -281,7 +281,7 @@ def _alone(group: Group, lengths: _Lengths) -> tuple[Floats, Floats]:
     return first, np.where(lengths.decodes > 0, each, 0.0)
 
 
-def _work(requests: Sequence[WorkRequest], groups: Sequence[Group], max_tokens: int | None) -> _Work:
+def _work(requests: Sequence[WorkRequest], groups: Sequence[InstanceGroup], max_tokens: int | None) -> _Work:
     longest = max(group.max_model_len for group in groups)
     lengths = _lengths(requests, longest, max_tokens, any(group.prefix_cache for group in groups))
     needs = [_seconds(group, lengths) for group in groups]

@@ -34,12 +34,11 @@ from penstock.service.master import Master, Policies, Recorder
 from penstock.service.scaling import FleetLimits
 from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
-from penstock.sim.frontend import Frontend, Record
-from penstock.sim.pace import Pace
-from penstock.sim.places import Place, Sample, Use, make_places, sample_of
-from penstock.sim.scenario import Failure, Group, Scaling, Scenario
-from penstock.sim.tiers import HostWay
-from penstock.sim.wires import MemoryCarrier, PeerArrival, Wires
+from penstock.sim.frontend import ClientRecord, SimFrontend
+from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
+from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
+from penstock.sim.steps import StepTimer
+from penstock.sim.wires import HostWay, MemoryCarrier, PeerArrival, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
@@ -58,7 +57,7 @@ class Cluster:
         noises: a numpy Generator of step times for each instance, by number.
         local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
         recorder: is told what the master decides.
-        strides: see `Instance`.
+        strides: see `SimInstance`.
         judged: numbers of the requests that it is about; all by default.
 
     Attributes:
@@ -69,7 +68,7 @@ class Cluster:
     def __init__(
         self,
         scenario: Scenario,
-        groups: Sequence[Group],
+        groups: Sequence[InstanceGroup],
         policies: Policies,
         requests: Sequence[WorkRequest],
         rng: Random,
@@ -92,14 +91,14 @@ class Cluster:
         self._local_policy = local_policy
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
         self._lengths = {str(work.number): work.output_tokens for work in requests}
-        self._notice: Callable[[Record], None] = lambda record: None
+        self._notice: Callable[[ClientRecord], None] = lambda record: None
         self._root = root_key(groups[0].geometry, "bfloat16")
         self._wires = Wires(scenario.transport)
-        self.places = make_places(groups, scenario.scaling)
+        self.places = make_slots(groups, scenario.scaling)
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
-        self.frontend = Frontend(
+        self.frontend = SimFrontend(
             self,
             max_tokens=scenario.workload.max_tokens,
             max_model_len=max(group.max_model_len for group in groups),
@@ -121,11 +120,11 @@ class Cluster:
         return not self._left
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[ClientRecord]:
         return self.frontend.records
 
     def run(
-        self, *, sample_every: float, notice: Callable[[Record], bool], since: float = 0.0, until: float = inf
+        self, *, sample_every: float, notice: Callable[[ClientRecord], bool], since: float = 0.0, until: float = inf
     ) -> None:
         """Simulate until every online request is over; until all are, when there are only offline ones.
 
@@ -138,7 +137,7 @@ class Cluster:
         stopped = False
         least = 0.0 if until == inf else until
 
-        def ended(record: Record) -> None:
+        def ended(record: ClientRecord) -> None:
             nonlocal stopped
             stopped = notice(record) or stopped
 
@@ -186,7 +185,7 @@ class Cluster:
             dues.append(Due(self._requests[index + 1].at, Priority.ARRIVAL, partial(self._arrive, index + 1)))
         return dues
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: ClientRecord) -> None:
         self.ended += 1
         if record.number in self.judged:
             self._left -= self._offline_alone or not record.offline
@@ -237,7 +236,7 @@ class Cluster:
 
     # --- instances
 
-    def _start(self, place: Place, role: Role, now: float) -> list[Due]:
+    def _start(self, place: InstanceSlot, role: Role, now: float) -> list[Due]:
         """An instance begins to serve."""
         group = place.group
         place.lives += 1
@@ -260,11 +259,11 @@ class Cluster:
         )
         source, blocks = self._blocks(place)
         scheduler = self._scheduler(group, BlockPool(blocks, source))
-        place.instance = engine.Instance(
+        place.instance = engine.SimInstance(
             ready,
             scheduler,
             MemoryCarrier(source),
-            Pace(group.times, group.slowdown, group.noise, self._noises(place.number)),
+            StepTimer(group.times, group.slowdown, group.noise, self._noises(place.number)),
             self,
             self._lengths,
             report_interval=self._scenario.report_interval,
@@ -276,7 +275,7 @@ class Cluster:
         self.frontend.greet(ready)
         return place.instance.start(now)
 
-    def _scheduler(self, group: Group, pool: BlockPool) -> Scheduler:
+    def _scheduler(self, group: InstanceGroup, pool: BlockPool) -> Scheduler:
         limits = Limits(
             token_budget=group.token_budget,
             max_sequences=group.max_num_seqs,
@@ -293,7 +292,7 @@ class Cluster:
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
         )
 
-    def _blocks(self, place: Place) -> tuple[DepotSource | None, Iterable[int]]:
+    def _blocks(self, place: InstanceSlot) -> tuple[DepotSource | None, Iterable[int]]:
         count = place.group.num_blocks
         if self._depot is None:
             return None, range(count)
@@ -308,11 +307,11 @@ class Cluster:
             dues.append(Due(now + max(failure.restart_after, WATCH), Priority.FAULT, start))
         return dues
 
-    def _start_again(self, place: Place, now: float) -> list[Due]:
+    def _start_again(self, place: InstanceSlot, now: float) -> list[Due]:
         place.begin(now)
         return self._start(place, place.group.role, now)
 
-    def _end_life(self, place: Place, reason: str, now: float) -> list[Due]:
+    def _end_life(self, place: InstanceSlot, reason: str, now: float) -> list[Due]:
         gone = place.instance
         if gone is None:
             return []
@@ -333,7 +332,7 @@ class Cluster:
                 dues.append(Due(noticed, Priority.MESSAGE, lost))
         return dues
 
-    def _hear(self, name: str, outputs: engine.Outputs, now: float) -> list[Due]:
+    def _hear(self, name: str, outputs: engine.OutputBatch, now: float) -> list[Due]:
         return self.frontend.on_engine(now, name, outputs)
 
     def _at_instance(self, name: str, letter: engine.Letter, now: float) -> list[Due]:
@@ -381,7 +380,7 @@ class Cluster:
     def at_master(self, now: float, name: str, event: Event) -> list[Due]:
         return self._at_master(FromEngine(name, event), now)
 
-    def to_frontend(self, now: float, frontend: str, name: str, message: engine.Outputs | Refused) -> Due:
+    def to_frontend(self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))
 
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due:
@@ -394,7 +393,7 @@ class Cluster:
         return self._message(now, partial(self._at_master, FromFrontend(FRONTEND, message)))
 
     def frontend_to_engine(self, now: float, name: str, command: Command) -> Due:
-        return self._to_engine(now, name, engine.FromFrontend(FRONTEND, command))
+        return self._to_engine(now, name, engine.ClientCommand(FRONTEND, command))
 
 
 class _Costs:
@@ -404,7 +403,7 @@ class _Costs:
         records: of requests, by number.
     """
 
-    def __init__(self, records: Sequence[Record], other: Recorder | None) -> None:
+    def __init__(self, records: Sequence[ClientRecord], other: Recorder | None) -> None:
         self._records, self._other = records, other
 
     def decided(
@@ -438,7 +437,7 @@ def _fleet(scaling: Scaling | None) -> FleetLimits | None:
     return FleetLimits(least=scaling.least, most=scaling.most, start_seconds=scaling.start_seconds)
 
 
-def _layout(group: Group) -> KVLayout:
+def _layout(group: InstanceGroup) -> KVLayout:
     shape = group.times.shape
     return KVLayout(
         model=group.geometry,

@@ -25,8 +25,8 @@ from penstock.core.wire.master import (
 from penstock.service.flight import ATTEMPTS, Flight
 from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
-from penstock.sim.instance import Outputs
-from penstock.sim.prompts import STOP, prompt_of
+from penstock.sim.instance import OutputBatch
+from penstock.sim.traffic import STOP, prompt_of
 from penstock.workload.requests import WorkRequest
 
 PATIENCE = 1.0  # seconds that a master may have nobody who takes a request
@@ -36,7 +36,7 @@ STOPS = frozenset({STOP})
 
 
 @dataclass(slots=True)
-class Record:
+class ClientRecord:
     """What became of a request. Times are seconds since the start, as its client saw them.
 
     Attributes:
@@ -89,17 +89,17 @@ class Record:
         return (self.ended - self.first) / (self.received - 1)
 
 
-class Post(Protocol):
+class FrontendSender(Protocol):
     """Carries what a frontend says."""
 
     def frontend_to_master(self, now: float, message: FrontendMessage) -> Due: ...
     def frontend_to_engine(self, now: float, name: str, command: Command) -> Due: ...
 
 
-_Flight = Flight[Record]
+_Flight = Flight[ClientRecord]
 
 
-class Frontend:
+class SimFrontend:
     """
     Args:
         max_tokens: the limit that clients set; what outputs really need nobody is told.
@@ -113,14 +113,14 @@ class Frontend:
 
     def __init__(
         self,
-        post: Post,
+        post: FrontendSender,
         *,
         max_tokens: int,
         max_model_len: int,
         root: bytes,
-        ended: Callable[[Record], None],
+        ended: Callable[[ClientRecord], None],
     ) -> None:
-        self.records: list[Record] = []
+        self.records: list[ClientRecord] = []
         self.joined = Joined(0)
         self._post = post
         self._max_tokens, self._max_model_len, self._root = max_tokens, max_model_len, root
@@ -150,7 +150,7 @@ class Frontend:
             tpot_ms=_milliseconds(work.tpot, work),
             offline=work.offline,
         )
-        record = Record(
+        record = ClientRecord(
             work.number,
             now,
             work.prompt_tokens,
@@ -180,7 +180,7 @@ class Frontend:
             return self._wait_for_place(now, flight, message)
         return self._launch(now, flight, message)
 
-    def on_engine(self, now: float, name: str, message: Outputs | Refused) -> list[Due]:
+    def on_engine(self, now: float, name: str, message: OutputBatch | Refused) -> list[Due]:
         if isinstance(message, Refused):
             return self._refused(now, name, message)
         dues: list[Due] = []

@@ -43,19 +43,17 @@ from penstock.sched.local.intake import Intake
 from penstock.sched.local.load import snapshot
 from penstock.sched.local.recent import Recent
 from penstock.sim.events import Due, Priority
-from penstock.sim.pace import Pace
-from penstock.sim.prompts import STOP, own_token
 from penstock.sim.repeat import repeat, set_aside, update
-from penstock.sim.stride import Stride, begin_stride
-from penstock.sim.tiers import Arrival, HostWay
-from penstock.sim.wires import MemoryCarrier, PeerArrival
+from penstock.sim.steps import StepTimer, Stride, begin_stride
+from penstock.sim.traffic import STOP, own_token
+from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
 IDLE = 0  # the lane of those who say again that nothing has changed; see `Due`
 TICKS = 20  # of the hand-offs, in a lease
 
 
-class FromFrontend(NamedTuple):
+class ClientCommand(NamedTuple):
     frontend: str
     command: Command
 
@@ -68,27 +66,27 @@ class PeerLost:
     reason: str
 
 
-Letter = FromFrontend | Command | PeerArrival | PeerLost | Arrival  # a bare command is the master's
+Letter = ClientCommand | Command | PeerArrival | PeerLost | LoadedBlocks  # a bare command is the master's
 
 
-class Outputs(NamedTuple):
+class OutputBatch(NamedTuple):
     """What requests of one frontend got; a `StepReport` without the load, which nobody reads here."""
 
     incarnation: int
     outputs: tuple[TokenOutput, ...]
 
 
-class Post(Protocol):
+class InstanceSender(Protocol):
     """Carries what an instance says."""
 
     def to_master(self, now: float, name: str, event: Event) -> Due: ...
     def report_arrives(self, at: float) -> float: ...
     def at_master(self, now: float, name: str, event: Event) -> list[Due]: ...
-    def to_frontend(self, now: float, frontend: str, name: str, message: Outputs | Refused) -> Due: ...
+    def to_frontend(self, now: float, frontend: str, name: str, message: OutputBatch | Refused) -> Due: ...
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
 
-class Instance:
+class SimInstance:
     """One life of an engine.
 
     Args:
@@ -109,8 +107,8 @@ class Instance:
         ready: Ready,
         scheduler: Scheduler,
         carrier: MemoryCarrier,
-        pace: Pace,
-        post: Post,
+        pace: StepTimer,
+        post: InstanceSender,
         lengths: Mapping[str, int],
         *,
         report_interval: float,
@@ -162,7 +160,7 @@ class Instance:
         self._send_cache(now)
         return self._go_on(now)
 
-    def stop(self, now: float) -> dict[str, Outputs]:
+    def stop(self, now: float) -> dict[str, OutputBatch]:
         """It dies: nothing more comes of it. Returns what frontends have by then, for their clients had every token as
         soon as it was drawn."""
         self._stopped = now
@@ -183,7 +181,7 @@ class Instance:
                 tokens = sequence.tokens[len(sequence.request.prompt) + owner.told :] + more
                 if tokens:
                     untold.append(TokenOutput(request_id, tokens, start=owner.told))
-        return {name: Outputs(self._incarnation, tuple(own)) for name, own in self.intake.address(untold).items()}
+        return {name: OutputBatch(self._incarnation, tuple(own)) for name, own in self.intake.address(untold).items()}
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
         """Something has come; it is read between steps."""
@@ -353,7 +351,9 @@ class Instance:
 
     def _send(self, now: float, outputs: Iterable[TokenOutput]) -> None:
         for frontend, own in self.intake.address(outputs).items():
-            self._news.append(self._post.to_frontend(now, frontend, self.name, Outputs(self._incarnation, tuple(own))))
+            self._news.append(
+                self._post.to_frontend(now, frontend, self.name, OutputBatch(self._incarnation, tuple(own)))
+            )
 
     def _copy(self, now: float) -> None:
         """Between the device and the host's memory. That a store is over is seen between steps, as only then somebody
@@ -366,7 +366,7 @@ class Instance:
         for arrival in self._way.send(now, offload.take_orders()):
             self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._loaded, arrival)))
 
-    def _loaded(self, arrival: Arrival, now: float) -> list[Due]:
+    def _loaded(self, arrival: LoadedBlocks, now: float) -> list[Due]:
         return self.deliver(now, [arrival])
 
     # --- by the clock
@@ -431,15 +431,15 @@ class Instance:
             match letter:
                 case PeerArrival():
                     self.handoffs.on(now, letter)
-                case Arrival():
+                case LoadedBlocks():
                     self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
                 case PeerLost(peer=peer, reason=reason):
                     self.handoffs.lost(peer, for_good=False)
                     self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))
-                case FromFrontend(frontend=frontend, command=Enqueue() as enqueue):
+                case ClientCommand(frontend=frontend, command=Enqueue() as enqueue):
                     if refused := self.intake.enqueue(now, frontend, enqueue):
                         self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
-                case FromFrontend(frontend=frontend, command=Cancel() as cancel):
+                case ClientCommand(frontend=frontend, command=Cancel() as cancel):
                     self.intake.obey(frontend, cancel)
                 case _ if getattr(letter, "to", None) == self._incarnation:
                     self._obey(now, letter)

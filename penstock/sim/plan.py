@@ -20,7 +20,7 @@ import numpy.typing as npt
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.sim.bound import reusable_by_request
-from penstock.sim.scenario import Group
+from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
 
 Floats = npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ class Kind:
     device: str
     size: int
     price: float
-    group: Group
+    group: InstanceGroup
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Part:
     count: int
 
     @property
-    def group(self) -> Group:
+    def group(self) -> InstanceGroup:
         """Named so that parts of a candidate differ."""
         name = "engine" if self.role == "any" else self.role
         suffix = f"-{self.kind.device}" if self.role == "any" else ""
@@ -79,7 +79,7 @@ class Candidate:
         return " + ".join(names)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[InstanceGroup, ...]:
         return tuple(part.group for part in self.parts)
 
     @property
@@ -280,7 +280,7 @@ def _shares(parts: Sequence[Part], rate: float, costs: Mapping[int, float]) -> d
     return {id(part): rate / costs[id(part)] / total for part in parts}
 
 
-def _decode(group: Group, asked: Demands, rate: float, busy: float) -> _Decoding:
+def _decode(group: InstanceGroup, asked: Demands, rate: float, busy: float) -> _Decoding:
     """
     Args:
         rate: requests per second that decode on this instance.

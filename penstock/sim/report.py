@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.sim.outcomes import Outcomes
 from penstock.sim.page import figure, folded, page, table
+from penstock.sim.result import Outcomes
 from penstock.sim.svg import COLOURS, WIDTH, Axis, Bar, Line, Mark, Strip, bar_chart, line_chart, short, strip_chart
 
 Result = Mapping[str, Any]

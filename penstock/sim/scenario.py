@@ -17,9 +17,9 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.sched.local.sizing import host_blocks, sized
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
-from penstock.service.bundles import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
-from penstock.sim.wires import Transport
+from penstock.sim.baselines import POLICIES
+from penstock.sim.wires import TransportModel
 from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
 
 PREFIX = "modelled:"
@@ -28,7 +28,7 @@ SOURCES = ("trace", "synthetic", "tasks")  # of online requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
+class ScenarioTables:
     """The settings of each section; see `parse`.
 
     Attributes:
@@ -59,7 +59,7 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class InstanceGroup:
     """Instances that are alike.
 
     Attributes:
@@ -136,7 +136,7 @@ class Scenario:
     """
     Attributes:
         layouts: groups of instances by name; "" is the file's own.
-        policy: a name in `bundles.BUNDLES`.
+        policy: a name in `baselines.POLICIES`.
         target: share of online requests that have to keep their targets.
         scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
@@ -146,7 +146,7 @@ class Scenario:
 
     name: str
     description: str
-    layouts: Mapping[str, tuple[Group, ...]]
+    layouts: Mapping[str, tuple[InstanceGroup, ...]]
     policy: str
     target: float
     workload: Workload
@@ -154,7 +154,7 @@ class Scenario:
     latency: float
     report_interval: float
     report_delay: float
-    transport: Transport
+    transport: TransportModel
     failures: tuple[Failure, ...]
     seed: int
 
@@ -163,12 +163,12 @@ class Scenario:
         """Of requests that have no task."""
         return self.workload.slo
 
-    def choose(self, variant: str) -> tuple[str, tuple[Group, ...]]:
+    def choose(self, variant: str) -> tuple[str, tuple[InstanceGroup, ...]]:
         """Policy and groups of a variant "POLICY" or "POLICY@LAYOUT". Raises ConfigError."""
         policy, _, layout = variant.partition("@")
         layout = layout.replace("_", "-")
-        if policy not in BUNDLES:
-            raise ConfigError(f"policy: {policy!r}, allowed are {', '.join(BUNDLES)}", "policy")
+        if policy not in POLICIES:
+            raise ConfigError(f"policy: {policy!r}, allowed are {', '.join(POLICIES)}", "policy")
         if layout not in self.layouts:
             named = ", ".join(name for name in self.layouts if name) or "none"
             raise ConfigError(f"layout: {layout!r}, {self.name} has {named}", "policy")
@@ -180,7 +180,7 @@ class Scenario:
         return policy, groups
 
 
-def parse(name: str, text: str, tables: Tables) -> Scenario:
+def parse(name: str, text: str, tables: ScenarioTables) -> Scenario:
     """
     Args:
         name: of the file, for messages.
@@ -192,7 +192,7 @@ def parse(name: str, text: str, tables: Tables) -> Scenario:
 
 
 class _Parser:
-    def __init__(self, file: SettingsFile, tables: Tables) -> None:
+    def __init__(self, file: SettingsFile, tables: ScenarioTables) -> None:
         self.file, self.tables = file, tables
         self.spots = file.section(file.root, [*_names(tables.top), *SECTIONS])
 
@@ -220,7 +220,7 @@ class _Parser:
             latency=top["latency_ms"] / 1e3,
             report_interval=reports["every_ms"] / 1e3,
             report_delay=reports["delay_ms"] / 1e3,
-            transport=Transport(
+            transport=TransportModel(
                 kind=transport["kind"],
                 bandwidth=transport["gbps"] * 1e9 / 8,
                 latency=transport["latency_us"] / 1e6,
@@ -313,7 +313,7 @@ class _Parser:
 
     # --- instances
 
-    def _layouts(self) -> dict[str, tuple[Group, ...]]:
+    def _layouts(self) -> dict[str, tuple[InstanceGroup, ...]]:
         file = self.file
         layouts = {"": self._groups(self.spots.get("instances"))}
         spot = self.spots.get("layouts")
@@ -322,7 +322,7 @@ class _Parser:
             layouts[name] = self._groups(inner)
         return layouts
 
-    def _groups(self, spot: Spot | None) -> tuple[Group, ...]:
+    def _groups(self, spot: Spot | None) -> tuple[InstanceGroup, ...]:
         file = self.file
         spots = file.items(spot)
         if spot is not None and not spots:
@@ -336,7 +336,7 @@ class _Parser:
         self._check_roles(pairs)
         return tuple(group for _, group in pairs)
 
-    def _check_roles(self, pairs: Sequence[tuple[Spot, Group]]) -> None:
+    def _check_roles(self, pairs: Sequence[tuple[Spot, InstanceGroup]]) -> None:
         """What is prefilled in the role "prefill" must go on somewhere, and what "decode" goes on with must be
         prefilled."""
         roles = {group.role for _, group in pairs}
@@ -347,7 +347,7 @@ class _Parser:
         if len({group.geometry for _, group in pairs}) > 1:
             self.file.complain(pairs[-1][0], "another geometry than the first group's, allowed is one for all")
 
-    def _group(self, spot: Spot) -> Group | None:
+    def _group(self, spot: Spot) -> InstanceGroup | None:
         file, tables = self.file, self.tables
         shared = file.section(self.spots.get("engine"), _names(tables.engine))
         own = file.section(spot, [*_names(tables.engine), *_names(tables.instances)])
@@ -355,7 +355,7 @@ class _Parser:
         options = self._values({**shared, **own}, tables.engine)
         head["name"] = head["name"] or ("engine" if head["role"] == "any" else head["role"])
         try:
-            return Group(**head, **_sized(options, tables))
+            return InstanceGroup(**head, **_sized(options, tables))
         except ConfigError as error:
             file.complain(
                 own.get(error.field or "", shared.get(error.field or "", spot)),
@@ -363,7 +363,7 @@ class _Parser:
             )
             return None
 
-    def _scaling(self, layouts: Mapping[str, Sequence[Group]]) -> Scaling | None:
+    def _scaling(self, layouts: Mapping[str, Sequence[InstanceGroup]]) -> Scaling | None:
         file, spot = self.file, self.spots.get("scaling")
         if spot is None:
             return None
@@ -381,7 +381,7 @@ class _Parser:
                     file.complain(spots["most"], f"{scaling.most}, {allowed}")
         return scaling
 
-    def _failures(self, groups: Sequence[Group]) -> tuple[Failure, ...]:
+    def _failures(self, groups: Sequence[InstanceGroup]) -> tuple[Failure, ...]:
         file, tables = self.file, self.tables
         names = [name for group in groups for name in group.instances]
         failures = []
@@ -411,8 +411,8 @@ def _device(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> D
     return reached.parallel(options["tensor_parallel_size"])
 
 
-def _sized(options: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    """Fields of a `Group` from engine options. Raises ConfigError naming the option."""
+def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]:
+    """Fields of a `InstanceGroup` from engine options. Raises ConfigError naming the option."""
     device, shape = _device(options, tables.load_device), tables.load_geometry(options["geometry"])
     factors = tables.load_factors(options["device"].removeprefix(PREFIX), shape)
     sizes = sized(

@@ -7,10 +7,11 @@ kept is taken to fall with load; where noise makes it rise again the answer errs
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf, log
-from typing import Protocol
+from statistics import median
+from typing import Any, Protocol
 
 STEP = 1.025  # from a rung to the next
 DOUBLING = 28  # rungs, about a factor of two
@@ -21,7 +22,7 @@ GAIN = 1.1  # by which, at least
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Trial:
     """Of one simulation.
 
     Attributes:
@@ -35,19 +36,10 @@ class Outcome:
     worth: float
 
 
-def rung_of(scale: float, start: float) -> int:
-    """The rung of a scale that a search has tried.
-
-    Args:
-        start: the scale of rung 0.
-    """
-    return round(log(scale / start) / log(STEP))
-
-
 class Lab(Protocol):
     """Simulates. The share is how much of the workload, from its beginning, from above 0 to 1."""
 
-    def measure(self, scale: float, share: float) -> Awaitable[Outcome]: ...
+    def measure(self, scale: float, share: float) -> Awaitable[Trial]: ...
 
     def guess(self, scale: float, share: float) -> None:
         """This may be asked for next: for whoever has nothing better to do."""
@@ -55,12 +47,12 @@ class Lab(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class SearchStep:
     """One simulation that the search asked for."""
 
     scale: float
     share: float
-    outcome: Outcome
+    outcome: Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,7 @@ class Found:
     best: float | None
     missed: float | None
     rung: int
-    probes: tuple[Probe, ...]
+    probes: tuple[SearchStep, ...]
 
 
 @dataclass(slots=True)
@@ -94,8 +86,8 @@ class Ladder:
     start: float
     target: float
     most: float = inf
-    told: Callable[[Probe], None] = lambda probe: None
-    probes: list[Probe] = field(default_factory=list)
+    told: Callable[[SearchStep], None] = lambda probe: None
+    probes: list[SearchStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert 0 < self.start <= self.most, (self.start, self.most)
@@ -150,7 +142,7 @@ class _Edge:
     width: int = 1
     kept: int | None = None
     missed: int | None = None
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, Trial] = field(default_factory=dict)
 
     async def find(self, begin: int) -> _Edge:
         stride, highest = self.first, self.ladder.highest
@@ -191,7 +183,7 @@ class _Edge:
     async def _try(self, rung: int) -> bool:
         scale = self.ladder.scale(rung)
         outcome = await self.ladder.lab.measure(scale, self.share)
-        probe = Probe(scale, self.share, outcome)
+        probe = SearchStep(scale, self.share, outcome)
         self.ladder.probes.append(probe)
         self.ladder.told(probe)
         self.outcomes[rung] = outcome
@@ -210,3 +202,45 @@ class _Edge:
         assert self.kept is not None
         earlier = [outcome.worth for rung, outcome in self.outcomes.items() if rung <= self.kept - ALIKE]
         return bool(earlier) and self.outcomes[self.kept].worth < GAIN * max(earlier)
+
+
+Row = Mapping[str, Any]
+
+
+def searched(rows: Mapping[int, Row], figure: str) -> dict[str, Any]:
+    """The row of the seed in the middle, and how far the others are from it.
+
+    Args:
+        rows: seed -> what its search came to; one at least.
+        figure: the field that was made great.
+    """
+    ranked = sorted(rows, key=lambda seed: (rows[seed][figure] or 0.0, seed))
+    middle = ranked[(len(ranked) - 1) // 2]
+    figures = [rows[seed][figure] for seed in ranked]
+    return {
+        **rows[middle],
+        "seed": middle,
+        "spread": None if None in figures else [figures[0], figures[-1]],
+        "seeds": _listed(rows),
+    }
+
+
+def at_rate(rate: float, rows: Mapping[int, Row]) -> dict[str, Any]:
+    """Medians over the seeds, and from where to where attainment goes.
+
+    Args:
+        rows: seed -> what it came to at that rate; one at least, all with the same fields.
+    """
+    columns = {name: [row[name] for row in rows.values()] for name in next(iter(rows.values()))}
+    known = {name: [value for value in values if value is not None] for name, values in columns.items()}
+    kept = known["attainment"]
+    return {
+        "rate": rate,
+        **{name: median(values) if values else None for name, values in known.items()},
+        "spread": [min(kept), max(kept)] if kept else None,
+        "seeds": _listed(rows),
+    }
+
+
+def _listed(rows: Mapping[int, Row]) -> list[dict[str, Any]]:
+    return [{"seed": seed, **row} for seed, row in rows.items()]

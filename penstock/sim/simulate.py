@@ -14,15 +14,14 @@ import numpy as np
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import Random
 from penstock.sched.cluster.priority_slo import Bounds, Range
-from penstock.service.bundles import BUNDLES, Circumstances
+from penstock.service.bundles import Circumstances
+from penstock.sim.baselines import POLICIES
 from penstock.sim.cluster import Cluster
-from penstock.sim.frontend import Record
-from penstock.sim.outcomes import kept
-from penstock.sim.result import Account, account_of, joined_accounts, summarise
+from penstock.sim.frontend import ClientRecord
+from penstock.sim.result import Account, account_of, joined_accounts, kept, summarise
 from penstock.sim.scenario import Scenario
-from penstock.sim.slices import WHOLE, Slice
 from penstock.sim.traffic import make_traffic
-from penstock.sim.workload import SLO
+from penstock.sim.workload import SLO, WHOLE, Slice
 from penstock.workload.requests import WorkRequest
 
 SAMPLES = 240  # of the instances' states, while requests arrive
@@ -159,11 +158,11 @@ def _simulate(
     cluster = Cluster(
         scenario,
         groups,
-        BUNDLES[policy].make(_circumstances(scenario)),
+        POLICIES[policy].make(_circumstances(scenario)),
         requests,
         rng,
         lambda number: np.random.default_rng((seed, NOISE_STREAM, number, *slice_stream)),
-        local_policy=BUNDLES[policy].local_policy,
+        local_policy=POLICIES[policy].local_policy,
         strides=strides,
         judged=traffic.judged,
     )
@@ -171,7 +170,7 @@ def _simulate(
     online = sum(not request.offline for request in requests)
     allowed = online if allowed_misses is None else int(allowed_misses * online + 1e-9)
 
-    def notice(record: Record) -> bool:
+    def notice(record: ClientRecord) -> bool:
         nonlocal missed
         missed += record.number in cluster.judged and not record.offline and not kept(record)
         progress(cluster.ended, len(requests))

@@ -1,4 +1,9 @@
-"""The requests of a scenario: from its trace or its distributions, at some multiple of their own rate."""
+"""The requests of a scenario: from its trace or its distributions, at some multiple of their own rate.
+
+Tokens are placeholders, of which only matters which are equal. Every token of a shared block is that block's id, every
+other token of a prompt and an output is the request's own. So two prompts begin alike exactly as far as they share
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
-from penstock.sim.slices import WHOLE, Slice
-from penstock.sim.workload import SLO, Offline, Synthetic, Task, Workload
+from penstock.sim.workload import SLO, WHOLE, Offline, Slice, Synthetic, Task, Workload
 from penstock.workload.arrivals import before_tide, poisson_times, with_tide
 from penstock.workload.lengths import Empirical, Independent, LengthPairs, LogNormal, log_normal
 from penstock.workload.requests import (
@@ -278,3 +282,23 @@ def _requests(
         WorkRequest(number=0, at=float(at), prompt_tokens=int(p), output_tokens=int(o), **fields)
         for at, p, o in zip(*(column[low:high] for column in drawn), strict=True)
     ]
+
+
+FIRST_OWN = 1 << 30
+STOP = (1 << 32) - 1  # ends an output
+
+
+def own_token(number: int) -> int:
+    """Of the request with that number."""
+    return FIRST_OWN + number
+
+
+def prompt_of(work: WorkRequest) -> list[int]:
+    """Token ids, as many as the prompt has."""
+    tokens: list[int] = []
+    blocks = -(-work.prefix_tokens // work.block_tokens) if work.prefix_tokens else 0
+    for block in work.prefix[:blocks]:
+        assert 0 <= block < FIRST_OWN
+        tokens += [block] * work.block_tokens
+    del tokens[work.prompt_tokens :]
+    return tokens + [own_token(work.number)] * (work.prompt_tokens - len(tokens))

@@ -1,20 +1,25 @@
-"""Between instances: how long messages and blocks travel, and the carrier that hand-offs send them with."""
+"""How long messages and blocks travel: between instances, and between a device and its host's memory."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple
 
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
 from penstock.kv.depot import DepotSource
+from penstock.sched.local.offload import Load, Store
+from penstock.sched.steptime import StepTime
 
 TransportKind = Literal["shared", "copy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
+class TransportModel:
     """How requests are handed over.
 
     Attributes:
@@ -40,7 +45,7 @@ class PeerArrival(NamedTuple):
 class Wires:
     """Of all instances. Each has one way out and one way in, on which blocks travel one after the other."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: TransportModel) -> None:
         self._transport = transport
         self._out: dict[str, float] = defaultdict(float)  # when the way out of an instance is free
         self._into: dict[str, float] = defaultdict(float)
@@ -91,3 +96,54 @@ class MemoryCarrier:
         if self._source is None:
             return into
         return push.block if self._source.hold([(push.block, push.generation)], [into]) else None
+
+
+class LoadedBlocks(NamedTuple):
+    """A load is over.
+
+    Attributes:
+        at: when; `seconds` that it took on the way.
+    """
+
+    at: float
+    number: int
+    blocks: int
+    seconds: float
+
+
+class HostWay:
+    """Of one instance.
+
+    Args:
+        slowdown: factor on all times.
+    """
+
+    def __init__(self, times: StepTime, slowdown: float) -> None:
+        self._block = times.load_ms(BLOCK_TOKENS) / 1e3 * slowdown
+        self._in_free = self._out_free = 0.0  # when each way is
+        self._stores: deque[tuple[float, int]] = deque()  # (over, number), in order
+
+    def send(self, now: float, orders: Iterable[Store | Load]) -> list[LoadedBlocks]:
+        """Begin what is ordered. Returns when the loads of it will be there."""
+        arrivals = []
+        for order in orders:
+            took = self._block * len(order.moves)
+            if isinstance(order, Store):
+                self._out_free = max(now, self._out_free) + took
+                self._stores.append((self._out_free, order.number))
+            else:
+                self._in_free = max(now, self._in_free) + took
+                arrivals.append(LoadedBlocks(self._in_free, order.number, len(order.moves), took))
+        return arrivals
+
+    def stored(self, now: float) -> list[int]:
+        """The stores that are over and were not told yet."""
+        over = []
+        while self._stores and self._stores[0][0] <= now:
+            over.append(self._stores.popleft()[1])
+        return over
+
+    @property
+    def next_store(self) -> float:
+        """When the next one is over; inf when none is under way."""
+        return self._stores[0][0] if self._stores else inf

@@ -9,7 +9,7 @@ import pytest
 from penstock.cli import devices, steps
 from penstock.cli.devices import MeasuredSteps, load_device, load_factors, load_geometry, save_device
 from penstock.cli.main import main
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.cli.steps import fit
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.cli.sim import TRACES
+from penstock.cli.scenario_file import TRACES
 from penstock.workload.lengths import Independent, log_normal
 from penstock.workload.traces import read_trace
 from tests.helpers.servers import Server, serving

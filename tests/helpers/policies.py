@@ -26,13 +26,13 @@ from penstock.sched.cluster import (
     Rates,
     hands_over,
 )
-from penstock.sched.cluster.aladdin import Aladdin
-from penstock.sched.cluster.annealing import Annealing
 from penstock.sched.cluster.hfx import HFX
-from penstock.sched.cluster.scorpio import Scorpio
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.queue import Queue, Waiting
+from penstock.sim.baselines.aladdin import Aladdin
+from penstock.sim.baselines.annealing import Annealing
+from penstock.sim.baselines.scorpio import Scorpio
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 OUTPUT = 32  # tokens that the policies are told to expect

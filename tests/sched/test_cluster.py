@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.sched.cluster import DISPATCH, ClusterView, Demand, InstanceLoad, Instances, Later, hands_over
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from tests.helpers.policies import SUBJECTS
 
 DEMAND = Demand(key="r", prompt_tokens=10, max_tokens=10)
+MAKERS = DISPATCH | {name: subject.make for name, subject in SUBJECTS.items()}
 IMMEDIATE = ["round-robin", "least-loaded"]
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
@@ -63,9 +65,9 @@ def test_least_loaded_counts_tokens_then_requests_then_draws_lots():
     assert place("least-loaded", equal, seed=7) == place("least-loaded", equal, seed=7)
 
 
-@pytest.mark.parametrize("name", DISPATCH)
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_copy_of_a_policy_that_was_asked_decides_alike(name):
-    policy, rng, now = DISPATCH[name](), random.Random(0), 20.0
+    policy, rng, now = MAKERS[name](), random.Random(0), 20.0
     loads = [load(f"e{i}", num_blocks=64, free_blocks=64, free_at=20.0 + i, requests=i) for i in range(3)]
     instances = Instances(cluster(*loads), [])
     hits = {"e1": 5}

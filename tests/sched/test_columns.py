@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.cluster.columns import Column, Costs, Instances, Line, LineColumns, Places, least
+from penstock.sched.cluster.columns import Column, Costs, Instances, Places, QueueColumns, ViewQueue, least
 from tests.helpers.policies import demand, instance
 
 COUNT = 5
@@ -60,8 +60,8 @@ def test_places_are_found_once_while_names_stay():
 
 @given(st.lists(st.lists(st.integers(-1, 9), max_size=6), max_size=12), st.booleans())
 def test_columns_of_a_line_are_what_they_would_be_anew(rounds, look_back):
-    waiting, history, seen, numbers = [], [], [Line([], [])], count()
-    columns = LineColumns(lambda d: d.prompt_tokens, lambda d: d.deadline)
+    waiting, history, seen, numbers = [], [], [ViewQueue([], [])], count()
+    columns = QueueColumns(lambda d: d.prompt_tokens, lambda d: d.deadline)
     for changes in rounds:
         for change in changes:
             if change < 0:
@@ -73,7 +73,7 @@ def test_columns_of_a_line_are_what_they_would_be_anew(rounds, look_back):
                 number = next(numbers)
                 waiting.append(demand(f"r{number}", number + 1, ttft=number / 2))
                 history.append(waiting[-1])
-        seen.append(Line(waiting, history))
+        seen.append(ViewQueue(waiting, history))
         for line in (seen[-2], seen[-1]) if look_back else (seen[-1],):
             assert columns.of(line).T.tolist() == [[d.prompt_tokens, d.deadline] for d in line]
             assert columns.of(list(line)).tolist() == columns.of(line).tolist()
@@ -81,13 +81,13 @@ def test_columns_of_a_line_are_what_they_would_be_anew(rounds, look_back):
 
 def test_only_who_has_come_is_looked_at():
     asked = []
-    columns = LineColumns(lambda d: asked.append(d.key[1]) or 1.0)
+    columns = QueueColumns(lambda d: asked.append(d.key[1]) or 1.0)
     waiting = [demand(f"r{number}") for number in range(200)]
-    columns.of(Line(waiting, history := []))
+    columns.of(ViewQueue(waiting, history := []))
     del waiting[7], asked[:]
     waiting.append(demand("new"))
     history += [7, waiting[-1]]
-    assert columns.of(Line(waiting, history)).shape == (1, 200)
+    assert columns.of(ViewQueue(waiting, history)).shape == (1, 200)
     assert asked == ["new"]
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop
 from penstock.sched.cluster.hfx_scaling import HFXScaling
-from penstock.sched.cluster.threshold_scaling import ThresholdScaling
-from penstock.sched.cluster.unified_scaling import Traffic, UnifiedScaling, strain
+from penstock.sched.cluster.unified_scaling import OnlineTraffic, UnifiedScaling, strain
+from penstock.sim.baselines.threshold_scaling import ThresholdScaling
 from tests.helpers.policies import demand, instance
 
 SCALERS = {"threshold": ThresholdScaling, "hfx": HFXScaling, "unified": UnifiedScaling}
@@ -142,7 +142,7 @@ def test_ours_remembers_a_burst_before_it_shrinks():
     role=st.sampled_from(["any", "prefill", "decode"]),
 )
 def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt, output, backlog, role):
-    traffic = Traffic(rate, prompt, output, 1.0, 0.05, backlog)
+    traffic = OnlineTraffic(rate, prompt, output, 1.0, 0.05, backlog)
     strains = [strain(role, any_(1), traffic, count) for count in (1, 2, 3, 8)]
     assert all(a >= b * (1 - 1e-6) for a, b in pairwise(strains))
     if role != "decode":

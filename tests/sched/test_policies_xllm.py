@@ -16,11 +16,10 @@ from penstock.sched.cluster.colocation import (
     Colocated,
     ColocatedRoles,
     LatencyRoles,
-    OnlineFirst,
-    Separate,
 )
 from penstock.sched.cluster.xllm import Xllm, make_xllm
 from penstock.sched.cluster.xllm_roles import DWELL, XllmRoles, turning
+from penstock.sim.baselines.colocation import OnlineFirst, Separate
 from tests.helpers.policies import Subject, ToyMaster, clusters, demand, instance, workloads
 
 NOW = 100.0

@@ -3,7 +3,7 @@
 import random
 from textwrap import dedent
 
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.sim.scenario import Scenario, parse
 from penstock.sim.simulate import simulate
 

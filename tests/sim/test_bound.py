@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.bound import bound_attainment, bound_scale, reusable_by_request
-from penstock.sim.scenario import Group
+from penstock.sim.scenario import InstanceGroup
 from penstock.sim.simulate import TRAFFIC_STREAM
 from penstock.sim.traffic import make_traffic
 from penstock.workload.requests import WorkRequest, reusable_tokens
@@ -20,7 +20,7 @@ PREFIX = 128  # tokens of a shared block
 
 
 def group(count=1, device="l4", *, blocks=600, budget=2048, sequences=64, cache=True, slowdown=1.0):
-    return Group(
+    return InstanceGroup(
         name="engine",
         count=count,
         role="any",

@@ -4,16 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from penstock.cli.main import main
-from penstock.cli.sim import write
-from penstock.cli.sim_journal import Journal
-from penstock.cli.sim_workers import Run, Workers
+from penstock.cli.results import write
 
 FIELDS = {
     "max_rate_90",
@@ -30,10 +27,10 @@ FIELDS = {
 
 
 def test_run_writes_a_result_that_is_the_same_again(scenario, tmp_path, capsys):
-    outs = [tmp_path / "a.json", tmp_path / "b.json"]
+    outs, page = [tmp_path / "a.json", tmp_path / "b.json"], tmp_path / "page.html"
     for out in outs:
         command = ["sim", "run", str(scenario), "--traces", str(tmp_path), "--json", str(out), "--save-requests"]
-        assert main(command) == 0
+        assert main([*command, "--html", str(page)]) == 0
     assert outs[0].read_bytes() == outs[1].read_bytes()
     result = json.loads(outs[0].read_text())
     assert result["attainment"] == 1.0
@@ -44,6 +41,7 @@ def test_run_writes_a_result_that_is_the_same_again(scenario, tmp_path, capsys):
     columns = result["timeline"]["instances"]["engine-0"]
     assert {len(column) for column in columns.values()} == {len(result["timeline"]["at"])}
     assert "100.0%" in capsys.readouterr().out
+    assert f"{scenario}: least_loaded at 20 requests/s" in page.read_text()
 
 
 def test_the_result_does_not_depend_on_the_process(scenario, tmp_path):
@@ -137,91 +135,8 @@ def test_compare_simulates_given_rates(scenario, tmp_path):
     assert (tmp_path / "least_loaded-200-seed0.html").exists()
 
 
-@pytest.mark.parametrize("flags", [[], ["--rates", "30,200"]], ids=["search", "rates"])
-def test_compare_goes_on_with_an_earlier_result_to_the_same_byte(scenario, tmp_path, monkeypatch, flags):
-    once, first, then = (tmp_path / f"{name}.json" for name in ("once", "first", "then"))
-    flags = ["--policies", "round_robin", "--jobs", "1", *flags]
-    assert compare(scenario, *flags, "--seeds", "2", "--json", str(once)) == 0
-    assert compare(scenario, *flags, "--json", str(first)) == 0
-    asked = []
-    monkeypatch.setattr(Workers, "run", lambda self, run, run_it=Workers.run: asked.append(run) or run_it(self, run))
-    assert compare(scenario, *flags, "--seeds", "2", "--resume", str(first), "--json", str(then)) == 0
-    assert {run.seed for run in asked} == {1}
-    assert then.read_bytes() == once.read_bytes()
-    asked.clear()
-    assert compare(scenario, *flags, "--resume", str(then), "--json", str(then)) == 0
-    assert not asked
-    assert then.read_bytes() == first.read_bytes()
-
-
-@pytest.mark.parametrize("flags", [[], ["--rates", "30,200"]], ids=["search", "rates"])
-def test_compare_that_was_stopped_goes_on_with_its_journal_to_the_same_byte(scenario, tmp_path, monkeypatch, flags):
-    once, then, journal = (tmp_path / name for name in ("once.json", "then.json", "journal.jsonl"))
-    flags = ["--policies", "round_robin", "--jobs", "1", "--seeds", "2", *flags]
-    assert compare(scenario, *flags, "--journal", str(journal), "--json", str(once)) == 0
-    head, *lines = journal.read_bytes().splitlines(keepends=True)
-    assert len(lines) >= 3
-    done, last = b"".join(lines[:-2]), lines[-2]
-    journal.write_bytes(head + done + last[:-9])  # killed while it wrote the last but one
-    simulated = []
-    submit = Workers._submit
-
-    def watch(self, function, *arguments):
-        simulated.extend(argument for argument in arguments if isinstance(argument, Run))
-        return submit(self, function, *arguments)
-
-    monkeypatch.setattr(Workers, "_submit", watch)
-    assert compare(scenario, *flags, "--journal", str(journal), "--json", str(then)) == 0
-    assert then.read_bytes() == once.read_bytes()
-    assert [asdict(run) for run in simulated] == [json.loads(line)["run"] for line in lines[-2:]]
-    assert journal.read_bytes() == head + b"".join(lines)
-
-
-def test_the_journal_may_be_of_the_same_scenario_elsewhere(scenario, tmp_path):
-    journal, other = tmp_path / "journal.jsonl", tmp_path / "there" / scenario.name
-    flags = ["--policies", "round_robin", "--rates", "30", "--traces", str(tmp_path), "--journal", str(journal)]
-    assert main(["sim", "compare", str(scenario), *flags]) == 0
-    before = journal.read_bytes()
-    other.parent.mkdir()
-    other.write_bytes(scenario.read_bytes())
-    assert main(["sim", "compare", str(other), *flags]) == 0
-    assert journal.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda text: "no journal\n", "was not written by `penstock sim compare --journal`"),
-        (lambda text: "no line", "was not written by `penstock sim compare --journal`"),
-        (lambda text: text + '{"run": {}}\n', "was not written by `penstock sim compare --journal`"),
-        (lambda text: text.replace("scenario.yaml", "b.yaml"), "has scenario 'b.yaml', and this 'scenario.yaml'"),
-        (lambda text: text.replace('"version": "', '"version": "0.'), "has version '0."),
-        (lambda text: text.replace('"content": "', '"content": "0'), "has content '0"),
-    ],
-)
-def test_a_journal_of_something_else_is_left_as_it_is(scenario, tmp_path, capsys, spoil, message):
-    journal = tmp_path / "journal.jsonl"
-    flags = ["--policies", "round_robin", "--rates", "30", "--jobs", "1", "--journal", str(journal)]
-    assert compare(scenario, *flags) == 0
-    spoiled = spoil(journal.read_text())
-    journal.write_text(spoiled)
-    assert compare(scenario, *flags) == 2
-    assert f"penstock: --journal: {journal} {message}" in capsys.readouterr().err
-    assert journal.read_text() == spoiled
-
-
-def test_two_comparisons_do_not_share_a_journal(scenario, tmp_path, capsys):
-    journal = tmp_path / "journal.jsonl"
-    flags = ["--policies", "round_robin", "--rates", "30", "--jobs", "1", "--journal", str(journal)]
-    with Journal(str(journal), {}):
-        before = journal.read_bytes()
-        assert compare(scenario, *flags) == 2
-    assert f"penstock: --journal: {journal} is written by another process" in capsys.readouterr().err
-    assert journal.read_bytes() == before
-
-
-def test_what_an_earlier_result_lacks_is_simulated(tmp_path):
-    file, earlier, out = (tmp_path / name for name in ("tasks.yaml", "earlier.json", "out.json"))
+def test_given_rates_show_what_changes_when_another_task_begins(tmp_path):
+    file, out = tmp_path / "tasks.yaml", tmp_path / "out.json"
     file.write_text(
         dedent("""
         workload:
@@ -233,53 +148,14 @@ def test_what_an_earlier_result_lacks_is_simulated(tmp_path):
         instances: [{count: 1}]
         """)
     )
-    flags = ["--jobs", "1", "--json"]
-    assert compare(file, "--policies", "least_loaded", "--rates", "4", *flags, str(earlier)) == 0
-    more = ["--policies", "round_robin,least_loaded", "--rates", "4,8", "--seeds", "2"]
-    assert compare(file, *more, "--resume", str(earlier), *flags, str(out)) == 0
-    before, after = (json.loads(path.read_text())["policies"] for path in (earlier, out))
-    assert list(after) == ["round_robin", "least_loaded"]
-    for row in after.values():
+    flags = ["--policies", "round_robin,least_loaded", "--rates", "4,8", "--seeds", "2", "--jobs", "1"]
+    assert compare(file, *flags, "--json", str(out)) == 0
+    rows = json.loads(out.read_text())["policies"]
+    assert list(rows) == ["round_robin", "least_loaded"]
+    for row in rows.values():
         assert [entry["rate"] for entry in row["rates"]] == [4, 8]
         assert all([seed["seed"] for seed in entry["seeds"]] == [0, 1] for entry in row["rates"])
         assert all(set(entry["tasks_over_time"]["tasks"]) == {"a", "b"} for entry in row["rates"])
-    old, new = before["least_loaded"]["rates"][0], after["least_loaded"]["rates"][0]
-    assert new["seeds"][0] == old["seeds"][0]
-    assert new["tasks_over_time"] == old["tasks_over_time"]
-
-
-def spoiled(document, **changes):
-    return json.dumps({**document, **changes})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "flags", "message"),
-    [
-        (lambda d: None, [], "cannot be read (No such file or directory)"),
-        (lambda d: "{", [], "was not written by `penstock sim compare --json`"),
-        (lambda d: json.dumps({"ttft": 1}), [], "was not written by `penstock sim compare --json`"),
-        (lambda d: spoiled(d, scenario="a/other.yaml"), [], "has scenario 'other.yaml', and this 'scenario.yaml'"),
-        (lambda d: spoiled(d, target=0.95), [], "has target 0.95, and this 0.9"),
-        (lambda d: spoiled(d, vary="offline"), [], "has vary 'offline', and this 'online'"),
-        (lambda d: spoiled(d, tolerance=0.05), [], "has tolerance 0.05, and this 0.025"),
-        (lambda d: spoiled(d, policies={"hfx": d["policies"]["round_robin"]}), [], "has hfx, and none of round_robin"),
-        (
-            lambda d: json.dumps(d).replace("reused_tokens", "old"),
-            [],
-            "was written by another version, which reported other figures",
-        ),
-        (json.dumps, ["--seed", "4"], "has the first seed 0, and this 4"),
-        (lambda d: spoiled(d, rates=[]), [], "has a search True, and this False"),
-    ],
-)
-def test_a_result_of_something_else_is_not_gone_on_with(scenario, tmp_path, capsys, spoil, flags, message):
-    earlier = tmp_path / "earlier.json"
-    common = ["--policies", "round_robin", "--rates", "30", "--jobs", "1"]
-    assert compare(scenario, *common, "--json", str(earlier)) == 0
-    text = spoil(json.loads(earlier.read_text()))
-    earlier.unlink() if text is None else earlier.write_text(text)
-    assert compare(scenario, *common, "--resume", str(earlier), *flags) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1] == f"penstock: --resume: {earlier} {message}"
 
 
 def test_compare_varies_offline_work(tmp_path):
@@ -308,12 +184,6 @@ def test_compare_varies_offline_work(tmp_path):
     assert max(probe["scale"] for probe in row["probes"]) <= 40 * (1 + 1e-9)
 
 
-def test_run_writes_a_page(scenario, tmp_path):
-    page = tmp_path / "page.html"
-    assert main(["sim", "run", str(scenario), "--traces", str(tmp_path), "--html", str(page)]) == 0
-    assert f"{scenario}: least_loaded at 20 requests/s" in page.read_text()
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "a.json"
     file.write_text("before")
@@ -338,7 +208,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         (["--jobs", "many"], "--jobs: 'many', allowed is a whole number from 1"),
         (["--html", "/nowhere/out.html"], "--html: /nowhere/out.html cannot be written"),
         (["--save", "/nowhere/folder"], "--save: /nowhere/folder cannot be written"),
-        (["--journal", "/nowhere/file"], "--journal: /nowhere/file cannot be written (No such file or directory)"),
         (["--trace", "together.csv", "--policies", "least_loaded"], "workload: all requests come at once"),
     ],
 )

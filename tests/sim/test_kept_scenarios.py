@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.sim.scenario import parse
 from tests.sim.scenarios import run
 from tests.sim.stand_in import stand_in

@@ -1,4 +1,4 @@
-"""Pace, wires and prompts, each by itself."""
+"""StepTimer, wires and prompts, each by itself."""
 
 import numpy as np
 import pytest
@@ -8,17 +8,16 @@ from penstock.core.wire.handoff import Commit, Lease, Push, Reserved
 from penstock.kv.keys import extend_keys
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.frontend import PARAMS
-from penstock.sim.pace import DRAWN_AT_ONCE, Pace
-from penstock.sim.prompts import FIRST_OWN, prompt_of
-from penstock.sim.stride import Stride
-from penstock.sim.wires import Transport, Wires
+from penstock.sim.steps import DRAWN_AT_ONCE, StepTimer, Stride
+from penstock.sim.traffic import FIRST_OWN, prompt_of
+from penstock.sim.wires import TransportModel, Wires
 from penstock.workload.requests import WorkRequest
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
 
 def pace(noise=0.2, slowdown=1.0, seed=0):
-    return Pace(TIMES, slowdown, noise, np.random.default_rng(seed))
+    return StepTimer(TIMES, slowdown, noise, np.random.default_rng(seed))
 
 
 def plan(*parts):
@@ -30,7 +29,7 @@ def plan(*parts):
 # --- pace
 
 
-def decode(pace: Pace, sequences: int, kv_tokens: int) -> float:
+def decode(pace: StepTimer, sequences: int, kv_tokens: int) -> float:
     """Seconds of one step."""
     (end,) = pace.decodes(0.0, 60.0, sequences, kv_tokens - sequences, 1)
     return end
@@ -100,7 +99,7 @@ def test_a_stride_that_is_cut_ends_somebody_only_in_the_step_that_is_running():
 
 
 def transport(kind="copy"):
-    return Transport(kind=kind, bandwidth=1000.0, latency=0.5, lease=5.0)
+    return TransportModel(kind=kind, bandwidth=1000.0, latency=0.5, lease=5.0)
 
 
 PUSH = Push(Lease("r", 0), 0, b"", 0, 0, 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.plan import Kind, Search, Verdict, candidates, demands, estimate, explain
-from penstock.sim.scenario import Group
+from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
 
 PRICES = {"h200": 3.5, "l4": 0.5}
@@ -19,7 +19,7 @@ def kind(device, size=1):
     model, shape = DEVICES[device], GEOMETRIES["llama-3.1-8b"]
     times = StepTime(model.parallel(size) if size > 1 else model, shape)
     room = int(0.9 * size * model.memory) - shape.weight_bytes
-    group = Group(
+    group = InstanceGroup(
         name="engine",
         count=1,
         role="any",

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from penstock.sim.outcomes import outcomes_of
 from penstock.sim.report import compare_page, compare_rows, curves, run_page
+from penstock.sim.result import outcomes_of
 from penstock.sim.svg import Axis, Bar, Line, Mark, Strip, bar_chart, line_chart, short, strip_chart
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
 

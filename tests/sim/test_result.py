@@ -5,24 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.sim.frontend import Record
-from penstock.sim.outcomes import kept, outcomes_of
-from penstock.sim.places import Place, Sample, Use
+from penstock.sim.frontend import ClientRecord
 from penstock.sim.result import (
     Account,
     by_second,
     joined_accounts,
+    kept,
     offline_work,
+    outcomes_of,
     request_rows,
     summarise,
     without_place,
 )
+from penstock.sim.slots import InstanceSlot, Sample, Use
 
 
 def record(number=0, arrival=0.0, *, first=None, ended=None, received=1, **fields):
     """Of a request that got `received` tokens."""
     targets = {} if fields.get("offline") else {"ttft_target": 1.0, "tpot_target": 0.1}
-    return Record(
+    return ClientRecord(
         number=number,
         arrival=arrival,
         prompt_tokens=100,
@@ -41,7 +42,7 @@ def served(number, arrival, ttft, tpot, tokens=11, **fields):
 
 
 def account(records, end, samples=(), since=0.0):
-    place = Place("engine-0", SimpleNamespace(), 0, lifetimes=[(0.0, 4.0), (6.0, None)])
+    place = InstanceSlot("engine-0", SimpleNamespace(), 0, lifetimes=[(0.0, 4.0), (6.0, None)])
     return Account(
         outcomes_of(records, since),
         end=since + end,

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.bundles import BUNDLES, Circumstances
+from penstock.service.bundles import Circumstances
+from penstock.sim.baselines import POLICIES
 from penstock.sim.scenario import parse
 from penstock.sim.workload import SLO
 from tests.sim.scenarios import COLOCATED, ONE_LINE, SPLIT, WORKLOAD, read
@@ -144,7 +145,7 @@ def test_what_is_to_fail_must_be_in_the_chosen_layout():
 
 
 def test_every_bundle_makes_a_fresh_policy():
-    for bundle in BUNDLES.values():
+    for bundle in POLICIES.values():
         one, other = (bundle.make(Circumstances()) for _ in range(2))
         assert one.dispatch is not other.dispatch
 
@@ -155,7 +156,7 @@ BAD = {
         "t.yaml:1: workload: missing, and there is no default",
         "t.yaml:1: slo: missing, and there is no default",
     ],
-    ONE_LINE + "policy: best": ["t.yaml:5: policy: 'best', allowed is " + ", ".join(BUNDLES)],
+    ONE_LINE + "policy: best": ["t.yaml:5: policy: 'best', allowed is " + ", ".join(POLICIES)],
     ONE_LINE + "polcy: best": ["t.yaml:5: polcy: no such setting, did you mean policy?"],
     ONE_LINE + "seed: -1": ["t.yaml:5: seed: '-1', allowed is a whole number of at least 0"],
     ONE_LINE.replace("tpot-ms: 50", "tpot-ms: 0"): [

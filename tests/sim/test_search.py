@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sim.search import DOUBLING, HIGHEST, LOWEST, STEP, Ladder, Outcome
+from penstock.sim.search import DOUBLING, HIGHEST, LOWEST, STEP, Ladder, Trial, at_rate, searched
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Fake:
         self.asked.append((scale, share))
         edge = self.edge * (self.rosy if share < 1 else 1.0)
         attainment = 0.9 * min(edge / scale, 1.2) ** self.steep
-        return Outcome(scale <= edge, min(1.0, attainment), min(scale, self.most))
+        return Trial(scale <= edge, min(1.0, attainment), min(scale, self.most))
 
     def guess(self, scale, share):
         self.guessed.append((scale, share))
@@ -111,9 +111,25 @@ def test_noise_leaves_a_kept_rung_below_a_missed_one():
         async def measure(self, scale, share):
             await super().measure(scale, share)
             kept = scale <= 3 or 3.4 < scale < 3.6
-            return Outcome(kept, 0.9 + 0.01 * kept, scale)
+            return Trial(kept, 0.9 + 0.01 * kept, scale)
 
     for start in (0.5, 1.0, 1.7, 3.5, 8.0):
         found = search(Noisy(3.0), start=start)
         assert found.missed == pytest.approx(found.best * STEP)
         assert found.best <= 3 or 3.4 < found.best < 3.6
+
+
+# --- several seeds as one row
+
+
+def test_a_search_is_the_seed_in_the_middle():
+    rows = {0: {"rate": 7.0, "ttft": 1}, 1: {"rate": 5.0, "ttft": 2}, 2: {"rate": 6.0, "ttft": 3}}
+    found = searched(rows, "rate")
+    assert (found["seed"], found["rate"], found["ttft"], found["spread"]) == (2, 6.0, 3, [5.0, 7.0])
+    assert searched(rows | {1: {"rate": None, "ttft": 2}}, "rate")["spread"] is None
+
+
+def test_a_rate_is_medians():
+    rows = {0: {"attainment": 0.9, "ttft": None}, 1: {"attainment": 0.5, "ttft": 4}, 2: {"attainment": 0.8, "ttft": 2}}
+    found = at_rate(20.0, rows)
+    assert (found["rate"], found["attainment"], found["ttft"], found["spread"]) == (20.0, 0.8, 3, [0.5, 0.9])

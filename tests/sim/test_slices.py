@@ -17,7 +17,7 @@ from penstock.cli.main import main
 from penstock.cli.processes import lost_processes
 from penstock.core.errors import PenstockError
 from penstock.sim.simulate import result_of, simulate_slice
-from penstock.sim.slices import cut
+from penstock.sim.workload import cut
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
 
 SHAPES = {"colocated": COLOCATED, "split": SPLIT, "shared": SPLIT + "transport: {kind: shared}\n"}

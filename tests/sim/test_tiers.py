@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.local.offload import Copied, Load, Store
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.scenario import parse
-from penstock.sim.tiers import HostWay
+from penstock.sim.wires import HostWay
 from tests.sim.scenarios import WORKLOAD, read, run
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])

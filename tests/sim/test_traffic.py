@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.sim import make_tables
+from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
 from penstock.sim.scenario import parse
-from penstock.sim.slices import WHOLE, cut
 from penstock.sim.traffic import make_traffic
-from penstock.sim.workload import SLO, Offline, Task, Workload
+from penstock.sim.workload import SLO, WHOLE, Offline, Task, Workload, cut
 from penstock.workload.requests import WorkRequest
 from tests.sim.stand_in import stand_in
 

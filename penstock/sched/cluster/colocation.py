@@ -7,7 +7,7 @@ work comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import nsmallest
 from math import inf
 from typing import Protocol
@@ -54,48 +54,6 @@ class Colocation(Protocol):
         """Where the next offline sequence runs; `Later` when none should run now."""
 
 
-class Separate:
-    """A fixed share of the instances runs offline work alone, each of them prompts and outputs.
-
-    Args:
-        share: of the instances, rounded; at least one of several, and never all. They are spread over the names in
-            order, and so over groups of instances that are named alike.
-    """
-
-    name = "separate"
-
-    def __init__(self, share: float = 0.25) -> None:
-        assert 0 < share < 1
-        self._share = share
-
-    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
-        apart = self._apart(view)
-        return [i for i in view.instances if i.name not in apart]
-
-    def decide(self, view: ClusterView) -> Decision | Later:
-        apart = self._apart(view)
-        return _first(view, [i for i in view.instances if i.name in apart], self.name, AHEAD)
-
-    def _apart(self, view: ClusterView) -> frozenset[str]:
-        names = sorted(i.name for i in view.instances)
-        if len(names) < 2:
-            return frozenset()
-        count = min(len(names) - 1, max(1, round(self._share * len(names))))
-        return frozenset(names[(2 * k + 1) * len(names) // (2 * count)] for k in range(count))
-
-
-class OnlineFirst:
-    """Offline work goes anywhere whenever no online sequence waits for a place."""
-
-    name = "online-first"
-
-    def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
-        return view.instances
-
-    def decide(self, view: ClusterView) -> Decision | Later:
-        return Later() if view.queue else _first(view, view.instances, self.name, 2 * AHEAD)
-
-
 class LatencyRoles:
     """xLLM's: "prefill" and "any" are relaxed, "decode" is strict.
 
@@ -126,8 +84,8 @@ class LatencyRoles:
         decoders = (i for i in view.instances if i.role == "decode")
         strict = nsmallest(COMPARED, decoders, key=lambda i: (i.held_tokens, i.name))
         for demand in self._ranked(view, strict):
-            gaps = [i for i in prefillers(view, demand) if i.free_at <= view.now and _ahead(view, i) <= AHEAD]
-            gaps = nsmallest(COMPARED, gaps, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
+            gaps = [i for i in prefillers(view, demand) if i.free_at <= view.now and seconds_ahead(view, i) <= AHEAD]
+            gaps = nsmallest(COMPARED, gaps, key=lambda i: (seconds_ahead(view, i), i.held_tokens, i.name))
             pulling = [i for i in strict if self._takes(i, demand)]
             for prefiller in gaps:
                 linked = (i for i in pulling if i.name in prefiller.peers and hands_over(prefiller.role, i.role))
@@ -135,9 +93,9 @@ class LatencyRoles:
                 if home is None and not self._takes(prefiller, demand):
                     continue
                 self._passed = 0 if demand.key == self._oldest else self._passed + 1
-                costs: dict[Stage, dict[str, float]] = {"prefill": {i.name: 1e3 * _ahead(view, i) for i in gaps}}
+                costs: dict[Stage, dict[str, float]] = {"prefill": {i.name: 1e3 * seconds_ahead(view, i) for i in gaps}}
                 if home is not None:
-                    costs["decode"] = {i.name: 1e3 * _step_with(i, demand) for i in (home, prefiller)}
+                    costs["decode"] = {i.name: 1e3 * step_with(i, demand) for i in (home, prefiller)}
                 return Decision(
                     key=demand.key,
                     prefill=prefiller.name,
@@ -169,9 +127,9 @@ class LatencyRoles:
     def _takes(self, instance: InstanceLoad, demand: Demand) -> bool:
         """Whether it may decode there. A target that no sequence could keep, even alone, holds up nothing but what
         would run beside others."""
-        if not _may_hold(instance, demand) or not _has_room(instance, demand):
+        if not may_hold(instance, demand) or not has_room(instance, demand):
             return False
-        return not instance.requests or _step_with(instance, demand) <= MARGIN * self._target
+        return not instance.requests or step_with(instance, demand) <= MARGIN * self._target
 
 
 class Colocated:
@@ -212,45 +170,16 @@ class ColocatedRoles:
         return self._roles.decide(replace(view, instances=self._colocation.online(view)))
 
 
-COLOCATION: dict[str, Callable[[], Colocation]] = {
-    Separate.name: Separate,
-    OnlineFirst.name: OnlineFirst,
-    LatencyRoles.name: LatencyRoles,
-}
-
-
-def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ahead: float) -> Decision | Later:
-    """The oldest offline sequence to the instance that prefills it first, if one has room and so many seconds at most
-    ahead of it. It decodes there, or on the emptiest of those that take over."""
-    for demand in view.offline[:1]:
-        able: Sequence[InstanceLoad] = [i for i in instances if _may_hold(i, demand)]
-        if not able:  # none of these is long enough: then anybody
-            able = fitting(view, demand)
-        free = [i for i in able if _ahead(view, i) <= ahead and _has_room(i, demand)]
-        if free:
-            compared = nsmallest(COMPARED, free, key=lambda i: (_ahead(view, i), i.held_tokens, i.name))
-            chosen = compared[0]
-            return Decision(
-                key=demand.key,
-                prefill=chosen.name,
-                decode=None,
-                policy=policy,
-                reason="offline",
-                costs={"prefill": {i.name: 1e3 * _ahead(view, i) for i in compared}},
-            )
-    return Later(view.now + AGAIN)
-
-
-def _ahead(view: ClusterView, instance: InstanceLoad) -> float:
+def seconds_ahead(view: ClusterView, instance: InstanceLoad) -> float:
     """Seconds until its prompts are prefilled, online and offline."""
     return max(0.0, instance.idle_at - view.now)
 
 
-def _may_hold(instance: InstanceLoad, demand: Demand) -> bool:
+def may_hold(instance: InstanceLoad, demand: Demand) -> bool:
     return demand.tokens <= instance.max_model_len and instance.name not in demand.exclude
 
 
-def _has_room(instance: InstanceLoad, demand: Demand) -> bool:
+def has_room(instance: InstanceLoad, demand: Demand) -> bool:
     """Whether its memory bears one more beside what its sequences will come to; an empty one bears any."""
     if not instance.requests and not instance.prefilling:
         return True
@@ -262,6 +191,6 @@ def _has_room(instance: InstanceLoad, demand: Demand) -> bool:
     return held + coming <= ROOM * instance.num_blocks * BLOCK_TOKENS
 
 
-def _step_with(instance: InstanceLoad, demand: Demand) -> float:
+def step_with(instance: InstanceLoad, demand: Demand) -> float:
     """Seconds of its decode step with one more."""
     return instance.times.step_ms((), instance.requests + 1, instance.held_tokens + demand.prompt_tokens) / 1e3

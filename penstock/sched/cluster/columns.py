@@ -79,7 +79,7 @@ class Places:
         return self._places
 
 
-class Line(list[Demand]):
+class ViewQueue(list[Demand]):
     """The queue of a view, with who has come and gone since earlier ones. It does not change.
 
     Args:
@@ -95,7 +95,7 @@ class Line(list[Demand]):
         self.moment = len(history)
 
 
-class LineColumns:
+class QueueColumns:
     """Numbers of everyone who waits.
 
     Args:
@@ -112,7 +112,7 @@ class LineColumns:
     def of(self, queue: Sequence[Demand]) -> npt.NDArray[np.float64]:
         """[functions, demands]. What is written there stays with its demand for as long as views share a history. Not
         to be kept beyond the next question."""
-        if not isinstance(queue, Line):
+        if not isinstance(queue, ViewQueue):
             return self._all(queue)
         history, moment = queue.history, queue.moment
         if history is self._history and 0 <= moment - self._moment <= len(queue):

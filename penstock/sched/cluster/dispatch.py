@@ -28,7 +28,7 @@ def hands_over(source: Role, target: Role) -> bool:
     return (source, target) in HAND_OVERS
 
 
-class Comparison(Protocol):
+class InstanceChoice(Protocol):
     """Compares instances. Who is a candidate at all is decided before it is asked; see `Immediate`."""
 
     name: str
@@ -48,7 +48,7 @@ class Immediate:
 
     wants_keys = False
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: InstanceChoice) -> None:
         self.name = comparison.name
         self._comparison = comparison
         self._only_decode = Column(lambda load: load.role == "decode", bool)

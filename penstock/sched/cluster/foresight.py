@@ -20,7 +20,7 @@ PROBE = 1024  # tokens: the width over which a step's slope is taken
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DecodePace:
     """How fast an instance decodes; seconds. Steps are piecewise linear in all of these, so one more sequence is a sum.
 
     Attributes:
@@ -47,9 +47,9 @@ class Foresight:
     """
 
     def __init__(self) -> None:
-        self._paces: dict[str, tuple[InstanceLoad, Pace]] = {}
+        self._paces: dict[str, tuple[InstanceLoad, DecodePace]] = {}
 
-    def pace(self, load: InstanceLoad) -> Pace:
+    def pace(self, load: InstanceLoad) -> DecodePace:
         known = self._paces.get(load.name)
         if known is not None and known[0] is load:
             return known[1]
@@ -57,7 +57,9 @@ class Foresight:
         self._paces[load.name] = load, pace
         return pace
 
-    def candidates(self, view: ClusterView, weight: Callable[[Pace], float] = lambda pace: pace.step) -> Candidates:
+    def candidates(
+        self, view: ClusterView, weight: Callable[[DecodePace], float] = lambda pace: pace.step
+    ) -> Candidates:
         """Of a new view; what has gone is forgotten.
 
         Args:
@@ -144,12 +146,12 @@ class Foresight:
         return None, costs
 
 
-def _pace(load: InstanceLoad) -> Pace:
+def _pace(load: InstanceLoad) -> DecodePace:
     def step(sequences: int, tokens: int) -> float:
         return load.times.step_ms(decodes=sequences, kv_tokens=tokens) / 1e3
 
     now = step(load.requests, load.held_tokens)
-    return Pace(
+    return DecodePace(
         step=now if load.requests else 0.0,
         sequence=step(load.requests + 1, load.held_tokens) - now,
         token=(step(load.requests, load.held_tokens + PROBE) - now) / PROBE,

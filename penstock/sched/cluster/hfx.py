@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
-from penstock.sched.cluster.columns import LineColumns
+from penstock.sched.cluster.columns import QueueColumns
 from penstock.sched.cluster.dispatch import why
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, prefill_seconds_alone
 from penstock.sched.cluster.stages import Candidates
@@ -54,7 +54,7 @@ _Places = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PromptBatch:
     """What an instance was given at one moment.
 
     Attributes:
@@ -93,11 +93,11 @@ class HFX:
     wants_keys = False
 
     def __init__(self) -> None:
-        self.batches: dict[str, Batch] = {}  # the newest of each instance
+        self.batches: dict[str, PromptBatch] = {}  # the newest of each instance
         self.foresight = Foresight()
         self.prompts = Prompts()
         self._turns = Turns()
-        self._columns = LineColumns(
+        self._columns = QueueColumns(
             lambda d: d.deadline,
             lambda d: d.ttft,
             lambda d: d.prompt_tokens,
@@ -384,7 +384,7 @@ class _Moment:
         home, steps = self._home(load, demand, lively, barred)
         if home is None:
             return None
-        self._policy.batches[load.name] = Batch(
+        self._policy.batches[load.name] = PromptBatch(
             now, prefiller.since, prefiller.tokens + demand.prompt_tokens, now + seconds
         )
         decode = home.name if home is not load else None

@@ -36,7 +36,7 @@ ROUNDS = 12  # of the fixed point of B
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class OnlineTraffic:
     """
     Attributes:
         rate: sequences per second.
@@ -82,7 +82,7 @@ class UnifiedScaling:
         self._target, self._relaxed = target, relaxed
         self._attained, self._waited, self._memory = attained, waited, memory
         self._cooldowns = Cooldowns(out, back)
-        self._past: deque[tuple[float, Traffic]] = deque()
+        self._past: deque[tuple[float, OnlineTraffic]] = deque()
 
     def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
         now_traffic, peak = self._traffic(view)
@@ -94,10 +94,10 @@ class UnifiedScaling:
         self._cooldowns.note(view.now, changes, roles)
         return changes
 
-    def _traffic(self, view: ClusterView) -> tuple[Traffic, Traffic]:
+    def _traffic(self, view: ClusterView) -> tuple[OnlineTraffic, OnlineTraffic]:
         """Of now, and the most demanding of everything that was seen lately."""
         rates = view.rates
-        now = Traffic(
+        now = OnlineTraffic(
             rate=rates.arrivals / rates.window,
             prompt=rates.prompt_tokens,
             output=rates.output_tokens,
@@ -113,7 +113,7 @@ class UnifiedScaling:
             self._past.popleft()
         seen = [traffic for _, traffic in self._past]
         strict = _stricter(now, min(t.ttft for t in seen), min(t.tpot for t in seen))
-        peak = Traffic(
+        peak = OnlineTraffic(
             rate=max(t.rate for t in seen),
             prompt=max(t.prompt for t in seen),
             output=max(t.output for t in seen),
@@ -124,7 +124,13 @@ class UnifiedScaling:
         return strict, peak
 
     def _wish(
-        self, view: ClusterView, role: Role, loads: Sequence[InstanceLoad], now: Traffic, peak: Traffic, starting: int
+        self,
+        view: ClusterView,
+        role: Role,
+        loads: Sequence[InstanceLoad],
+        now: OnlineTraffic,
+        peak: OnlineTraffic,
+        starting: int,
     ) -> Wish:
         count = len(loads)
         expected = strain(role, loads, now, count)
@@ -147,8 +153,8 @@ class UnifiedScaling:
         return Wish(0, reason)
 
 
-def _stricter(traffic: Traffic, ttft: float, tpot: float) -> Traffic:
-    return Traffic(
+def _stricter(traffic: OnlineTraffic, ttft: float, tpot: float) -> OnlineTraffic:
+    return OnlineTraffic(
         traffic.rate,
         traffic.prompt,
         traffic.output,
@@ -158,7 +164,7 @@ def _stricter(traffic: Traffic, ttft: float, tpot: float) -> Traffic:
     )
 
 
-def strain(role: Role, loads: Sequence[InstanceLoad], traffic: Traffic, count: int) -> float:
+def strain(role: Role, loads: Sequence[InstanceLoad], traffic: OnlineTraffic, count: int) -> float:
     """Of the worst-off resource on `count` instances like the first of `loads`, and inf when they cannot keep up; 1 is
     a target that is just kept."""
     load = loads[0]
@@ -191,7 +197,7 @@ def _adds(load: InstanceLoad, prompt: float, prefilling: float) -> float:
     return max(prompt * _token_seconds(load), prefilling - prefill_seconds_alone(load, 1))
 
 
-def _decoding(load: InstanceLoad, traffic: Traffic, rate: float, busy: float) -> tuple[float, float]:
+def _decoding(load: InstanceLoad, traffic: OnlineTraffic, rate: float, busy: float) -> tuple[float, float]:
     """Sequences that decode at once, and seconds of an iteration with its share of prompts: the fixed point of both.
     Where there is none the batch grows until it is far over every limit."""
     batch, step = 0.0, 0.0

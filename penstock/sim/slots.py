@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.core.wire.engine import Role
 from penstock.sim import instance as engine
-from penstock.sim.scenario import Group, Scaling
+from penstock.sim.scenario import InstanceGroup, Scaling
 
 
 class Sample(NamedTuple):
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 @dataclass(slots=True)
-class Place:
+class InstanceSlot:
     """Where an instance lives, one life after the other.
 
     Attributes:
@@ -47,9 +47,9 @@ class Place:
     """
 
     name: str
-    group: Group
+    group: InstanceGroup
     number: int
-    instance: engine.Instance | None = None
+    instance: engine.SimInstance | None = None
     lives: int = 0
     lifetimes: list[tuple[float, float | None]] = field(default_factory=list)
     past: Use = field(default_factory=Use)
@@ -80,23 +80,23 @@ class Place:
         return Use(self.lives, steps, busy, loaded)
 
 
-def make_places(groups: Sequence[Group], scaling: Scaling | None) -> dict[str, Place]:
+def make_slots(groups: Sequence[InstanceGroup], scaling: Scaling | None) -> dict[str, InstanceSlot]:
     """Those that serve from the start, and as many more like the first as may be started."""
-    found = [Place(name, group, number) for number, (name, group) in enumerate(_named(groups))]
+    found = [InstanceSlot(name, group, number) for number, (name, group) in enumerate(_named(groups))]
     first = groups[0]
     for extra in range(0 if scaling is None else max(0, scaling.most - len(found))):
         name = f"{first.name}-{first.count + extra}"
-        found.append(Place(name, first, len(found), serves_first=False))
+        found.append(InstanceSlot(name, first, len(found), serves_first=False))
     return {place.name: place for place in found}
 
 
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Group]]:
+def _named(groups: Sequence[InstanceGroup]) -> Iterator[tuple[str, InstanceGroup]]:
     for group in groups:
         for name in group.instances:
             yield name, group
 
 
-def sample_of(instance: engine.Instance | None) -> Sample:
+def sample_of(instance: engine.SimInstance | None) -> Sample:
     if instance is None:
         return Sample(None)
     scheduler = instance.scheduler

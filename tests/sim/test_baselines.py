@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Later, Rates, fitting
-from penstock.sched.cluster.aladdin import Aladdin
-from penstock.sched.cluster.annealing import Annealing
-from penstock.sched.cluster.scorpio import Scorpio
+from penstock.sim.baselines.aladdin import Aladdin
+from penstock.sim.baselines.annealing import Annealing
+from penstock.sim.baselines.scorpio import Scorpio
 from tests.helpers.policies import SUBJECTS, ToyMaster, clusters, demand, instance, linked, workloads
 
 every_policy = pytest.mark.parametrize("name", SUBJECTS)

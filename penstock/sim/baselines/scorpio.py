@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
-from penstock.sched.cluster.columns import Column, LineColumns, Places
+from penstock.sched.cluster.columns import Column, Places, QueueColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
@@ -69,14 +69,14 @@ class Scorpio:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
-        self._columns = LineColumns(
+        self._columns = QueueColumns(
             lambda d: d.deadline, lambda d: d.prompt_tokens, lambda d: d.max_tokens, lambda d: d.tpot
         )
         self._free_at = Column(lambda load: load.free_at)
         self._spare = Column(lambda load: load.token_budget - load.pending_tokens)
         self._has_peers = Column(lambda load: bool(load.peers), bool)
         self._by_name, self._places = Places(), dict[str, int]()
-        self._own = LineColumns(self._own_place)
+        self._own = QueueColumns(self._own_place)
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         candidates = self._foresight.candidates(view)
@@ -111,7 +111,7 @@ class Scorpio:
             self._assigned = {key: name for key, name in self._assigned.items() if key in waiting}
         places = self._by_name.of(view.instances)
         if places is not self._places:
-            self._places, self._own = places, LineColumns(self._own_place)
+            self._places, self._own = places, QueueColumns(self._own_place)
         own = self._own.of(view.queue)[0]
         for place in np.flatnonzero(own < 0).tolist():
             demand = view.queue[place]

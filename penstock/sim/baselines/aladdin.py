@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random
-from penstock.sched.cluster.columns import Column, LineColumns
+from penstock.sched.cluster.columns import Column, QueueColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, fullness, has_room, room
 from penstock.sched.cluster.stages import Candidates, read_and_home
 from penstock.sched.cluster.turns import Turns, fill_gap
@@ -60,7 +60,7 @@ class Aladdin:
         self._foresight = Foresight()
         self._prompts = Prompts()
         self._turns = Turns()
-        self._columns = LineColumns(
+        self._columns = QueueColumns(
             lambda d: d.deadline, lambda d: d.prompt_tokens, lambda d: d.tokens, lambda d: d.tpot
         )
         self._emptiness = Column(lambda load: -fullness(load))

@@ -1,0 +1,38 @@
+"""Policies that others are compared with, for the simulator only: a deployment cannot name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.sched.cluster import Colocated, Immediate
+from penstock.sched.cluster.colocation import Colocation
+from penstock.sched.cluster.least_loaded import LeastLoaded
+from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
+from penstock.service.bundles import BUNDLES, Bundle, Circumstances, dispatched, scaled
+from penstock.service.master import Policies
+from penstock.sim.baselines.aladdin import Aladdin
+from penstock.sim.baselines.annealing import Annealing
+from penstock.sim.baselines.colocation import OnlineFirst, Separate
+from penstock.sim.baselines.scorpio import Scorpio
+from penstock.sim.baselines.threshold_scaling import ThresholdScaling
+
+
+def _colocated(share: Callable[[], Colocation]) -> Bundle:
+    """Least-loaded, and something that shares the instances between online and offline work."""
+
+    def make(at: Circumstances) -> Policies:
+        return Policies(dispatch=Colocated(Immediate(LeastLoaded()), share()), priorities=at.mapping())
+
+    return Bundle(make=make)
+
+
+BASELINES = {
+    "threshold_scaling": scaled(BUNDLES["least_loaded"], ThresholdScaling),
+    "separate": _colocated(Separate),
+    "online_first": _colocated(OnlineFirst),
+    "rtp_llm_score": dispatched(make_rtp_llm_score),
+    "scorpio": dispatched(Scorpio),
+    "aladdin": dispatched(Aladdin),
+    "annealing": dispatched(Annealing),
+}
+POLICIES = BUNDLES | BASELINES  # all that a scenario may name
