@@ -16,6 +16,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdown, StepReport
+from penstock.engine.load import stats
 from penstock.engine.modelled import ModelledOptions, build_modelled
 from penstock.engine.modelled_tier import ModelledSlots
 from penstock.engine.server import EngineServer
@@ -108,7 +109,11 @@ def test_what_was_evicted_is_loaded_and_the_text_is_the_same(built):
     assert built.engine.scheduler.counters.prefix_loads > 8 * BLOCK_TOKENS
     built.engine.settle()
     built.engine.move()
-    assert built.engine.scheduler.offload.loaded_blocks == built.engine.scheduler.counters.prefix_loads // BLOCK_TOKENS
+    loads = built.engine.scheduler.counters.prefix_loads // BLOCK_TOKENS
+    assert built.engine.scheduler.offload.loaded_blocks == loads
+    said = stats(built.engine)
+    assert (said.stored_bytes, said.loaded_bytes) == (2 * 14 * BLOCK, loads * BLOCK)
+    assert loads < 2 * 14
 
 
 def test_many_talks_that_do_not_fit(built):

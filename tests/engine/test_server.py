@@ -1,6 +1,7 @@
 """The wire's engine end, over real sockets, with a model that counts."""
 
 import contextlib
+import os
 import threading
 import time
 
@@ -346,4 +347,46 @@ def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
         server._on_clock(clock.now())
         assert master.until(lambda e: isinstance(e, Snapshot)).sequence == 1
         assert server._patience(stalled=False) == pytest.approx(REPORT_INTERVAL - SNAPSHOT)
+    master.socket.close()
+
+
+class NoWay:
+    """A carrier on which nothing comes, and nothing leaves."""
+
+    shares = True
+
+    def __init__(self):
+        self.ends = os.pipe()
+
+    def fileno(self):
+        return self.ends[0]
+
+    def receive(self):
+        return []
+
+    def send(self, peer, message):
+        pass
+
+    def close(self):
+        for end in self.ends:
+            os.close(end)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
+    address, clock, lease = f"ipc://{tmp_path}/engine", ManualClock(), 1.6
+    limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
+    engine = Engine(Scheduler(limits, BlockPool(range(8))), CountingRunner(), clock)
+    master = Frontend(address, "m")
+    with contextlib.closing(NoWay()) as carrier, contextlib.closing(EngineServer(address, clock)) as server:
+        master.say(Shutdown())
+        server.run(engine, READY, transport=carrier, lease=lease)
+        clock.advance(SNAPSHOT)
+        server._on_clock(clock.now())
+        if busy:
+            request = make_request("r", [1])
+            engine.scheduler.add(request, migrates=True)
+            server._handoffs.begin(request, 0, "f", Peer("other", 1, ""))
+            engine.scheduler.cancel("r")
+        assert server._patience(stalled=False) == pytest.approx((lease / 20 if busy else REPORT_INTERVAL) - SNAPSHOT)
     master.socket.close()

@@ -154,3 +154,15 @@ def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
         assert (choose(model, Batch([beams], CPU)) == "partial") == (mode != "eager")
     for mode in ("auto", "full"):
         assert all(map(torch.equal, found[mode], found["eager"]))
+
+
+@torch.inference_mode()
+def test_weights_that_moved_are_chained_anew(tmp_path):
+    pytest.importorskip("transformers")
+    model = load_model(write_checkpoint(tmp_path, "qwen3"), CPU)
+    before = run(model, "full", "block", consecutive=True)
+    model.double().float()
+    assert model._graph is None, "it has the addresses of weights that are gone"
+    for mode in ("full", "eager"):
+        for a, b in zip(run(model, mode, "block", consecutive=True), before, strict=True):
+            assert torch.equal(a, b)

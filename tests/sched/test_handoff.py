@@ -15,6 +15,7 @@ from penstock.core.wire.handoff import (
     Commit,
     Committed,
     Lease,
+    Missing,
     PeerMessage,
     Push,
     Rejected,
@@ -81,9 +82,11 @@ class Network:
             self.queue.append((due, receiver.name, Arrival(sender, message, copy)))
 
     def deliver(self, receiver):
-        due = [q for q in self.queue if q[0] <= self.now and q[1] == receiver]
-        self.queue = [q for q in self.queue if q not in due]
-        return sorted(due, key=lambda q: q[0])
+        due, later = [], []
+        for entry in self.queue:
+            (due if entry[0] <= self.now and entry[1] == receiver else later).append(entry)
+        self.queue = later
+        return sorted(due, key=lambda entry: entry[0])
 
 
 class Node:
@@ -313,6 +316,19 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
+    world = World(0, Faults(), shared=shared, budget=8, requests=0)
+    world.requests["long"] = make_request("long", list(range(500)), max_tokens=4)
+    world.texts["long"] = []
+    assert 500 / 8 * TICK > 3 * LEASE
+    world.run()
+    world.check_end()
+    assert world.ended == {"long": "full"}
+    assert world.nodes["prefiller"].handoffs.counts()["handoffs_abandoned"] == 0
+    assert world.nodes["decoder"].joins == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
@@ -350,6 +366,25 @@ def test_a_full_decoder_leaves_requests_where_they_are(shared, ahead):
     world.check_end()
     assert set(world.ended.values()) == {"full"}
     assert world.nodes["prefiller"].handoffs.counts()["handoffs_abandoned"] > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("faults", [{}, {"drop": 0.1, "duplicate": 0.3}], ids=["corrupt", "and more"])
+def test_blocks_that_never_arrive_whole_are_sent_less_and_less_often(faults, ahead):
+    world = World(1, Faults(corrupt=1.0, **faults), shared=False, ahead=ahead)
+    sent, send = [], world.network.send
+
+    def counted(sender, receiver, message, payload):
+        sent.append(message)
+        send(sender, receiver, message, payload)
+
+    world.network.send = counted
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"error"}
+    blocks = sum(-(-len(r.prompt) // BLOCK_TOKENS) for r in world.requests.values())
+    assert sum(isinstance(m, Push) for m in sent) <= 6 * blocks
+    assert len(sent) <= 75 * len(world.requests)
 
 
 def test_lost_answers_are_asked_for_again():
@@ -513,6 +548,23 @@ def test_a_request_that_begins_here_anew_is_not_taken_over_too():
     node.handoffs.on(0.0, Arrival(source, Commit(lease, 1, [5], 0, 0.0, 0.0), None))
     assert [type(m) for m in sent] == [Release, Release]
     node.check()
+
+
+def test_a_block_of_other_tokens_has_not_arrived():
+    world = World(0, Faults(), shared=False, requests=0)
+    node, source, lease = world.nodes["decoder"], Peer("prefiller", 1, ""), Lease("r", 0)
+    sent = []
+    node.send = lambda peer, message: sent.append(message)
+    prompt = list(range(100))
+    reserve = Reserve(lease, make_request("r", prompt, max_tokens=4), "frontend")
+    node.handoffs.on(0.0, Arrival(source, reserve, None))
+    payload = prompt[:BLOCK_TOKENS]
+    push = Push(lease, 0, b"another key", 7, 0, zlib.crc32(repr(payload).encode()))
+    node.handoffs.on(0.0, Arrival(source, push, payload))
+    commit = Commit(lease, 2, [5], 0, 0.0, 0.0)
+    for _ in range(2):
+        node.handoffs.on(0.0, Arrival(source, commit, None))
+    assert sent[1:] == [Missing(lease, [0, 1])]
 
 
 def test_those_who_wait_here_come_before_those_who_come_from_elsewhere():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Later, Rates
-from penstock.sched.cluster.foresight import most_tokens
+from penstock.sched.cluster.foresight import has_room, most_tokens
 from penstock.sched.cluster.headroom import Headrooms, headroom
 from penstock.sched.cluster.unified import COMPARED, Unified
 from tests.helpers.policies import demand, instance
@@ -43,6 +43,15 @@ def test_nothing_and_too_much():
     assert headroom(instance("i"), 100.0) == inf
     assert headroom(instance("i", requests=2, offline_requests=2), 100.0) == inf
     assert headroom(instance("i", requests=2, max_sequences=2), 100.0) == -inf
+
+
+def test_offline_work_makes_way_for_online():
+    full = instance(
+        "i", num_blocks=BLOCKS, requests=3, offline_requests=2, held_tokens=TOKENS, offline_tokens=TOKENS - 640
+    )
+    assert most_tokens(full, 100.0) == TOKENS - 640 - 50
+    assert has_room(full, demand("r", 3000), 100.0)
+    assert not has_room(full, demand("r", TOKENS - 640), 100.0)
 
 
 def decide(policy, now, *queue, **shared):

@@ -281,6 +281,8 @@ def test_sizes_are_what_was_asked_or_what_fits():
     assert sized(DEVICE, SHAPE, **asked | {"max_num_seqs": 1000}, **free).num_blocks == fitting_blocks(DEVICE, SHAPE)
     given = sized(DEVICE, SHAPE, **asked, kv_blocks=100, max_num_batched_tokens=77)
     assert (given.num_blocks, given.token_budget) == (100, 77)
+    least = sized(DEVICE, SHAPE, **asked, kv_blocks=64, max_num_batched_tokens=32)
+    assert (least.num_blocks, least.token_budget) == (64, 32), "one request of the model's length, a token for each"
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,23 @@ def test_a_failed_runner_leaves_a_scheduler_that_goes_on():
     drive(engine)
     assert engine.out["decodes"] == expected([1] * 20, 20)
     assert engine.out["reads"] == expected([2] * 150, 5)
+
+
+def test_at_the_end_of_a_block_the_next_one_is_set_aside_beforehand():
+    engine = make()
+    engine.scheduler.add(request("a", [1] * (BLOCK_TOKENS - 1), max_tokens=9))
+    engine.step()
+    engine.begin()
+    (last,) = engine.flying[-1].sequences
+    assert (last.start, len(last.blocks), len(last.ahead)) == (BLOCK_TOKENS - 1, 1, 1)
+    engine.end()
+    engine.begin()
+    (first,) = engine.flying[-1].sequences
+    assert list(first.blocks) == [*last.blocks, *last.ahead]
+
+
+def test_no_block_is_set_aside_for_a_token_that_will_not_be_read():
+    engine = make()
+    engine.scheduler.add(request("a", [1] * BLOCK_TOKENS, max_tokens=1))
+    engine.begin()
+    assert not engine.flying[-1].sequences[0].ahead

@@ -82,6 +82,13 @@ def test_hfx_is_silent_on_too_few_events_and_out_on_more_arrivals_than_completio
     assert change == Start(name="x0", role="any", reason="rho 3.00, w 0.00, least u 0.92")
 
 
+def test_hfx_shrinks_where_nothing_comes_however_few_end():
+    for ended in (0, 3):
+        quiet = view(*any_(2), rates=Rates(arrivals=0, completions=ended))
+        (change,) = after(HFXScaling(), quiet, seconds=30)
+        assert (type(change), change.reason) == (Stop, "rho 0.00, w 0.00, least u 0.00")
+
+
 def test_hfx_does_not_shrink_when_the_work_fits_nowhere_else():
     leaving = Rates(arrivals=10, completions=60)
     full = instance("a0", requests=9, held_tokens=65_000)

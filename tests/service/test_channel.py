@@ -143,3 +143,19 @@ def test_what_arrives_while_something_is_sent_is_not_overlooked():
         engine.die()
 
     run(scenario)
+
+
+def test_a_closed_channel_is_not_read_any_longer():
+    """Its descriptors' numbers are the next socket's."""
+
+    async def scenario(context):
+        loop = asyncio.get_running_loop()
+        before = set(loop._selector.get_map())
+        channel = engine_channel(context, f"ipc:///tmp/penstock-{time.time_ns()}", "me", "frontend", SystemClock())
+        Received(channel)
+        assert len(set(loop._selector.get_map()) - before) == 2, "messages, and what becomes of the connection"
+        channel.close()
+        assert set(loop._selector.get_map()) == before
+
+    with zmq.Context() as context:
+        asyncio.run(scenario(context))

@@ -4,6 +4,7 @@ import asyncio
 import random
 import tempfile
 import time
+from types import SimpleNamespace
 
 import zmq
 
@@ -16,7 +17,7 @@ from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master, Policies
-from penstock.service.master_pump import MasterPump, serve_frontends
+from penstock.service.master_pump import TICK, MasterPump, serve_frontends
 from penstock.service.placement import PATIENCE, LocalPlacement, RemotePlacement
 from tests.helpers.scripted import ScriptedChannel, ready
 
@@ -73,6 +74,22 @@ def test_a_master_in_the_same_process():
         assert not pump.master._in_flight
         await placement.close()
         assert all(channel.closed for channel in channels.values())
+
+    run(scenario)
+
+
+def test_only_one_timer_waits_for_the_master():
+    async def scenario():
+        timers, loop = [], asyncio.get_running_loop()
+        call_later = loop.call_later
+        loop.call_later = lambda *args: timers.append(call_later(*args)) or timers[-1]
+        pump, _ = make_pump("any")
+        pump.master = SimpleNamespace(tick=lambda now, happening: [], wake=TICK / 2)
+        for _ in range(50):
+            pump.handle(None)
+        assert [timer.cancelled() for timer in timers] == [True] * 49 + [False]
+        await pump.close()
+        assert all(timer.cancelled() for timer in timers)
 
     run(scenario)
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from penstock.service.rates import WINDOW, RateMeter
+from penstock.core.wire.master import Outcome
+from penstock.service.rates import WINDOW, RateMeter, RateWindow
+from tests.helpers.policies import demand
 
 
 def test_a_pace_is_measured_while_there_is_something_to_do():
@@ -22,3 +24,17 @@ def test_a_pace_is_measured_while_there_is_something_to_do():
         pace.count(5000 + tenth / 10, 1)
     assert pace.rate(5030) == pytest.approx(10, rel=0.02)
     assert len(pace._done) <= 10 * WINDOW + 1
+
+
+def test_what_came_and_ended_before_the_window_counts_no_longer():
+    window = RateWindow()
+    for now, tokens, tpot_ms in ((0.0, 1000, 50.0), (5.0, 200, 150.0)):
+        asked = demand(f"r{now}", tokens, ttft=1.0, tpot=0.1)
+        window.arrive(now, asked)
+        window.end(now, asked, Outcome(f"r{now}", 500.0, tpot_ms, 0.0, tokens // 10))
+    both, late, none = (window.rates(now) for now in (6.0, 6.0 + WINDOW - 3.0, 6.0 + WINDOW))
+    assert (both.arrivals, both.completions, both.attained) == (2, 2, 1)
+    assert (both.prompt_tokens, both.output_tokens) == (600, 60)
+    assert (late.arrivals, late.completions, late.attained) == (1, 1, 0)
+    assert (late.prompt_tokens, late.output_tokens) == (200, 20)
+    assert (none.arrivals, none.completions, none.prompt_tokens, none.output_tokens) == (0, 0, 0, 0)

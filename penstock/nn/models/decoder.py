@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._graph = self._bounded_logits = None  # weights move
+        self._graph = self._bounded_logits = self._rotation = None  # weights move, or change their type
         return super()._apply(*args, **kwargs)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:

@@ -31,8 +31,10 @@ class _Outgoing:
     """
     Attributes:
         retry_at: when to ask again; `pause`: how long to wait after that.
+        push_again_at: when blocks may be sent once more, however often the decoder asks.
         heard: when the decoder last said something of it; when it was asked, before that.
         pushed: blocks that the decoder has or was sent.
+        lacking: blocks that the decoder asked for last, after the commit.
         deadline: by which an answer must have come, once the prompt is read.
     """
 
@@ -43,8 +45,10 @@ class _Outgoing:
     state: _State = _State.QUEUED
     retry_at: float = 0.0
     pause: float = 0.0
+    push_again_at: float = 0.0
     heard: float = 0.0
     pushed: int = 0
+    lacking: int = 0
     deadline: float | None = None
 
 
@@ -125,7 +129,7 @@ class PrefillSide:
                     if sequence is not None:
                         self._advance(now, out, sequence)
             case Missing(indices=indices):
-                if out.state is _State.COMMITTING:
+                if out.state is _State.COMMITTING and now >= out.push_again_at:
                     self._push_again(now, out, indices)
             case Committed(lease=lease):
                 if out.state is _State.COMMITTING:
@@ -205,6 +209,10 @@ class PrefillSide:
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         sequence = self._scheduler.sequence(out.lease.request_id)
         assert sequence is not None
+        # an answer may come at once and several times: less and less often while nothing that is sent arrives
+        arrives = out.lacking > len(indices)
+        out.pause = self._lease / RETRIES if arrives or not out.pause else 2 * out.pause
+        out.push_again_at, out.lacking = now + out.pause, len(indices)
         for index in indices:
             if 0 <= index < blocks_for(sequence.computed):
                 self._push(out, sequence, index)
