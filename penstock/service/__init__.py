@@ -1,1 +1,1 @@
-"""Many instances behind one endpoint. Decides and carries; never touches a tensor."""
+"""Many instances behind one endpoint: placement, and the clients' streams. No tensors."""

@@ -19,7 +19,7 @@ from penstock.service.instances import ChannelLost
 
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
 RECONNECT_INTERVAL = 50  # ms
-LINGER = 200  # ms in which what was sent before `close` still leaves
+LINGER = 200  # ms for sending the remaining messages after `close`
 
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 Received = TypeVar("Received")
@@ -32,7 +32,7 @@ class Inbox:
     signal. So everything is read each time, and `look` is to be called after a send.
 
     Args:
-        socket: nobody else reads it.
+        socket: read by this inbox only.
         read: gets the frames of every message, in order.
     """
 
@@ -54,12 +54,12 @@ class Inbox:
             self._loop = None
 
     def look(self) -> None:
-        """After a send: see to it that what has arrived meanwhile is read."""
+        """Call after a send: schedules reading of messages that arrived meanwhile."""
         if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Read everything that is there. What arrives meanwhile waits for the next turn of the event loop."""
+        """Read all available messages. Those that arrive meanwhile wait for the next turn of the event loop."""
         arrived: list[list[bytes]] = []
         try:
             while self._loop is not None:
@@ -80,8 +80,8 @@ class Channel(Generic[Sent, Received]):
     Args:
         address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost.
         sender: name of this side; the other side's answers find it by that.
-        greet: incarnation of this side -> the message that says who is there and that it still lives. A connection is
-            an incarnation: what the other side still had from the last one is void.
+        greet: incarnation of this side -> the message that registers it and shows that it is alive. A connection is an
+            incarnation: the other side discards what it had from the last one.
         decode: of what comes; raises `msgspec.DecodeError`.
     """
 
@@ -126,7 +126,7 @@ class Channel(Generic[Sent, Received]):
         self._greet_again()
 
     def send(self, message: Sent) -> None:
-        """Delivered in order, unless the connection is lost, which is told. Dropped where there is none."""
+        """Send in order; a lost connection is reported to the handler. Dropped without a connection."""
         if self.connected:
             self._socket.send(codec.encode(message))
             self._data.look()

@@ -1,5 +1,4 @@
-"""Where a checkpoint is, and what of it is read besides weights and tokenizer: when an output ends, and how its
-authors would sample."""
+"""Finds a checkpoint, and reads its generation defaults: end-of-sequence tokens and sampling parameters."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> Generati
     """From generation_config.json, and the end-of-sequence ids also from config.json. Raises ConfigError.
 
     Args:
-        tokenizer_eos: the tokenizer's own end-of-sequence token, which always counts: many chat models name theirs
-            nowhere else.
+        tokenizer_eos: the tokenizer's own end-of-sequence token, which always counts: many chat models name it only
+            there.
     """
     generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
     eos = generation.get("eos_token_id")

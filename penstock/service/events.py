@@ -1,4 +1,4 @@
-"""What happens to a master, and what it wants to be done."""
+"""Events and actions of the master."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ToFrontend(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StartInstance:
-    """An incarnation of it is to be started."""
+    """Start an incarnation of the instance."""
 
     name: str
     role: Role
@@ -41,7 +41,7 @@ class StartInstance:
 
 @dataclass(frozen=True, slots=True)
 class StopInstance:
-    """It has nothing left, and is to end."""
+    """Stop the instance, which has no requests left."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""One sequence while engines run it: where, what came of it in order, and from where it has to go on elsewhere."""
+"""One sequence while engines run it: its placement, its outputs in order, and its recovery after a loss."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from penstock.core.wire.engine import LEASE, Peer
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.kv.keys import extend_keys, salted
 
-AGAIN = "the request can be sent again"  # clients are told, for nothing of it was wrong
-ATTEMPTS = 4  # places that a sequence is sent to: one that ends every engine it meets does not meet them all
-PATIENCE = 5.0  # seconds that one which was interrupted waits for a place; an engine that died may be back by then
-SIGN_OF_LIFE = 1.0  # seconds that one who may have a sequence has time to say so, when the other one is gone
+AGAIN = "the request can be sent again"  # appended to errors of requests that were valid
+ATTEMPTS = 4  # placements of a sequence, so that one that crashes engines does not crash all of them
+PATIENCE = 5.0  # seconds that an interrupted sequence waits for a placement; a failed engine may be back by then
+SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other side of a hand-off is lost
 
 
 Owner = TypeVar("Owner")
 
 
 class Flight(Generic[Owner]):
-    """Tokens come from the instance that reads the prompt, and after a hand-off from the one that decodes; both may
-    speak at once, and the second may be heard before the first. What leaves here is in order and nothing is twice.
+    """Tokens come from the prefill instance, and after a hand-off from the decode instance; both may send at once, and
+    in either order. They are passed on in order and without duplicates.
 
-    When nobody has the sequence any longer, or nobody knows who, it is `stranded`: it is to be sent elsewhere, where it
-    goes on after the tokens that have left here. Noise is a function of seed and position, so those that come are those
-    that would have come.
+    When no instance has the sequence, or its owner is unknown, it is `stranded`: it is sent elsewhere and continues
+    after the tokens passed on so far. Noise is a function of seed and position, so the same tokens follow.
 
     Args:
-        owner: who gets what comes of it.
+        owner: receives its outputs.
         arrival: when its client sent it. Times are seconds of one clock.
         chat: the conversation that it belongs to; "" when that is not known.
         index: which of the owner's outputs it is.
@@ -45,15 +44,15 @@ class Flight(Generic[Owner]):
         launched, first: when it was sent to an engine, and when its first token left here.
         heard: outputs of this attempt that were believed.
         handed_over: the decoding instance owns it, for tokens came from there.
-        interrupted: what ended an attempt although something might have come of it; "" as long as nothing has.
+        interrupted: why an attempt was lost; "" if none was.
         stranded: that is so of this attempt.
-        suspect: name of an instance that had better not get it again at once; "" for none.
-        asked_first: when a place was first asked for, since it has none.
-        failed_at: instances that did not take it.
-        avoid: instances that it should not be given just now: they are gone, of which the master may not know yet.
+        suspect: name of an instance to avoid in the next placement; "" for none.
+        asked_first: when a placement was first asked for, while it has none.
+        failed_at: instances that refused it.
+        avoid: instances to avoid: they were lost, which the master may not know yet.
         queued: tokens of its prompt, until its first token comes.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
-        deadline: until when something is waited for; then `tick` has to look. None when nothing is.
+        deadline: when `tick` gives up waiting; None when nothing is awaited.
     """
 
     def __init__(self, owner: Owner, request: Request, arrival: float = 0.0, chat: str = "", index: int = 0) -> None:
@@ -93,7 +92,7 @@ class Flight(Generic[Owner]):
 
     @property
     def peers(self) -> list[Peer]:
-        """The instances that may still hold something of it."""
+        """The instances that may still have it."""
         return [p for p in (self.prefill, self.decode) if p is not None and p not in self._lost]
 
     @property
@@ -122,8 +121,8 @@ class Flight(Generic[Owner]):
         )
 
     def waited(self, now: float) -> float:
-        """Seconds; with its TTFT target they make the deadline of its next token: of one that has tokens, when that is
-        due by its pace, but no later than for one that comes when this was interrupted."""
+        """Seconds that, with its TTFT target, give the deadline of its next token: when the token is due by the TPOT
+        target, but no later than the deadline of a request that arrives at the interruption."""
         ttft, tpot = self.request.ttft_ms, self.request.tpot_ms
         if self.first is None or ttft is None:
             return now - self.arrival
@@ -132,7 +131,7 @@ class Flight(Generic[Owner]):
 
     @property
     def urgency(self) -> tuple[bool, float, int]:
-        """Of those that are stranded at once, the least goes first: offline ones last, then by when a token is due."""
+        """Sort key of stranded sequences: online ones first, then by the deadline of the next token."""
         request = self.request
         due = inf if request.ttft_ms is None else request.ttft_ms / 1e3 - self.waited(0.0)
         return request.offline, due, request.priority
@@ -140,11 +139,11 @@ class Flight(Generic[Owner]):
     def add_keys(self, root: bytes) -> None:
         """Also those of what was generated."""
         context = [*self.request.prompt, *self.tokens]
-        self.keys = self.keys.copy()  # those who were asked before keep theirs
+        self.keys = self.keys.copy()  # earlier questions keep their list
         extend_keys(self.keys, salted(root, self.request.cache_salt), context, len(context) // BLOCK_TOKENS)
 
     def launch(self, placed: Placed, now: float) -> Request:
-        """It is sent there: what is sent."""
+        """Start an attempt at this placement; returns the command."""
         # a beam search stays where its prompt is read
         self.prefill, self.decode = placed.prefill, None if self.request.params.use_beam_search else placed.decode
         self.launches += 1
@@ -155,7 +154,7 @@ class Flight(Generic[Owner]):
         return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens))
 
     def again(self) -> None:
-        """It needs another place. Nothing more is believed from where it was."""
+        """It needs another placement. Messages of the earlier attempt are ignored from now on."""
         self.attempt += 1
         self.heard, self.handed_over, self.stranded = 0, False, False
         self.prefill = self.decode = None
@@ -188,7 +187,7 @@ class Flight(Generic[Owner]):
         decoded = source is self.decode
         if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
             if self.handed_over and not decoded:
-                return []  # it lost sight of what it gave away
+                return []  # its hand-off was lost
             if output.finish is FinishReason.ERROR:
                 raise EngineFailure(f"{name} gave this request up: the model computed something that is no number")
             self._strand(f"{name} dropped this request", now)
@@ -203,7 +202,7 @@ class Flight(Generic[Owner]):
         return ready
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
-        """A life of an instance is over."""
+        """An incarnation of an instance has ended."""
         if peer not in self.peers or self.stranded:
             return
         self._lost.append(peer)
@@ -213,7 +212,7 @@ class Flight(Generic[Owner]):
             self._look(now)
 
     def tick(self, now: float) -> None:
-        """Time goes on: what has been waited for in vain is not waited for any longer."""
+        """Give up waiting at the deadline."""
         if self.deadline is None or now <= self.deadline or self.stranded:
             return
         if self._lost:
@@ -227,13 +226,13 @@ class Flight(Generic[Owner]):
         self.suspect = ""
 
     def _look(self, now: float) -> None:
-        """Who may have it, by all that is known, and until when they are given time to show it."""
+        """Determine the possible owners, and the deadline for them to report."""
         first = self.prefill
         assert first is not None
         if self._early:
             if first in self._lost:
                 self._strand(f"{first.name} failed during this request, its first tokens are lost", now)
-            elif self.deadline is None:  # a gap is not made longer by what comes after it
+            elif self.deadline is None:  # later outputs do not extend the wait for a missing one
                 self.deadline = now + LEASE
         elif self.handed_over or not self._lost:
             self.deadline = None

@@ -1,4 +1,4 @@
-"""The instances that a frontend or a master speaks with."""
+"""Instances as a frontend or a master knows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.core.heartbeat import step_limit
 from penstock.core.wire.engine import Ready, Role
 
-SILENT_AFTER = 2.0  # seconds without a word after which an instance is said to be silent
+SILENT_AFTER = 2.0  # seconds without a message after which an instance counts as silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class ChannelLost:
-    """A connection has ended. Whatever was under way on it may be lost; everything that came was received before."""
+    """A connection has ended. Messages in flight may be lost; all that arrived were handled before."""
 
     message: str
 
@@ -36,10 +36,10 @@ class Instance:
     """An instance as a frontend knows it.
 
     Attributes:
-        ready: what its engine said of itself; None while nobody serves there.
-        said: the same, of the life before when nobody serves there now.
-        heard: when its newest word came, in the clock's seconds.
-        lost: why its last life is over; "" before the first has begun, and while one lasts.
+        ready: what its engine reported; None while none serves.
+        said: the same, or of the previous incarnation while none serves.
+        heard: when its newest message came, in the clock's seconds.
+        lost: why its last incarnation ended; "" before the first, and while one runs.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Instance:
         return self.ready is not None and not self.stuck(now)
 
     def stuck(self, now: float) -> bool:
-        """Whether it has been silent for longer than its longest step can take. Whoever started it knows earlier, and
-        ends it; then it is lost."""
+        """Whether it has been silent for longer than its longest step can take. Usually the launcher notices earlier
+        and kills it."""
         ready = self.ready
         if ready is None or now - self.heard <= SILENT_AFTER:
             return False
         return now - self.heard > step_limit(ready.token_budget + ready.max_sequences, ready.device)
 
     def trouble(self, now: float) -> str:
-        """Why it does not serve although it did, or should; "" otherwise."""
+        """Why it does not serve although it should; "" otherwise."""
         return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
 
     def is_current(self, incarnation: int) -> bool:
-        """Whether that life is the present one."""
+        """Whether this incarnation is the current one."""
         return self.ready is not None and self.ready.peer.incarnation == incarnation

@@ -1,4 +1,4 @@
-"""Which instance can hand over to which: links are there before they are needed, and tried again when they fail."""
+"""Which instance can hand over to which: peer links are made in advance, and retried when they fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.service.events import Action, Notice, ToEngine
 from penstock.service.session import InstanceSession
 
 RELINK_AFTER = 5.0  # seconds until a failed link is tried again
-PROBATION = 1.0  # seconds without a complaint until it is trusted again
+PROBATION = 1.0  # seconds without a failure until it is used again
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ _Pair = tuple[str, str]  # instances: from, to
 class Mesh:
     """
     Args:
-        sessions: that serve now, by name; kept by whoever owns this.
-        everybody: whether all may have to hand over to all, since roles change.
+        sessions: that serve now, by name; kept by the owner.
+        everybody: whether every instance may hand over to every other, as roles change.
     """
 
     def __init__(self, sessions: Mapping[str, InstanceSession], *, everybody: bool) -> None:
@@ -44,9 +44,9 @@ class Mesh:
         self._failed: dict[_Pair, _Failure] = {}
 
     def connect(self, session: InstanceSession) -> list[Action]:
-        """Whatever links it should have now, in both directions."""
+        """Make the links that an instance should have, in both directions."""
         others: Iterable[InstanceSession] = self._sessions.values()
-        if not self._everybody:  # of a thousand alike nobody may have one: then a look at each is too much
+        if not self._everybody:  # without roles no instance may need a link: skip the scan
             mine = session.role
             linked = {role for role in get_args(Role) if hands_over(mine, role) or hands_over(role, mine)}
             others = [other for other in others if other.role in linked]
@@ -74,7 +74,7 @@ class Mesh:
         return linkable and (self._everybody or hands_over(source.role, target.role))
 
     def leave(self, name: str) -> list[Action]:
-        """An instance has gone."""
+        """An instance was lost."""
         actions: list[Action] = []
         for other, session in self._sessions.items():
             if name in session.links:
@@ -85,7 +85,7 @@ class Mesh:
         return actions
 
     def fail(self, now: float, session: InstanceSession, peer: Peer, message: str) -> list[Action]:
-        """It says that its link to a peer has failed."""
+        """An instance reports that its link to a peer has failed."""
         if session.links.get(peer.name) != peer:
             return []
         self._failed[session.name, peer.name] = _Failure(now)
@@ -94,7 +94,7 @@ class Mesh:
         return [Notice(f"{session.name} cannot hand over to {peer.name}: {message}")]
 
     def retry(self, now: float) -> list[Action]:
-        """Time goes on: connect again, and trust what has held."""
+        """Retry failed links, and use again those that have held."""
         actions: list[Action] = []
         for (name, other), failure in list(self._failed.items()):
             source = self._sessions[name]
@@ -117,7 +117,7 @@ class Mesh:
 
 
 def _mismatch(source: InstanceSession, target: InstanceSession) -> str:
-    """Why blocks of one mean nothing to the other; "" when they do."""
+    """How the KV layouts of two instances differ; "" when they do not."""
     mine, theirs = source.ready.layout, target.ready.layout
     if mine is None or theirs is None:
         return "it has no KV layout"

@@ -1,9 +1,9 @@
 """The flight recorder's entries as records, and back.
 
-A recording is a log: a record holds what is new since those before it. Loads, demands and the like are written when
-they differ from what was written last, and decisions name them by number. So what is written follows what changes and
-not the size of the cluster, and every decision can be seen with all of its inputs. `BeganRecord` starts anew: no record
-after it refers to one before it. Prompts are in none of them.
+A recording is a log: a record holds what has changed since those before it. Loads, demands and the like are written
+when they differ from what was written last, and decisions name them by number. So its size depends on changes, not on
+the size of the cluster, and every decision has all of its inputs. `BeganRecord` resets the state: no record after it
+refers to one before it. Prompts are in none of them.
 
 A view is written whole up to `WHOLE` instances. Of a larger one, the candidates with the least costs are, with the
 chosen ones, in the view's order.

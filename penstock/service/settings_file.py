@@ -1,4 +1,4 @@
-"""A YAML file of settings: what stands on which line, and all that is wrong with it, not only the first thing."""
+"""A YAML file of settings with line numbers; collects all its mistakes, not only the first."""
 
 from __future__ import annotations
 

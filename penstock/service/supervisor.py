@@ -1,4 +1,4 @@
-"""Who of a deployment's processes is started, stopped or killed, and when: decisions, told of exits and of time."""
+"""Decides which of a deployment's processes are started, stopped or killed, from exits and time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Literal
 
 ProcessKind = Literal["kv_pool", "engine", "master", "frontend"]
 STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "kv_pool")  # each serves those before it
-CANNOT_BE_SERVED = 2  # exit code of a process that would only fail again, unless it has been up before
-STEADY = (
-    60.0  # seconds of service after which an incarnation counts as a success, and the deaths before it are forgotten
-)
+CANNOT_BE_SERVED = 2  # exit code of a usage error: not restarted, unless it was up before
+STEADY = 60.0  # seconds of service after which the count of failures is reset
 MOST_BACKOFF = 30.0  # seconds
-STOP_GRACE = 5.0  # seconds that a process gets to leave once it was told to
+STOP_GRACE = 5.0  # seconds that a process has to end after it was told to
 DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
 
 
@@ -23,8 +21,8 @@ DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, bec
 class Restart:
     """
     Attributes:
-        backoff: seconds before a process that died is started again; doubles with every death in a row.
-        limit: deaths in a row that are made good.
+        backoff: seconds until a failed process is restarted; doubles with every failure in a row.
+        limit: failures in a row after which it is restarted.
     """
 
     backoff: float
@@ -41,7 +39,7 @@ class Program:
         address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
         socket: made by it when it can be reached. One left behind is removed before the next start.
             Without one, an incarnation of `STEADY` seconds shows that it could be.
-        heartbeat: the file by which it shows that it gets on; None where it is not watched.
+        heartbeat: its heartbeat file; None where it is not watched.
         needs: the program whose socket must be there first, and whose end ends this one too.
     """
 
@@ -70,9 +68,9 @@ class _Place:
     since: float | None = None  # start of the incarnation that runs now
     up: bool = False  # those that need it may start
     up_since: float | None = None  # of one with a socket
-    proven: bool = False  # some incarnation was up: what it is told can be served
-    fallen: bool = False  # what it needs has ended
-    stuck: str = ""  # why it is taken for dead although it runs
+    proven: bool = False  # some incarnation was up, so its configuration is valid
+    fallen: bool = False  # a program that it needs has ended
+    stuck: str = ""  # why it counts as hung
     killed: bool = False
     given_up: bool = False
     deaths: int = 0  # in a row
@@ -82,12 +80,12 @@ class _Place:
         return self.since is not None
 
     def served(self, now: float) -> float:
-        """Seconds that it could be reached in this incarnation; where that cannot be told, its age."""
+        """Seconds that this incarnation has been reachable; without a socket, its age."""
         since = self.since if self.program.socket is None else self.up_since
         return 0.0 if since is None else now - since
 
     def end(self) -> None:
-        """This incarnation is over."""
+        """This incarnation has ended."""
         self.since = self.due = self.up_since = None
         self.up = self.fallen = self.killed = False
         self.stuck = ""
@@ -100,7 +98,7 @@ class Supervisor:
         drain_timeout: seconds that running requests get to finish.
 
     Attributes:
-        over: nothing runs any more and nothing will.
+        over: no process runs, and none will be started.
         exit_code: 0 when it was told to stop; else what the deployment ended with.
         failure: why it ended by itself; "" when it did not.
     """
@@ -108,8 +106,8 @@ class Supervisor:
     def __init__(self, programs: Sequence[Program], restart: Restart, drain_timeout: float) -> None:
         self._places = {program.name: _Place(program) for program in programs}
         self._restart = restart
-        self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to end by themselves
-        self._stopping: ProcessKind | None = None  # the kind whose turn it is
+        self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to drain
+        self._stopping: ProcessKind | None = None  # the kind being stopped
         self._deadline: float | None = None  # of that kind; None before it was told
         self.over = False
         self.exit_code = 0
@@ -126,7 +124,7 @@ class Supervisor:
         place.up_since = now
 
     def is_stuck(self, name: str, why: str) -> None:
-        """It runs, and is taken for dead."""
+        """The program hangs."""
         self._places[name].stuck = why
 
     def exited(self, name: str, code: int, now: float, last_words: str = "") -> str:
@@ -134,7 +132,7 @@ class Supervisor:
 
         Args:
             code: as `subprocess` has it: -N when signal N ended it.
-            last_words: what it wrote last.
+            last_words: the last line of its standard error.
         """
         place = self._places[name]
         assert place.running, f"{name} does not run"
@@ -171,16 +169,16 @@ class Supervisor:
         return f"{how} and starts again in {delay:g} s"
 
     def stop(self, now: float) -> None:
-        """Drain and end everything. Said again: do not wait for running requests any longer."""
+        """Drain and stop everything. A second call stops without waiting for running requests."""
         if not self.stopping:
             self._stopping = STOP_ORDER[0]
             for place in self._places.values():
                 place.due = None
-        elif self._stopping == "frontend":  # one that is told twice ends its requests
+        elif self._stopping == "frontend":  # a second signal makes it end its requests
             self._patience, self._deadline = STOP_GRACE, None
 
     def actions(self, now: float) -> list[Action]:
-        """What is to be done now. Nothing is said twice."""
+        """The actions that are due; each is returned once."""
         return self._stop_next(now) if self._stopping is not None else self._start_due(now)
 
     def _start_due(self, now: float) -> list[Action]:
@@ -218,7 +216,7 @@ class Supervisor:
 
     def _end_one(self, place: _Place) -> Action:
         if place.program.kind == "engine" and place.program.socket is not None and not place.up:
-            place.killed = True  # it loads, and hears nobody
+            place.killed = True  # it is loading and does not read messages
         return Action("kill" if place.killed else "stop", place.program.name)
 
     def _fail(self, why: str, code: int, now: float) -> None:
