@@ -20,7 +20,7 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
-from penstock.service.output import OutputStream, outputs_of
+from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

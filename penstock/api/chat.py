@@ -10,16 +10,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.levels import service_level
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.outputs import Outputs
 from penstock.api.schema import ChatBody, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.service_level import ServiceLevel
+from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, truncated
-from penstock.service.output import Delta, Usage
+from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
@@ -36,8 +35,8 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
 
 async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, send: Send) -> None:
     arrival = frontend.clock.now()
-    model = served_model(frontend, body.model)
-    check_ready(frontend)
+    model = frontend.served_model(body.model)
+    frontend.check_ready()
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     prompt = await frontend.encode_chat(
         body.messages,
@@ -49,9 +48,7 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
     check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
-    shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
-    with Outputs(
-        frontend,
+    with frontend.submit(
         [prompt],
         params,
         request_id=request_id,
@@ -59,11 +56,12 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
         level=level,
         arrival=arrival,
         cache_salt=body.cache_salt or "",
-    ) as outputs:
+    ) as generation:
+        shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
         if body.stream:
-            await send_events(send, outputs, shape, request_id)
+            await send_events(send, generation, shape, request_id)
         else:
-            await send_whole(send, outputs, shape)
+            await send_whole(send, generation, shape)
 
 
 class ChatShape:
@@ -93,10 +91,12 @@ class ChatShape:
         choice = {
             "index": delta.index,
             "delta": {"content": delta.text},
-            "logprobs": chat_logprobs(self._tokenizer, delta),
+            "logprobs": self._logprobs(delta),
             "finish_reason": None,
         }
-        return self._envelope.event(choice | self._new_ids(delta))
+        if self._token_ids:
+            choice["token_ids"] = delta.tokens
+        return self._envelope.event(choice)
 
     def finish(self, delta: Delta) -> bytes:
         choice = {
@@ -113,19 +113,20 @@ class ChatShape:
             {
                 "index": output.index,
                 "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": chat_logprobs(self._tokenizer, output),
+                "logprobs": self._logprobs(output),
                 "finish_reason": output.finish_reason,
                 "stop_reason": output.stop_reason,
-                **self._new_ids(output),
+                **({"token_ids": output.tokens} if self._token_ids else {}),
             }
             for output in outputs
         ]
-        scores = prompt_logprobs(self._tokenizer, self._prompt, outputs[0].prompt_logprobs)
-        beside = self._prompt_ids() if scores is None else self._prompt_ids() | {"prompt_logprobs": scores}
+        beside: dict[str, Any] = self._prompt_ids()
+        if (found := outputs[0].prompt_logprobs) is not None:
+            beside["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._prompt, found)
         return {**self._head, "choices": choices, "usage": usage_body(usage), **beside}
 
-    def _new_ids(self, delta: Delta) -> dict[str, list[int]]:
-        return {"token_ids": delta.tokens} if self._token_ids else {}
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        return None if delta.logprobs is None else chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         return {"prompt_token_ids": self._prompt} if self._token_ids else {}

@@ -12,18 +12,17 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import UntilDisconnect, add_post, read_body
 from penstock.api.levels import service_level
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
-from penstock.api.outputs import Outputs
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
+from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, truncated
-from penstock.service.output import Delta, Usage
+from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
@@ -40,8 +39,8 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
 
 async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel, request_id: str, send: Send) -> None:
     arrival = frontend.clock.now()
-    model = served_model(frontend, body.model)
-    check_ready(frontend)
+    model = frontend.served_model(body.model)
+    frontend.check_ready()
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     given = prompts_of(body.prompt, frontend.vocab_size)
     whole = await _encoded(frontend, given, body.add_special_tokens)
@@ -52,9 +51,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     if body.echo:
         asked: Iterable[tuple[str | list[int], list[int], list[int]]] = zip(given, prompts, whole, strict=True)
         echoes = await asyncio.gather(*(_echo(frontend, text, kept, kept != all_) for text, kept, all_ in asked))
-    shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
-    with Outputs(
-        frontend,
+    with frontend.submit(
         prompts,
         params,
         request_id=request_id,
@@ -63,11 +60,12 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
         arrival=arrival,
         cache_salt=body.cache_salt or "",
         prompts_only=body.only_echoes,
-    ) as outputs:
+    ) as generation:
+        shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
         if body.stream:
-            await send_events(send, outputs, shape, request_id)
+            await send_events(send, generation, shape, request_id)
         else:
-            await send_whole(send, outputs, shape)
+            await send_whole(send, generation, shape)
 
 
 async def _encoded(frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool) -> list[list[int]]:
@@ -105,7 +103,9 @@ class CompletionShape:
         self._token_ids = bool(body.return_token_ids)
         self._prompts = [prompt for prompt in prompts for _ in range(params.n)]  # by output
         self._echoes = [echo for echo in echoes for _ in range(params.n)]
-        self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
+        self._logprobs: list[CompletionLogprobs] = []  # by output, where asked for
+        if params.logprobs is not None:
+            self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
         self._envelope = Envelope(self._head, body.include_usage)
         self.closing = self._envelope.closing
         self.shows_tokens = self._token_ids or params.logprobs is not None
@@ -143,13 +143,12 @@ class CompletionShape:
     def _choice(self, index: int, text: str, delta: Delta | None = None, *, prompt_ids: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         if delta is not None:
-            scored = self._scores_echo and delta.prompt_logprobs is not None
-            echoed = (self._prompts[index], self._echoes[index]) if scored else ()
-            choice["logprobs"] = self._logprobs[index].piece(delta, *echoed)
+            prompt, found = self._prompts[index], delta.prompt_logprobs
+            if delta.logprobs is not None:
+                echoed = (prompt, self._echoes[index]) if self._scores_echo and found is not None else ()
+                choice["logprobs"] = self._logprobs[index].piece(delta, delta.logprobs, *echoed)
             if self._scores_prompt:
-                choice["prompt_logprobs"] = prompt_logprobs(
-                    self._tokenizer, self._prompts[index], delta.prompt_logprobs
-                )
+                choice["prompt_logprobs"] = None if found is None else prompt_logprobs(self._tokenizer, prompt, found)
             if self._token_ids:
                 choice["token_ids"] = delta.tokens
         if prompt_ids:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.core.errors import ModelNotFound, PenstockError, Unavailable, http_row
-
-if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
+from penstock.core.errors import PenstockError, http_row
 
 logger = logging.getLogger("penstock.api")
 
@@ -52,20 +48,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         error.detail = f"{request.url.path}: {request.method}, allowed is {(error.headers or {}).get('Allow')}"
     return error_response(error, request.state.request_id)
-
-
-def served_model(frontend: Frontend, name: str | None) -> str:
-    """The name to answer under. Raises `ModelNotFound`."""
-    served = frontend.served_names
-    if name is not None and name not in served:
-        raise ModelNotFound(f"model: {name!r} is not served here, allowed is {', '.join(served)}", "model")
-    return name or served[0]
-
-
-def check_ready(frontend: Frontend) -> None:
-    """Raises `Unavailable` when a request would not be served now; the model's sizes may not be known then."""
-    if not frontend.ready:
-        raise Unavailable(f"not ready: {frontend.unhealthy_reason or 'starting'}")
 
 
 def error_body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:

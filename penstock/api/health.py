@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from penstock.api.errors import check_ready
 from penstock.api.exchange import json_response
 from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
@@ -28,7 +27,7 @@ def add_routes(app: FastAPI, frontend: Frontend, metrics: Metrics) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """Whether a request would be served now."""
-        check_ready(frontend)
+        frontend.check_ready()
         return json_response({"status": "ready"})
 
     @app.get("/metrics")

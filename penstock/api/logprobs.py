@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.request import TokenLogprobs
-from penstock.service.output import Delta
+from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any] | None:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    if delta.logprobs is None:
-        return None
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -27,18 +25,16 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any] | None:
     return {
         "content": [
             entry(token, found.chosen) | {"top_logprobs": [entry(other, logprob) for other, logprob in found.top]}
-            for token, found in zip(delta.tokens, delta.logprobs, strict=True)
+            for token, found in zip(tokens, logprobs, strict=True)
         ]
     }
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs] | None
-) -> list[dict[str, Any] | None] | None:
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs]
+) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each of the prompt's tokens, by token id, the likeliest ones and the token itself;
     null for the first."""
-    if found is None:
-        return None
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token)}
@@ -64,15 +60,16 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # in characters
 
-    def piece(self, delta: Delta, prompt: Sequence[int] = (), echo: str = "") -> dict[str, Any] | None:
+    def piece(
+        self, delta: Delta, logprobs: Sequence[TokenLogprobs], prompt: Sequence[int] = (), echo: str = ""
+    ) -> dict[str, Any]:
         """
         Args:
+            logprobs: of the delta's tokens.
             prompt, echo: the prompt's tokens and text, with an output's first delta when both come before it.
         """
-        if delta.logprobs is None:
-            return None
         before: list[TokenLogprobs | None] = [None, *(delta.prompt_logprobs or ())] if prompt else []
-        pairs = list(zip([*prompt, *delta.tokens], [*before, *delta.logprobs], strict=True))
+        pairs = list(zip([*prompt, *delta.tokens], [*before, *logprobs], strict=True))
         starts = [self._start_in(echo, token) for token in prompt]
         if prompt:
             self._decoder.reset()

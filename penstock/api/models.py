@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import json_response
 
 if TYPE_CHECKING:
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
-        check_ready(frontend)
+        frontend.check_ready()
         cards = [_card(frontend, name) for name in frontend.served_names]
         return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model:path}")
     async def get_model(model: str) -> Response:
-        check_ready(frontend)
-        return json_response(_card(frontend, served_model(frontend, model)))
+        frontend.check_ready()
+        return json_response(_card(frontend, frontend.served_model(model)))
 
 
 def _card(frontend: Frontend, name: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import msgspec
 from starlette.types import Send
 
 from penstock.api.errors import error_row
-from penstock.api.outputs import Outputs
-from penstock.service.output import Delta, Usage
+from penstock.service.generation import Generation, Usage
+from penstock.text.detokenizer import Delta
 
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = [
@@ -22,7 +22,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Shape(Protocol):
-    """How a route dresses outputs."""
+    """How a route presents outputs."""
 
     shows_tokens: bool  # whether the last token is worth an event although it has no text
     counts: bool  # whether its events say how much was used so far
@@ -85,22 +85,22 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-async def send_whole(send: Send, outputs: Outputs, shape: Shape) -> None:
-    body = encode(shape.whole(await outputs.whole(), outputs.usage))
+async def send_whole(send: Send, generation: Generation, shape: Shape) -> None:
+    body = encode(shape.whole(await generation.whole(), generation.usage))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_events(send: Send, outputs: Outputs, shape: Shape, request_id: str) -> None:
+async def send_events(send: Send, generation: Generation, shape: Shape, request_id: str) -> None:
     """Stream. Nothing is sent before the first tokens are here, so that earlier errors get a status of their own;
     a later one is the stream's last event."""
     started = False
     try:
-        while deltas := await outputs.next():
+        while deltas := await generation.next():
             events = []
             if shape.counts:
-                shape.count(outputs.usage)
+                shape.count(generation.usage)
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 started = True
@@ -114,7 +114,7 @@ async def send_events(send: Send, outputs: Outputs, shape: Shape, request_id: st
                     events.append(shape.finish(delta))
             if events:
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        end = shape.closing(outputs.usage) + DONE
+        end = shape.closing(generation.usage) + DONE
     except Exception as error:
         if not started:
             raise

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from penstock.api.errors import check_ready, served_model
 from penstock.api.exchange import add_post, json_response, read_body
 from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
-        served_model(frontend, body.model)
-        check_ready(frontend)
+        frontend.served_model(body.model)
+        frontend.check_ready()
         if body.messages is not None:
             tokens = await frontend.encode_chat(
                 body.messages,
@@ -37,8 +36,8 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
-        served_model(frontend, body.model)
-        check_ready(frontend)
+        frontend.served_model(body.model)
+        frontend.check_ready()
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")
         return json_response({"prompt": await frontend.decode(body.tokens)})
 

@@ -49,12 +49,8 @@ BECAME = {
     "penstock.slo_met": "slo_met",
 }
 
-_CURRENT: ContextVar[ExchangeTrace | None] = ContextVar("penstock_trace", default=None)
-
-
-def current_trace() -> ExchangeTrace | None:
-    """The trace of the exchange that this task serves; None without tracing."""
-    return _CURRENT.get()
+# The trace of the exchange that a task serves; None without tracing
+CURRENT_TRACE: ContextVar[ExchangeTrace | None] = ContextVar("penstock_trace", default=None)
 
 
 class Tracing:
@@ -111,7 +107,7 @@ class ExchangeTrace:
         self._tracing = tracing
         self._span = span
         self._path = path
-        self._token = _CURRENT.set(self)
+        self._token = CURRENT_TRACE.set(self)
 
     @property
     def traceparent(self) -> str:
@@ -135,7 +131,7 @@ class ExchangeTrace:
 
     def end(self, route: str, status: int) -> None:
         """The answer was sent, with this `status`."""
-        _CURRENT.reset(self._token)
+        CURRENT_TRACE.reset(self._token)
         method = self._span.attributes["http.request.method"] if self._span.is_recording() else ""  # type: ignore[attr-defined]
         self._span.update_name(f"{method} {route}")
         self._span.set_attribute("http.route", route)

@@ -224,7 +224,7 @@ class EngineClient:
             flight.predicted_ttft = placed.predicted_ttft
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
-        flight.owner.routed(flight.route)
+        flight.owner.routed(flight.index, flight.route)
         self._channels[placed.prefill.name].send(
             Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
         )

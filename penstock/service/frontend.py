@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.core.clock import Clock
-from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, Unavailable
+from penstock.core.errors import InvalidRequest, ModelNotFound, Overloaded, PenstockError, Unavailable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
@@ -167,6 +167,18 @@ class Frontend:
         """What each engine said of itself, in this life or the last."""
         return [instance.said for instance in self._instances if instance.said is not None]
 
+    def check_ready(self) -> None:
+        """Raises `Unavailable` when a request would not be served now; the model's sizes may not be known then."""
+        if not self.ready:
+            raise Unavailable(f"not ready: {self.unhealthy_reason or 'starting'}")
+
+    def served_model(self, name: str | None) -> str:
+        """The name to answer under. Raises `ModelNotFound`."""
+        if name is not None and name not in self.served_names:
+            allowed = ", ".join(self.served_names)
+            raise ModelNotFound(f"model: {name!r} is not served here, allowed is {allowed}", "model")
+        return name or self.served_names[0]
+
     # --- text, off the event loop unless it is short
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -213,7 +225,7 @@ class Frontend:
 
     def submit(
         self,
-        prompt: list[int],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
         request_id: str,
@@ -221,54 +233,68 @@ class Frontend:
         level: ServiceLevel = NO_LEVEL,
         arrival: float | None = None,
         cache_salt: str = "",
+        prompts_only: bool = False,
     ) -> Generation:
         """Have a request run.
 
         Args:
-            prompt: token ids.
+            prompts: token ids, of at least one prompt.
             request_id: for logs; need not be unique.
             model: which of its served names the client used, for logs; None for the first.
             level: targets, priority, and whether it is offline work.
             arrival: when the request came in, by `clock`; TTFT counts from there. None is now.
             cache_salt: cached prefixes are shared among requests with the same one.
+            prompts_only: see `Generation`.
 
-        Raises:
+        Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
             Unavailable: it cannot be served now.
             Overloaded: too many are held already.
         """
-        if not self.ready:
-            raise Unavailable(self.unhealthy_reason or "the model is still loading")
-        if params.use_beam_search and any(said.sampled_ids is not None for said in self._said):
+        self.check_ready()
+        said = self._said
+        if params.use_beam_search and any(one.sampled_ids is not None for one in said):
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
-        self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
         limits = ModelLimits(
             self.max_model_len,
             self.vocab_size,
             self._eos_ids,
-            max_sequences=min(said.max_sequences for said in self._said),
-            num_blocks=min(said.num_blocks for said in self._said),
+            max_sequences=min(one.max_sequences for one in said),
+            num_blocks=min(one.num_blocks for one in said),
         )
-        unique = f"{request_id}-{secrets.token_hex(4)}"
-        bad_words = self.tokenizer.encode_bad_words(params.bad_words)
-        sequences = make_sequences(
-            unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
-        )
+        bad_words = self.tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
         arrival = self.clock.now() if arrival is None else arrival
-        generation = Generation(self, request_id, sequences, params, arrival, model or self.served_names[0])
-        flights = [Flight(generation, sequence, arrival, level.chat, i) for i, sequence in enumerate(sequences)]
-        self.engine_client.add(flights)
-        # who wants all of the prompt computed finds nothing in any cache
-        if self.engine_client.wants_keys and len(prompt) >= BLOCK_TOKENS and params.prompt_logprobs is None:
-            root = salted(self._said[0].root_key, cache_salt)
-            if len(prompt) <= AT_ONCE:
-                self._place(flights, _prefix_keys(root, prompt))
-                return generation
-            hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
-            hashing.add_done_callback(partial(self._hashed, flights))
-        else:
-            self.engine_client.find_places(flights)
+        generation = Generation(self, params, arrival, model or self.served_names[0], prompts_only)
+        try:
+            for i, prompt in enumerate(prompts):
+                self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
+                part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+                unique = f"{part_id}-{secrets.token_hex(4)}"
+                sequences = make_sequences(
+                    unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
+                )
+                first = generation.add(part_id, sequences)
+                flights = [Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)]
+                self.engine_client.add(flights)
+                self._find_places(flights, prompt, params, cache_salt)
+        except BaseException:
+            generation.cancel()
+            raise
         return generation
+
+    def _find_places(
+        self, flights: Sequence[Flight[Generation]], prompt: list[int], params: SamplingParams, cache_salt: str
+    ) -> None:
+        # who wants all of the prompt computed finds nothing in any cache
+        if not self.engine_client.wants_keys or len(prompt) < BLOCK_TOKENS or params.prompt_logprobs is not None:
+            self.engine_client.find_places(flights)
+            return
+        root = salted(self._said[0].root_key, cache_salt)
+        if len(prompt) <= AT_ONCE:
+            self._place(flights, _prefix_keys(root, prompt))
+            return
+        hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
+        hashing.add_done_callback(partial(self._hashed, flights))
 
     def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
         """Raises Overloaded when there is no room for so many outputs of a prompt. A prompt that is longer than the

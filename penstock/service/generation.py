@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ClientTooSlow, PenstockError, http_row
-from penstock.core.request import Request, TokenOutput
+from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import OFFLINE, ONLINE, Format, RequestRecord, log_request
 from penstock.obs.metrics import Metrics
-from penstock.obs.tracing import current_trace
+from penstock.obs.tracing import CURRENT_TRACE
 from penstock.service.intake import MOST_NAMED
-from penstock.service.output import Delta, OutputStream, Usage, merge, outputs_of
+from penstock.text.detokenizer import Delta, OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
-# Tokens, and other tokens named beside them, that wait for a client; with more it is given up. Outputs without
-# log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
+# Tokens, and other tokens named beside them, of one prompt's outputs that wait for a client; with more it is given up.
+# Outputs without log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
 MOST_UNTAKEN = MOST_NAMED
 CLIENT_LEFT = 499  # in the log, where others write it too
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request, in all its outputs together."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class Owner(Protocol):
@@ -35,119 +46,178 @@ class Owner(Protocol):
         """Forget sequences, and have engines drop them."""
 
 
-class Generation:
-    """The outputs of one request as deltas, all outputs interleaved.
-
-    Args:
-        model: the name that the client called it by.
+@dataclass(slots=True)
+class _Part:
+    """What comes of one of the prompts.
 
     Attributes:
-        usage: grows with the deltas.
+        request_id: in the log.
+        sequences: by output; a beam search has one for all.
+        open: outputs that have not ended.
+        newest: when each output's newest token came; None before the first.
+        first: when the first token of any came.
+        routes: where its sequences ran.
+        timings: fields of the record, in seconds.
+        recorded: whether it was logged and counted.
+    """
+
+    request_id: str
+    sequences: list[Request]
+    streams: list[OutputStream]
+    usage: Usage
+    open: int
+    newest: list[float | None]
+    first: float | None = None
+    routes: list[str] = field(default_factory=list)
+    timings: dict[str, Any] = field(default_factory=dict)
+    recorded: bool = False
+
+
+class Generation:
+    """The outputs of one request, of all its prompts, as deltas. Leaving its context cancels whatever still runs.
+
+    An output's index is that of its prompt times `params.n`, plus its own. What ends one prompt early ends all.
+
+    Args:
+        arrival: when the request came, by the frontend's clock.
+        model: the name that the client called it by.
+        prompts_only: what is known of the prompts is all that is wanted, and what is generated is dropped.
     """
 
     def __init__(
-        self,
-        frontend: Owner,
-        request_id: str,
-        sequences: list[Request],
-        params: SamplingParams,
-        arrival: float,
-        model: str,
+        self, frontend: Owner, params: SamplingParams, arrival: float, model: str, prompts_only: bool = False
     ) -> None:
-        self.usage = Usage(prompt_tokens=len(sequences[0].prompt))
         self._frontend = frontend
-        self._request_id = request_id
-        self._model = model
-        self._sequences = sequences * (params.n // len(sequences))  # by output; a beam search has one for all
-        self._streams = [OutputStream(i, frontend.tokenizer, params) for i in range(params.n)]
-        self._open = params.n
-        self._deltas: list[Delta] = []
-        self._untaken = 0  # tokens in them, see MOST_UNTAKEN
-        self._error: PenstockError | None = None
-        self._tell: Callable[[], None] = _nobody
-        self._arrival = arrival
-        self._first: float | None = None
-        self._newest: list[float | None] = [None] * params.n
-        self._tpots: list[float] = []
-        self._record: dict[str, Any] = {}
-        self._routes: list[str] = []
-        self._recorded = False
         self._params = params
-        self._trace = current_trace()
+        self._arrival = arrival
+        self._model = model
+        self._prompts_only = prompts_only
+        self._parts: list[_Part] = []
+        self._open = 0  # outputs that have not ended
+        self._deltas: list[Delta] = []
+        self._untaken: dict[int, int] = {}  # tokens in them, by prompt; see MOST_UNTAKEN
+        self._error: PenstockError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._trace = CURRENT_TRACE.get()
 
-    def listen(self, tell: Callable[[], None]) -> None:
-        """From now on `tell` is called whenever `take` has something new to say."""
-        self._tell = tell
+    def add(self, request_id: str, sequences: Sequence[Request]) -> int:
+        """One more prompt, as the sequences that run for it; returns its first output's index."""
+        count, first = self._params.n, len(self._parts) * self._params.n
+        streams = [OutputStream(first + i, self._frontend.tokenizer, self._params) for i in range(count)]
+        by_output = [*sequences] * (count // len(sequences))
+        usage = Usage(prompt_tokens=len(sequences[0].prompt))
+        self._parts.append(_Part(request_id, by_output, streams, usage, count, [None] * count))
+        self._open += count
+        return first
 
-    def take(self) -> list[Delta]:
-        """What came since the last call.
+    # --- for the client
 
-        Raises:
-            PenstockError: what ended it early, once everything from before that was taken.
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
+    async def next(self) -> list[Delta]:
+        """What came since the last call, one delta per output; waits only when nothing did. [] is the end.
+
+        Raises `EngineFailure`, `Unavailable` and the like, after everything that came before the failure.
         """
-        if not self._deltas and self._error is not None:
-            raise self._error
-        taken, self._deltas, self._untaken = self._deltas, [], 0
-        return taken
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        taken, self._deltas, self._untaken = self._deltas, [], {}
+        return merge([_of_prompt(delta) for delta in taken] if self._prompts_only else taken)
+
+    async def whole(self) -> list[Delta]:
+        """Every output in full, in order. Raises as `next` does."""
+        arrived: list[Delta] = []
+        while deltas := await self.next():
+            arrived += deltas
+        return sorted(merge(arrived), key=lambda delta: delta.index)
 
     @property
-    def over(self) -> bool:
-        """Whether every output has ended, or the request was cancelled, and all was taken."""
-        return not self._open and not self._deltas
+    def usage(self) -> Usage:
+        """Of all prompts together, so far."""
+        used = [part.usage for part in self._parts]
+        return Usage(
+            prompt_tokens=sum(u.prompt_tokens for u in used),
+            cached_tokens=sum(u.cached_tokens for u in used),
+            completion_tokens=0 if self._prompts_only else sum(u.completion_tokens for u in used),
+        )
 
     def cancel(self) -> None:
         """End it now. Harmless after the end."""
-        self._frontend.release(
-            [s.id for s, stream in zip(self._sequences, self._streams, strict=True) if not stream.finished]
-        )
-        self._end("abort" if self._open else None)
+        for part in self._parts:
+            self._frontend.release(
+                [s.id for s, stream in zip(part.sequences, part.streams, strict=True) if not stream.finished]
+            )
+            self._end(part, "abort" if part.open else None)
+
+    # --- for the frontend
 
     def fail(self, error: PenstockError) -> None:
-        """End it with an error; called by the frontend."""
-        self._frontend.release([s.id for s in self._sequences])
+        """End it with an error."""
         self._error = error
-        self._end(None)
+        for part in self._parts:
+            self._frontend.release([s.id for s in part.sequences])
+            self._end(part, None)
 
-    def routed(self, route: str) -> None:
-        """One of its sequences runs there; called by the frontend."""
-        if route not in self._routes:
-            self._routes.append(route)
+    def routed(self, index: int, route: str) -> None:
+        """The sequence of an output runs there."""
+        routes = self._parts[index // self._params.n].routes
+        if route not in routes:
+            routes.append(route)
 
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
-        """What a step brought; called by the frontend."""
+        """What a step brought the sequence of an output."""
         for i, own in outputs_of(index, output):
             if self._error is None:  # the one before may have been too much for its client
                 self._receive(i, own, now)
         self._tell()
 
+    def _tell(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
     def _receive(self, index: int, output: TokenOutput, now: float) -> None:
-        stream = self._streams[index]
+        number, own = divmod(index, self._params.n)
+        part = self._parts[number]
+        stream = part.streams[own]
         delta = stream.feed(output)
-        self._count(index, delta, output, now)
+        self._count(part, own, delta, output, now)
         self._deltas.append(delta)
-        self._untaken += len(delta.tokens) + sum(len(entry.top) for entry in delta.logprobs or ())
-        if self._untaken > MOST_UNTAKEN:
+        untaken = self._untaken.get(number, 0) + len(delta.tokens)
+        if delta.logprobs:
+            untaken += sum(len(entry.top) for entry in delta.logprobs)
+        self._untaken[number] = untaken
+        if untaken > MOST_UNTAKEN:
             self._deltas = []  # what it does not get in full it gets no more of
-            self.fail(ClientTooSlow(f"the answer was given up: {self._untaken} tokens of it waited for its client"))
+            self.fail(ClientTooSlow(f"the answer was given up: {untaken} tokens of it waited for its client"))
             return
-        if len(self._deltas) >= MOST_DELTAS + len(self._streams):
+        if len(self._deltas) >= MOST_DELTAS + self._params.n * len(self._parts):
             self._deltas = merge(self._deltas)
         if stream.finished:
+            part.open -= 1
             self._open -= 1
             if output.finish is None:  # a stop string ended it, of which the engine knows nothing
-                self._frontend.release([self._sequences[index].id])
-            if not self._open:
-                self._end(delta.finish_reason)
+                self._frontend.release([part.sequences[own].id])
+            if not part.open:
+                self._end(part, delta.finish_reason)
 
-    def _count(self, index: int, delta: Delta, output: TokenOutput, now: float) -> None:
+    def _count(self, part: _Part, own: int, delta: Delta, output: TokenOutput, now: float) -> None:
         metrics, tokens = self._frontend.metrics, len(delta.tokens)
         if tokens:
-            before, self._newest[index] = self._newest[index], now
-            self.usage.completion_tokens += tokens
+            before, part.newest[own] = part.newest[own], now
+            part.usage.completion_tokens += tokens
             if before is None:
-                self.usage.cached_tokens = max(self.usage.cached_tokens, output.cached_tokens)
-                self._record.setdefault("ttft", now - self._arrival)
-                self._first = self._first or now
+                part.usage.cached_tokens = max(part.usage.cached_tokens, output.cached_tokens)
+                part.timings.setdefault("ttft", now - self._arrival)
+                part.first = part.first or now
                 metrics.observe_first_token(now - self._arrival)
                 before, tokens = now, tokens - 1
             if output.hypotheses is None:
@@ -155,58 +225,90 @@ class Generation:
             else:
                 metrics.observe_together(tokens)
         if output.timing is not None:
-            self._record |= {
-                "queue": output.timing.queue,
-                "prefill": output.timing.prefill,
-                "decode": output.timing.decode,
-            }
+            timing = output.timing
+            part.timings |= {"queue": timing.queue, "prefill": timing.prefill, "decode": timing.decode}
 
-    def _end(self, finish_reason: str | None) -> None:
-        """Log and count the request, once."""
-        self._open = 0
+    # --- at the end
+
+    def _end(self, part: _Part, finish_reason: str | None) -> None:
+        """Log and count a prompt, once."""
+        self._open -= part.open
+        part.open = 0
         self._tell()
-        if self._recorded:
+        if part.recorded:
             return
-        self._recorded = True
-        frontend, usage = self._frontend, self.usage
-        last = max((t for t in self._newest if t is not None), default=None)
-        steps = usage.completion_tokens // len(self._sequences) - 1
-        if last is not None and self._first is not None and steps > 0 and not self._params.use_beam_search:
-            self._record["tpot"] = (last - self._first) / steps
+        part.recorded = True
+        frontend, usage, asked = self._frontend, part.usage, part.sequences[0]
+        last = max((t for t in part.newest if t is not None), default=None)
+        steps = usage.completion_tokens // len(part.sequences) - 1
+        if last is not None and part.first is not None and steps > 0 and not self._params.use_beam_search:
+            part.timings["tpot"] = (last - part.first) / steps
         record = RequestRecord(
-            request_id=self._request_id,
+            request_id=part.request_id,
             model=self._model,
-            instance=",".join(self._routes),
+            instance=",".join(part.routes),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            longest_completion=max(stream.length for stream in self._streams),
-            n=len(self._sequences),
-            max_tokens=self._sequences[0].max_tokens,
+            longest_completion=max(stream.length for stream in part.streams),
+            n=len(part.sequences),
+            max_tokens=asked.max_tokens,
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
-            seed=self._sequences[0].seed,
-            service_class=OFFLINE if self._sequences[0].offline else ONLINE,
-            slo_met=None if finish_reason == "abort" else self._keeps_promises(),
+            seed=asked.seed,
+            service_class=OFFLINE if asked.offline else ONLINE,
+            slo_met=None if finish_reason == "abort" else self._met_targets(part),
             status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
-            **self._record,
+            **part.timings,
         )
         frontend.metrics.observe_request(record)
         log_request(record, frontend.log_format)
         if self._trace is not None:
             self._trace.prompt_ended(record, self._params)
 
-    def _keeps_promises(self) -> bool | None:
+    def _met_targets(self, part: _Part) -> bool | None:
         """Whether it met its targets; None when it has none. What has failed met none of them."""
-        asked = self._sequences[0]
+        asked = part.sequences[0]
         if asked.ttft_ms is None and asked.tpot_ms is None:
             return None
-        ttft, tpot = self._record.get("ttft"), self._record.get("tpot")
+        ttft, tpot = part.timings.get("ttft"), part.timings.get("tpot")
         if self._error is not None or ttft is None:
             return False
         in_time = asked.ttft_ms is None or ttft * 1e3 <= asked.ttft_ms
         return in_time and (asked.tpot_ms is None or tpot is None or tpot * 1e3 <= asked.tpot_ms)
 
 
-def _nobody() -> None:
-    """Listens before anybody does."""
+def merge(deltas: list[Delta]) -> list[Delta]:
+    """One delta per output, in the order of their first ones."""
+    if len(deltas) == 1:
+        return deltas
+    by_output: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_output.setdefault(delta.index, []).append(delta)
+    return [_joined(parts) for parts in by_output.values()]
+
+
+def _joined(parts: list[Delta]) -> Delta:
+    last = parts[-1]
+    wants_logprobs = any(part.logprobs is not None for part in parts)
+    return Delta(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[entry for part in parts for entry in part.logprobs or ()] if wants_logprobs else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+    )
+
+
+def _of_prompt(delta: Delta) -> Delta:
+    """What it says of the prompt, and whether that was all."""
+    return Delta(
+        delta.index,
+        "",
+        [],
+        None if delta.logprobs is None else [],
+        None if delta.finish_reason is None else FinishReason.LENGTH.value,
+        prompt_logprobs=delta.prompt_logprobs,
+    )

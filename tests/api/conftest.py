@@ -19,8 +19,10 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.obs.metrics import Metrics
-from penstock.service.output import Delta, Usage
+from penstock.service.frontend import Frontend
+from penstock.service.generation import Generation, Usage
 from penstock.text.chat import normalise
+from penstock.text.detokenizer import Delta
 
 EOS = 256
 
@@ -40,16 +42,38 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token != EOS).decode("utf-8", "replace")
 
 
+class ScriptedRequest(Generation):
+    """What a request submits; the scripts of its prompts say what comes of it."""
+
+    def __init__(self, parts: list[ScriptedGeneration], params: SamplingParams, prompts_only: bool) -> None:
+        super().__init__(cast(Any, None), params, 0.0, "tiny", prompts_only)
+        self._parts = cast(Any, parts)
+        self._open = len(parts) * params.n
+
+    def put(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._open -= delta.finish_reason is not None
+        self._tell()
+
+    def fail(self, error: Any) -> None:
+        self._error, self._open = error, 0
+        self._tell()
+
+    def cancel(self) -> None:
+        for part in cast(Any, self._parts):
+            part.cancelled.set()
+
+
 class ScriptedGeneration:
-    def __init__(self, prompt: list[int], params: SamplingParams, request_id: str, level: ServiceLevel) -> None:
-        self.prompt, self.params, self.request_id, self.level = prompt, params, request_id, level
+    """One prompt of a request."""
+
+    request: ScriptedRequest
+
+    def __init__(self, first: int, prompt: list[int], params: SamplingParams, level: ServiceLevel) -> None:
+        self.first, self.prompt, self.params, self.level = first, prompt, params, level
         self.usage = Usage(prompt_tokens=len(prompt), cached_tokens=min(2, len(prompt)))
         self.cancelled = asyncio.Event()
-        self._deltas: list[Delta] = []
-        self._error: Exception | None = None
-        self._unfinished = params.n
         self._scored: set[int] = set()  # outputs that have said what they know of the prompt
-        self._tell: Callable[[], object] = lambda: None
 
     def say(self, text: str, index: int = 0, finish: str | None = None, stop: int | str | None = None) -> None:
         """A delta of this text; the generation ends with the last output's finish."""
@@ -64,9 +88,8 @@ class ScriptedGeneration:
                 TokenLogprobs(-0.25 * token, 2, [(EOS, -0.125)][: self.params.prompt_logprobs])
                 for token in self.prompt[1:]
             ]
-        self._deltas.append(delta)
-        self._unfinished -= delta.finish_reason is not None
-        self._tell()
+        delta.index += self.first
+        self.request.put(delta)
 
     def logprobs(self, tokens: list[int]) -> list[TokenLogprobs] | None:
         if self.params.logprobs is None:
@@ -76,24 +99,7 @@ class ScriptedGeneration:
         ]
 
     def fail(self, error: Exception) -> None:
-        self._error, self._unfinished = error, 0
-        self._tell()
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-    def listen(self, tell: Callable[[], object]) -> None:
-        self._tell = tell
-
-    def take(self) -> list[Delta]:
-        if not self._deltas and self._error is not None:
-            raise self._error
-        taken, self._deltas = self._deltas, []
-        return taken
-
-    @property
-    def over(self) -> bool:
-        return not self._unfinished and not self._deltas
+        self.request.fail(error)
 
 
 def hello(generation: ScriptedGeneration) -> None:
@@ -122,6 +128,7 @@ class ScriptedFrontend:
         self.arrivals: list[float] = []
         self.models: list[str] = []
         self.salts: list[str] = []
+        self.request_ids: list[str] = []
         self.submitted: list[ScriptedGeneration] = []
         self.on_encode: Callable[[], object] = lambda: None
         self.encoding_blocked = False
@@ -160,24 +167,35 @@ class ScriptedFrontend:
 
     def submit(
         self,
-        prompt: list[int],
+        prompts: list[list[int]],
         params: SamplingParams,
         *,
         request_id: str,
         model: str,
-        level,
+        level: ServiceLevel,
         arrival: float,
         cache_salt: str = "",
-    ) -> ScriptedGeneration:
+        prompts_only: bool = False,
+    ) -> ScriptedRequest:
         self.salts.append(cache_salt)
         self.models.append(model)
         self.arrivals.append(arrival)
-        if not prompt:
+        self.request_ids.append(request_id)
+        if not all(prompts):
             raise InvalidRequest("prompt: empty", "prompt")
-        generation = ScriptedGeneration(prompt, params, request_id, level)
-        self.submitted.append(generation)
-        self.script(generation)
-        return generation
+        parts = [ScriptedGeneration(i * params.n, prompt, params, level) for i, prompt in enumerate(prompts)]
+        request = ScriptedRequest(parts, params, prompts_only)
+        for part in parts:
+            part.request = request
+            self.submitted.append(part)
+            self.script(part)
+        return request
+
+    def check_ready(self) -> None:
+        Frontend.check_ready(cast(Any, self))
+
+    def served_model(self, name: str | None) -> str:
+        return Frontend.served_model(cast(Any, self), name)
 
 
 @pytest.fixture

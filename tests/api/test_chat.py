@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded, PromptTooLong, Unavailable
-from penstock.service.output import Delta
+from penstock.text.detokenizer import Delta
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -54,7 +54,7 @@ async def test_whole_answer(client: httpx.AsyncClient, frontend: Any) -> None:
             "prompt_tokens_details": {"cached_tokens": 2},
         },
     }
-    assert frontend.submitted[0].request_id == "abc"
+    assert frontend.request_ids == ["abc"]
     assert frontend.submitted[0].params.max_tokens is None
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.core.errors import Overloaded
 from penstock.core.request import TokenLogprobs
-from penstock.service.output import Delta
+from penstock.text.detokenizer import Delta
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -93,21 +92,10 @@ async def test_choices_are_numbered_prompt_by_prompt(client: httpx.AsyncClient, 
         for choice in answer["choices"]:
             texts[choice["index"]] += choice["text"]
     assert list(texts.values()) == ["a0", "a1", "b0", "b1"]
-    assert [generation.request_id for generation in frontend.submitted] == ["r-0", "r-1"]
+    assert frontend.request_ids == ["r"]
     if not stream:
         assert response.json()["usage"]["prompt_tokens"] == 2
         assert response.json()["usage"]["completion_tokens"] == 8
-
-
-async def test_when_one_prompt_is_refused_the_others_are_cancelled(client: httpx.AsyncClient, frontend: Any) -> None:
-    def script(generation: Any) -> None:
-        if len(frontend.submitted) == 3:
-            raise Overloaded("full", 1)
-
-    frontend.script = script
-    response = await client.post(URL, json={"prompt": ["a", "b", "c"]})
-    assert response.status_code == 429
-    assert [generation.cancelled.is_set() for generation in frontend.submitted] == [True, True, False]
 
 
 @pytest.mark.parametrize("prompt", ["Once ", [79, 110]])
@@ -302,10 +290,10 @@ async def test_the_end_of_a_long_prompt_is_kept(client: httpx.AsyncClient, front
     assert [len(generation.prompt) for generation in frontend.submitted] == [2, 128 - 16]
 
 
-async def test_a_salt_goes_to_every_prompt(client: httpx.AsyncClient, frontend: Any) -> None:
+async def test_a_salt_goes_to_the_engine(client: httpx.AsyncClient, frontend: Any) -> None:
     await client.post(URL, json={"prompt": ["a", "b"], "cache_salt": "mine"})
     await client.post(URL, json={"prompt": "a"})
-    assert frontend.salts == ["mine", "mine", ""]
+    assert frontend.salts == ["mine", ""]
 
 
 @pytest.mark.parametrize("continuous", [True, False, None])

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from penstock.obs.tracing import Tracing, current_trace
+from penstock.obs.tracing import CURRENT_TRACE, Tracing
 
 pytestmark = pytest.mark.anyio
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -20,7 +20,7 @@ async def test_an_exchange_has_a_span_and_the_answer_its_name(
     make_client: Callable[..., httpx.AsyncClient], frontend: Any
 ) -> None:
     exporter, seen = InMemorySpanExporter(), []
-    frontend.script = lambda generation: (seen.append(current_trace()), generation.say("x", finish="stop"))
+    frontend.script = lambda generation: (seen.append(CURRENT_TRACE.get()), generation.say("x", finish="stop"))
     async with make_client(tracing=Tracing(SimpleSpanProcessor(exporter))) as client:
         given = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         first = await client.post("/v1/completions", json={"prompt": "a"}, headers=given)
@@ -37,4 +37,4 @@ async def test_an_exchange_has_a_span_and_the_answer_its_name(
         assert response.headers["traceparent"].startswith(f"00-{trace:032x}-{name:016x}-")
     assert first.headers["traceparent"].split("-")[1] == TRACE
     assert seen[0] is not None  # what serves the request finds it
-    assert current_trace() is None
+    assert CURRENT_TRACE.get() is None

@@ -101,17 +101,26 @@ async def until(condition):
 async def submit(frontend, prompt=(1,), params=None, request_id="r"):
     """The generation, once its sequences were sent to an engine; and their ids."""
     params = params or SamplingParams()
-    generation = frontend.submit(list(prompt), params, request_id=request_id)
-    ids = [s.id for s in generation._sequences]
+    generation = frontend.submit([list(prompt)], params, request_id=request_id)
+    ids = ids_of(generation)
     await until(
         lambda: set(ids) <= {r.id for channel in frontend.engine_client._channels.values() for r in channel.enqueued()}
     )
     return generation, ids
 
 
+def ids_of(generation):
+    """Of its sequences, one for each output."""
+    return [sequence.id for part in generation._parts for sequence in part.sequences]
+
+
+def over(generation):
+    """Whether every output has ended and all was taken."""
+    return not generation._open and not generation._deltas
+
+
 async def one(generation):
-    await until(lambda: generation._deltas)
-    (delta,) = generation.take()
+    (delta,) = await generation.next()
     return delta
 
 
@@ -121,7 +130,6 @@ def value(frontend, name, **labels):
 
 async def collect(generation):
     deltas = []
-    while not generation.over:
-        deltas += generation.take()
-        await asyncio.sleep(0)
-    return deltas + generation.take()
+    while arrived := await generation.next():
+        deltas += arrived
+    return deltas

@@ -15,7 +15,7 @@ from opentelemetry.trace import StatusCode
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 from penstock.obs.logs import RequestRecord
-from penstock.obs.tracing import Tracing, current_trace, otlp_tracing
+from penstock.obs.tracing import CURRENT_TRACE, Tracing, otlp_tracing
 from tests.helpers.traces import receiving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -30,11 +30,11 @@ def traced(record: RequestRecord | None = RECORD, status: int = 200, headers: di
     """Spans of one exchange, by name."""
     exporter = InMemorySpanExporter()
     trace = Tracing(SimpleSpanProcessor(exporter)).begin("POST", "/v1/chat/completions", headers)
-    assert current_trace() is trace
+    assert CURRENT_TRACE.get() is trace
     if record is not None:
         trace.prompt_ended(record, SamplingParams(n=2, temperature=0.5, max_tokens=50))
     trace.end("/v1/chat/completions", status)
-    assert current_trace() is None
+    assert CURRENT_TRACE.get() is None
     return {span.name: span for span in exporter.get_finished_spans()}
 
 

@@ -32,7 +32,7 @@ class Asker:
         self.error = error
         self.engine_client.release([self.name])
 
-    def routed(self, route):
+    def routed(self, index, route):
         pass
 
 

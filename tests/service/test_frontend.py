@@ -20,7 +20,7 @@ def test_prefix_keys_depend_on_the_salt(tokenizer):
         frontend.placement.wants_keys = True
         keys = []
         for count, salt in enumerate(("", "mine", "yours", "mine")):
-            generation = frontend.submit([1] * 70, SamplingParams(), request_id="r", cache_salt=salt)
+            generation = frontend.submit([[1] * 70], SamplingParams(), request_id="r", cache_salt=salt)
             await until(lambda count=count: len(channel.enqueued()) > count)
             (flight,) = [f for f in frontend.engine_client.flights.values() if f.owner is generation]
             keys.append(flight.keys)
@@ -171,7 +171,7 @@ def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
     caplog.set_level("INFO", "penstock.request")
 
     async def scenario(frontend, channel, clock):
-        frontend.submit([1], SamplingParams(), request_id="r", model=model).cancel()
+        frontend.submit([[1]], SamplingParams(), request_id="r", model=model).cancel()
         log_ended()
         assert f"model={model or 'm'} id=r" in caplog.text
 
@@ -209,7 +209,7 @@ def test_an_answer_that_cannot_be_put_together_harms_no_other(tokenizer):
 def test_what_cannot_be_placed_for_a_mistake_of_ours_fails_and_harms_no_other(tokenizer):
     async def scenario(frontend, channel, clock):
         frontend.placement.answer, answer = lambda place: 1 / 0, frontend.placement.answer
-        broken = frontend.submit([1], SamplingParams(n=2), request_id="r")
+        broken = frontend.submit([[1]], SamplingParams(n=2), request_id="r")
         with pytest.raises(EngineFailure, match="could not be placed: ZeroDivisionError"):
             await collect(broken)
         assert not frontend.engine_client.flights
@@ -236,7 +236,7 @@ def test_outputs_end_where_the_model_does(tokenizer):
         await submit(frontend, [1] * 95)
         assert [request.max_tokens for request in channel.enqueued()] == [80, 80, 80, 5]
         with pytest.raises(PromptTooLong):
-            frontend.submit([1] * 100, SamplingParams(max_tokens=90), request_id="r")
+            frontend.submit([[1] * 100], SamplingParams(max_tokens=90), request_id="r")
 
     run(tokenizer, scenario)
 
@@ -245,8 +245,8 @@ def test_nothing_is_accepted_before_an_engine_is_ready(tokenizer):
     async def scenario(frontend, channel, clock):
         assert not frontend.ready
         assert frontend.healthy
-        with pytest.raises(Unavailable, match="loading"):
-            frontend.submit([1], SamplingParams(), request_id="r")
+        with pytest.raises(Unavailable, match="not ready"):
+            frontend.submit([[1]], SamplingParams(), request_id="r")
 
     run(tokenizer, scenario, ready_now=False)
 
@@ -259,7 +259,7 @@ def test_one_engine_of_two_is_enough_and_the_smallest_limits_hold(tokenizer, cap
         told = "b has a max-model-len of 50, others have 100: no request may be longer than 50, wherever it runs"
         assert told in caplog.text
         with pytest.raises(PromptTooLong):
-            frontend.submit([1] * 50, SamplingParams(), request_id="r")
+            frontend.submit([[1] * 50], SamplingParams(), request_id="r")
         channels["a"].say(ChannelLost("burnt"))
         await until(lambda: frontend.instance_states()[0]["state"] == "lost")
         assert frontend.healthy
@@ -316,7 +316,7 @@ def test_modelled_engines_do_not_search(tokenizer):
         channel.say(ready("engine-0", 2, device="modelled:h200", sampled_ids=(3, 9)))
         await until(lambda: frontend.modelled)
         with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
-            frontend.submit([1], SamplingParams(use_beam_search=True), request_id="r")
+            frontend.submit([[1]], SamplingParams(use_beam_search=True), request_id="r")
         assert caught.value.field == "use_beam_search"
 
     run(tokenizer, scenario)

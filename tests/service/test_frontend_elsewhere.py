@@ -14,7 +14,7 @@ from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS
 from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.instances import SILENT_AFTER, ChannelLost
-from tests.helpers.frontends import collect, lost, one, run, submit, until, value
+from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, until, value
 from tests.helpers.scripted import STATS, ready
 
 STUCK_AFTER = step_limit(ready().token_budget + ready().max_sequences, ready().device)
@@ -41,7 +41,7 @@ def test_the_requests_of_a_lost_engine_wait_for_another_and_then_end_with_an_err
         assert not frontend.healthy
         assert not frontend.ready
         with pytest.raises(Unavailable):
-            frontend.submit([1], SamplingParams(), request_id="r")
+            frontend.submit([[1]], SamplingParams(), request_id="r")
         channel.life = 2
         channel.say(ready(life=2))
         await until(lambda: frontend.ready)
@@ -65,7 +65,7 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
         await until(lambda: len(channels["b"].enqueued()) == 5)
         lines = [record.getMessage() for record in caplog.records if record.name == "penstock.frontend"]
         assert lines == ["a was lost (the connection was lost): 3 requests are to go on elsewhere"]
-        assert not any(generation.over for generation in generations)
+        assert not any(over(generation) for generation in generations)
         assert up() == [0, 1]
         lost = [value(frontend, "penstock:instance_lost_total", engine=name) for name in "ab"]
         assert lost == [1, 0]
@@ -124,7 +124,7 @@ def test_tokens_come_in_order_from_both_instances(tokenizer):
         channels["p"].report(TokenOutput(name, ids[:1]))
         deltas = await collect(generation)
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
-        assert generation._routes == ["p>d"]
+        assert generation._parts[0].routes == ["p>d"]
         assert value(frontend, "penstock:handoffs_total") == 1
         assert channels["p"].cancelled() == [name]  # in case that it does not know of the end
 
@@ -152,7 +152,7 @@ def test_losing_one_of_two_instances(tokenizer):
         channels["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
         assert [t for d in await collect(decoding) for t in d.tokens] == [5, 6, 7]
         assert len(channels["q"].enqueued()) == 1, "the one whose prompt was being read, at once"
-        assert [s.id for s in reading._sequences] == channels["d"].cancelled(), "should it have room for it"
+        assert ids_of(reading) == channels["d"].cancelled(), "should it have room for it"
         assert channels["d"].sent[-1].generation == 0
         reading.cancel()
 
@@ -185,7 +185,7 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
         keys = []
         extend_keys(keys, b"root", [*prompt, *ids[:4]], 1)
         assert asked.keys == keys
-        assert not generation.over
+        assert not over(generation)
         clock.advance(1.0)
         channels["a"].report(TokenOutput(name, ids[5:7], start=5))  # it was not dead after all
         channels["b"].report(TokenOutput(name, ids[5:6], start=5, generation=1, cached_tokens=64))
@@ -194,7 +194,7 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
         assert [t for d in deltas for t in d.tokens] == ids
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
         assert (generation.usage.completion_tokens, generation.usage.cached_tokens) == (len(ids), 3)
-        assert generation._routes == ["a", "b"]
+        assert generation._parts[0].routes == ["a", "b"]
         assert value(frontend, "penstock:recoveries_total", how="fetch") == 1
         assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
         assert value(frontend, "penstock:time_to_first_token_seconds_sum") == 0.5
@@ -323,10 +323,10 @@ def test_a_place_that_the_frontend_knows_to_be_gone_is_not_taken(tokenizer):
     async def scenario(frontend, channels, clock):
         channels["a"].say(ChannelLost("gone"))
         await until(lambda: not frontend.engine_client.instances["a"].ready)
-        generation = frontend.submit([1], SamplingParams(), request_id="r")
+        generation = frontend.submit([[1]], SamplingParams(), request_id="r")
         await until(channels["b"].enqueued)
         assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"]]
-        channels["b"].report(TokenOutput(generation._sequences[0].id, [5], finish=FinishReason.LENGTH, generation=1))
+        channels["b"].report(TokenOutput(ids_of(generation)[0], [5], finish=FinishReason.LENGTH, generation=1))
         assert [d.tokens for d in await collect(generation)] == [[5]]
         assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
 
@@ -340,7 +340,7 @@ def test_places_that_are_all_gone_are_asked_for_once_each_and_then_waited_for(to
         await until(lambda: lost(frontend))
         channels["b"].say(ready("b", 2))
         await until(lambda: frontend.ready)
-        generation = frontend.submit([1], SamplingParams(), request_id="r")
+        generation = frontend.submit([[1]], SamplingParams(), request_id="r")
         assert [asked.exclude for asked in frontend.placement.asked] == [[], ["a"], ["a", "b"]]
         frontend.placement.prefill = [ready("b", 2).peer]
         await until(channels["b"].enqueued)
@@ -352,13 +352,13 @@ def test_places_that_are_all_gone_are_asked_for_once_each_and_then_waited_for(to
 def test_no_place_is_believed_after_a_while(tokenizer):
     async def scenario(frontend, channel, clock):
         peers, frontend.placement.prefill = frontend.placement.prefill, None
-        soon = frontend.submit([1], SamplingParams(), request_id="r")
+        soon = frontend.submit([[1]], SamplingParams(), request_id="r")
         await until(lambda: frontend.placement.asked)
         frontend.placement.prefill = peers
         await until(channel.enqueued)
         soon.cancel()
         frontend.placement.prefill = None
-        never = frontend.submit([1], SamplingParams(), request_id="r")
+        never = frontend.submit([[1]], SamplingParams(), request_id="r")
         await asyncio.sleep(0)
         clock.advance(MASTER_LEARNS + 1)
         with pytest.raises(Unavailable, match="nobody"):
@@ -370,7 +370,7 @@ def test_no_place_is_believed_after_a_while(tokenizer):
 def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_dies(tokenizer):
     async def scenario(frontend, channels, clock):
         params = SamplingParams(n=3, use_beam_search=True, max_tokens=4)
-        generation = frontend.submit([1, 2], params, request_id="r")
+        generation = frontend.submit([[1, 2]], params, request_id="r")
         await until(lambda: any(channel.enqueued() for channel in channels.values()))
         home, other = sorted(("p", "q"), key=lambda name: not channels[name].enqueued())
         (sent,) = [command for command in channels[home].sent if isinstance(command, Enqueue)]
@@ -386,9 +386,9 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         last = TokenOutput(again.request.id, [], finish=FinishReason.LENGTH, hypotheses=found, generation=1)
         channels[other].say(StepReport(again.to, [last], STATS))
         await until(lambda: not frontend.engine_client.flights)
-        deltas = [delta for delta in generation.take() if delta.tokens]
+        deltas = [delta for delta in await generation.next() if delta.tokens]
         assert [(d.index, d.tokens) for d in deltas] == [(i, found[i].tokens) for i in range(3)]
-        assert generation.over
+        assert over(generation)
         assert generation.usage.completion_tokens == 12
 
     run(tokenizer, scenario, "p", "q", "d", decode="d")

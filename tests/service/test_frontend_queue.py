@@ -11,7 +11,7 @@ from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.keys import extend_keys
 from penstock.service.frontend import AT_ONCE, CACHES_QUEUED
-from tests.helpers.frontends import run, submit, until, value
+from tests.helpers.frontends import ids_of, over, run, submit, until, value
 
 
 def test_a_full_queue_refuses_and_recovers(tokenizer):
@@ -19,12 +19,12 @@ def test_a_full_queue_refuses_and_recovers(tokenizer):
         frontend._max_requests = 3
         _, names = await submit(frontend, params=SamplingParams(n=2))
         with pytest.raises(Overloaded) as caught:
-            frontend.submit([1], SamplingParams(n=2), request_id="b")
+            frontend.submit([[1]], SamplingParams(n=2), request_id="b")
         assert 1 <= caught.value.retry_after <= 60
         assert len(channel.enqueued()) == 2
         channel.report(TokenOutput(names[0], [5], finish=FinishReason.LENGTH))
         await until(lambda: len(frontend.engine_client.flights) == 1)
-        frontend.submit([1], SamplingParams(n=2), request_id="b")
+        frontend.submit([[1]], SamplingParams(n=2), request_id="b")
 
     run(tokenizer, scenario)
 
@@ -35,13 +35,13 @@ def test_the_queue_is_bounded_in_tokens_and_says_how_long_it_is(tokenizer):
         _, (first,) = await submit(frontend, [1] * 60)
         _, (second,) = await submit(frontend, [1] * 40)
         with pytest.raises(Overloaded, match="100 prompt tokens wait for their first token, at most 100"):
-            frontend.submit([1], SamplingParams(), request_id="b")
+            frontend.submit([[1]], SamplingParams(), request_id="b")
         clock.advance(2.0)
         channel.report(TokenOutput(first, [5]))
         await until(lambda: frontend.engine_client.queued_tokens == 40)
         clock.advance(2.0)
         with pytest.raises(Overloaded) as caught:  # 60 tokens in 4 s, and 40 of them wait
-            frontend.submit([1] * 61, SamplingParams(), request_id="b")
+            frontend.submit([[1] * 61], SamplingParams(), request_id="b")
         assert caught.value.retry_after == pytest.approx(40 / 15)
         await submit(frontend, [1] * 60)
         frontend.engine_client.release([second])
@@ -55,7 +55,7 @@ def test_what_is_longer_than_the_queue_has_its_turn_alone(tokenizer):
         frontend._max_queued_tokens = 10
         generation, _ = await submit(frontend, [1] * 50)
         with pytest.raises(Overloaded):
-            frontend.submit([1], SamplingParams(), request_id="b")
+            frontend.submit([[1]], SamplingParams(), request_id="b")
         generation.cancel()
         await submit(frontend, [1] * 50)
 
@@ -65,9 +65,9 @@ def test_what_is_longer_than_the_queue_has_its_turn_alone(tokenizer):
 def test_without_a_limit_the_queue_holds_what_the_caches_hold_a_few_times(tokenizer):
     async def scenario(frontend, channels, clock):
         limit = CACHES_QUEUED * BLOCK_TOKENS * (4 + 4)
-        generations = [frontend.submit([1] * 64, SamplingParams(), request_id="r") for _ in range(limit // 64)]
+        generations = [frontend.submit([[1] * 64], SamplingParams(), request_id="r") for _ in range(limit // 64)]
         with pytest.raises(Overloaded, match=f"at most {limit}"):
-            frontend.submit([1], SamplingParams(), request_id="b")
+            frontend.submit([[1]], SamplingParams(), request_id="b")
         assert len(generations) == 32
 
     run(tokenizer, scenario, "a", "b")
@@ -85,6 +85,17 @@ def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
     run(tokenizer, scenario)
 
 
+def test_when_one_prompt_is_refused_those_before_it_are_cancelled(tokenizer):
+    async def scenario(frontend, channel, clock):
+        frontend._max_requests = 2
+        with pytest.raises(Overloaded):
+            frontend.submit([[1], [2], [3]], SamplingParams(), request_id="b")
+        assert [request.id[:3] for request in channel.enqueued()] == ["b-0", "b-1"]
+        assert channel.cancelled() == [request.id for request in channel.enqueued()]
+
+    run(tokenizer, scenario)
+
+
 def test_what_a_client_does_not_take_is_joined(tokenizer):
     async def scenario(frontend, channel, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=2, max_tokens=90))
@@ -94,7 +105,7 @@ def test_what_a_client_does_not_take_is_joined(tokenizer):
         channel.report(*(TokenOutput(name, [7], start=90, finish=FinishReason.LENGTH) for name in names))
         await until(lambda: not frontend.engine_client.flights)
         assert len(generation._deltas) <= 22
-        deltas = generation.take()
+        deltas = await generation.next()
         for index in range(2):
             own = [delta for delta in deltas if delta.index == index]
             assert [token for delta in own for token in delta.tokens] == [*range(5, 95), 7]
@@ -140,13 +151,13 @@ def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer, monkeyp
 
     async def scenario(frontend, channel, clock):
         frontend.placement.wants_keys = True
-        going, hold = frontend.submit([1] * 64, SamplingParams(), request_id="r"), threading.Event()
+        going, hold = frontend.submit([[1] * 64], SamplingParams(), request_id="r"), threading.Event()
         frontend._workers.submit(hold.wait), frontend._workers.submit(hold.wait)
-        gone = frontend.submit([2] * 64, SamplingParams(), request_id="s")
+        gone = frontend.submit([[2] * 64], SamplingParams(), request_id="s")
         gone.cancel()
         hold.set()
         last, ids = await submit(frontend, [3] * 64)
-        assert {asked.request_id for asked in frontend.placement.asked} == {going._sequences[0].id, *ids}
-        assert not last.over
+        assert {asked.request_id for asked in frontend.placement.asked} == {*ids_of(going), *ids}
+        assert not over(last)
 
     run(tokenizer, scenario)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -18,7 +21,8 @@ from penstock.obs.logs import Format, log_ended
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 from penstock.service.checkpoint import DEMO
-from penstock.service.generation import MOST_UNTAKEN, Generation
+from penstock.service.generation import MOST_UNTAKEN, Generation, merge
+from penstock.text.detokenizer import Delta
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -41,16 +45,27 @@ def begin(owner: Owner, ttft_ms: float | None = None, tpot_ms: float | None = No
         id="r", prompt=[5, 6, 7], params=params, seed=1, stop_ids=frozenset(), max_tokens=9, ttft_ms=ttft_ms,
         tpot_ms=tpot_ms,
     )  # fmt: skip
-    generation = Generation(owner, "r", [request], params, owner.clock.now(), "m")
-    generation.routed("e0")
+    generation = Generation(cast(Any, owner), params, owner.clock.now(), "m")
+    generation.add("r", [request])
+    generation.routed(0, "e0")
     return generation
 
 
-def say(owner: Owner, generation: Generation, tokens: int, *, last: bool = False) -> None:
+def begin_several(owner: Owner, prompts: int = 1, n: int = 1) -> Generation:
+    """With the prompt [p] and sequence ids pn: prompt p, its output n."""
+    generation = Generation(cast(Any, owner), SamplingParams(n=n), owner.clock.now(), "m")
+    for p in range(prompts):
+        common = {"params": SamplingParams(n=n), "seed": 1, "stop_ids": frozenset(), "max_tokens": 99}
+        requests = [Request(id=f"{p}{i}", prompt=[p], **cast(Any, common)) for i in range(n)]
+        assert generation.add(f"r-{p}", requests) == p * n
+    return generation
+
+
+def say(owner: Owner, generation: Generation, tokens: int, *, index: int = 0, last: bool = False) -> None:
     output = TokenOutput("r", [50] * tokens)
     if last:
         output.finish, output.timing = FinishReason.LENGTH, Timing(queue=0.1, prefill=0.4, decode=1.0)
-    generation.receive(0, output, owner.clock.now())
+    generation.receive(index, output, owner.clock.now())
 
 
 @pytest.fixture
@@ -101,19 +116,20 @@ def test_what_failed_kept_no_promise_and_what_was_left_has_no_verdict(caplog: py
     assert [json.loads(record.message)["slo_met"] for record in caplog.records] == [False, None]
 
 
-def test_what_nobody_takes_is_given_up(line: Any) -> None:
+@pytest.mark.anyio
+async def test_what_nobody_takes_is_given_up(line: Any) -> None:
     owner = Owner()
     generation = begin(owner)
     for _ in range(6):  # as long as somebody takes what comes it goes on
         say(owner, generation, MOST_UNTAKEN // 4)
-        assert generation.take()
+        assert await generation.next()
     for _ in range(4):
         say(owner, generation, MOST_UNTAKEN // 4)
     assert not owner.released
     say(owner, generation, 1)
     assert owner.released == ["r"]
     with pytest.raises(ClientTooSlow, match=f"{MOST_UNTAKEN + 1} tokens"):
-        generation.take()
+        await generation.next()
     assert line()["status"] == 408
 
 
@@ -133,14 +149,16 @@ def test_its_spans_hang_from_the_exchange_it_began_in() -> None:
     assert len(exporter.get_finished_spans()) == len(names)
 
 
-def test_the_results_of_a_beam_search_are_its_outputs(line: Any) -> None:
+@pytest.mark.anyio
+async def test_the_results_of_a_beam_search_are_its_outputs(line: Any) -> None:
     owner = Owner()
     params = SamplingParams(n=2, use_beam_search=True, max_tokens=9, stop_token_ids=(51,))
     request = Request(id="r", prompt=[5, 6, 7], params=params, seed=1, stop_ids=frozenset([51]), max_tokens=9)
-    generation = Generation(owner, "r", [request], params, owner.clock.now(), "m")
+    generation = Generation(cast(Any, owner), params, owner.clock.now(), "m")
+    generation.add("r", [request])
     owner.clock.advance(1.0)
     generation.receive(0, TokenOutput("r", [], cached_tokens=2), owner.clock.now())
-    assert not generation.over
+    assert generation._open == 2
     owner.clock.advance(1.0)
     found = [
         Hypothesis([50, 50, 51], None, FinishReason.STOP, 51, -1.0),
@@ -148,12 +166,81 @@ def test_the_results_of_a_beam_search_are_its_outputs(line: Any) -> None:
     ]
     last = TokenOutput("r", [], finish=FinishReason.STOP, hypotheses=found, cached_tokens=2)
     generation.receive(0, last, owner.clock.now())
-    deltas = [delta for delta in generation.take() if delta.tokens]
+    deltas = [delta for delta in await generation.next() if delta.tokens]
     ends = [(d.index, d.tokens, d.finish_reason, d.stop_reason) for d in deltas]
     assert ends == [(0, [50, 50, 51], "stop", 51), (1, [50] * 4, "length", None)]
-    assert generation.over
+    assert await generation.next() == []
     assert (generation.usage.completion_tokens, generation.usage.cached_tokens) == (7, 2)
     written = line()
     assert (written["n"], written["completion_tokens"]) == (2, 7)
     assert written["ttft"] == pytest.approx(2.0)
     assert written.get("tpot") is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3), st.lists(st.integers(), max_size=3)), min_size=1))
+def test_merging_keeps_every_outputs_text_and_tokens(parts: list[tuple[int, str, list[int]]]) -> None:
+    merged = merge([Delta(index, text, list(tokens)) for index, text, tokens in parts])
+    assert len({delta.index for delta in merged}) == len(merged)
+    for delta in merged:
+        assert delta.text == "".join(text for index, text, _ in parts if index == delta.index)
+        assert delta.tokens == [token for index, _, tokens in parts if index == delta.index for token in tokens]
+        assert delta.logprobs is None
+
+
+@pytest.mark.anyio
+async def test_a_delta_never_waits_for_the_next() -> None:
+    owner = Owner()
+    with begin_several(owner) as generation:
+        for count in (1, 2):
+            say(owner, generation, count)
+            assert [len(delta.tokens) for delta in await generation.next()] == [count]
+        say(owner, generation, 1)
+        say(owner, generation, 2, last=True)
+        (last,) = await generation.next()
+        assert (len(last.tokens), last.finish_reason) == (3, "length")
+        assert await generation.next() == []
+        assert await generation.next() == []
+
+
+@pytest.mark.anyio
+async def test_several_prompts_share_one_stream() -> None:
+    owner = Owner()
+    with begin_several(owner, prompts=2, n=2) as generation:
+        say(owner, generation, 1, index=3)
+        assert [delta.index for delta in await generation.next()] == [3]
+        for index in range(4):
+            say(owner, generation, 1, index=index, last=True)
+        assert [delta.index for delta in await generation.whole()] == [0, 1, 2, 3]
+        assert (generation.usage.prompt_tokens, generation.usage.completion_tokens) == (2, 5)
+
+
+@pytest.mark.anyio
+async def test_a_failure_comes_after_what_came_before_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.request")
+    owner = Owner()
+    with begin_several(owner, prompts=2) as generation:
+        say(owner, generation, 1, index=1)
+        generation.fail(EngineFailure("dead"))
+        assert [delta.index for delta in await generation.next()] == [1]
+        with pytest.raises(EngineFailure):
+            await generation.next()
+    assert {"00", "10"} == set(owner.released)
+    log_ended()
+    ended = [json.loads(record.message) for record in caplog.records]
+    assert [(one["request_id"], one["status"]) for one in ended] == [("r-0", 500), ("r-1", 500)]
+
+
+@pytest.mark.anyio
+async def test_leaving_lets_go_of_everything() -> None:
+    owner, before = Owner(), asyncio.all_tasks()
+    with begin_several(owner, prompts=3) as generation:
+        waiting = asyncio.create_task(generation.next())
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() - before == {waiting}  # nobody works for it but who asks
+        waiting.cancel()
+    assert owner.released == ["00", "10", "20"]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

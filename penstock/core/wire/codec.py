@@ -6,11 +6,7 @@ from typing import Any
 
 import msgspec
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+encode = msgspec.msgpack.Encoder().encode
 
 
 def decoder(messages: Any) -> msgspec.msgpack.Decoder[Any]:
