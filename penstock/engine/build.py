@@ -130,7 +130,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
     mode = options.graph_mode
-    if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
+    if mode in ("partial", "full") and (reason := obstacle(model.model, cast(Mode, mode))) is not None:
         raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
     budget = _step_budget(options, model_len, device)

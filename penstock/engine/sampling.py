@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.nn import ops
-from penstock.nn.ops.gumbel import row_key
 
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
 
@@ -57,7 +56,7 @@ def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
     if p.greedy:
         return GREEDY
-    key = row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is sampled
+    key = ops.row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is sampled
     return ops.Draw(p.temperature, p.top_p, p.min_p, p.top_k, key)
 
 

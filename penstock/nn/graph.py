@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import addressof
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from penstock.nn import native
 from penstock.nn.batch import Batch
-from penstock.nn.layers import Linear, RMSNorm
-from penstock.nn.native.views import Cache, is_bf16
+from penstock.nn.config import DecoderConfig
+from penstock.nn.layers import Layer, Linear, RMSNorm, Stack
+from penstock.nn.native import Cache, is_bf16
 from penstock.nn.ops import OPS
 from penstock.nn.packed import PackedWeight, Weight
-
-if TYPE_CHECKING:
-    from penstock.nn.models.decoder import Decoder, Layer
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
@@ -79,31 +77,34 @@ class _Rows(ctypes.Structure):
     )
 
 
-def obstacle(model: Decoder, mode: Mode) -> str | None:
+def obstacle(stack: Stack, mode: Mode) -> str | None:
     """Why a model's steps cannot be computed so here, or None."""
     if mode == "eager":
         return None
     if (reason := native.missing()) is not None:
         return reason
-    if not isinstance(_layers(model)[0].mlp.down_proj.weight, PackedWeight):
-        return f"there are no kernels for {str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    if not isinstance(weight := _layers(stack)[0].mlp.down_proj.weight, PackedWeight):
+        return f"there are no kernels for {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
     other = [op.name for op, kernel in CHAINED[mode] if op.on("cpu") is not kernel]
     return f"{', '.join(other)} computed by other backends" if other else None
 
 
-def choose(model: Decoder, batch: Batch) -> Mode:
-    """How a step is computed: as asked for, where it can be, and else by the next that can."""
-    asked = "full" if model.graph_mode == "auto" else model.graph_mode
-    if asked == "full" and not batch.branches and obstacle(model, "full") is None:
+def mode_of(stack: Stack, asked: str, batch: Batch) -> Mode:
+    """How a step is computed: as asked for, where it can be, and else by the next that can.
+
+    Args:
+        asked: one of `MODES`.
+    """
+    if asked in ("auto", "full") and not batch.branches and obstacle(stack, "full") is None:
         return "full"
-    return "partial" if asked != "eager" and obstacle(model, "partial") is None else "eager"
+    return "partial" if asked != "eager" and obstacle(stack, "partial") is None else "eager"
 
 
 class Graph:
     """Where a model's weights are, in the order in which a step reads them. They must not move afterwards."""
 
-    def __init__(self, model: Decoder) -> None:
-        config, stack, layers = model.config, model.model, _layers(model)
+    def __init__(self, config: DecoderConfig, stack: Stack) -> None:
+        layers = _layers(stack)
         self._heads = config.num_heads
         self._layers = (_Layer * config.num_layers)(
             *(
@@ -132,7 +133,7 @@ class Graph:
             config.norm_eps,
             layers[0].self_attn.scale,
         )
-        self._dtype = model.dtype
+        self._dtype = embedding.dtype
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
         self._attend = [layer.self_attn.attend for layer in layers]
@@ -144,7 +145,7 @@ class Graph:
         """A copy of the model has other weights, and describes them when it needs to."""
 
     def __call__(self, mode: Mode, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
-        """As `Decoder.forward`. `mode`: "full"; or "partial", all but attention."""
+        """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
         count, kept = len(batch.tokens), batch.kept
         cos, sin = (x.contiguous() for x in rotation)
         *strides, element = cache.stride()
@@ -179,8 +180,8 @@ class Graph:
             self._after(*step, attended.data_ptr(), *places, i)
 
 
-def _layers(model: Decoder) -> list[Layer]:
-    return cast("list[Layer]", model.model.layers)
+def _layers(stack: Stack) -> list[Layer]:
+    return cast("list[Layer]", stack.layers)
 
 
 def _address(weight: Weight) -> int:

@@ -125,3 +125,37 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: Tensor,
+        batch: Batch,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
+        x, residual = self.input_layernorm.after(x, residual)
+        x = self.self_attn(x, rotation, cache, batch)
+        if kept is not None:
+            x, residual = x[kept], residual[kept]
+        x, residual = self.post_attention_layernorm.after(x, residual)
+        return self.mlp(x), residual
+
+
+class Stack(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)

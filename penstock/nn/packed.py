@@ -48,16 +48,6 @@ class PackedWeight(nn.Module):
         packed.put(0, weight)
         return packed
 
-    @classmethod
-    def over(cls, memory: Tensor, outs: int, ins: int) -> PackedWeight:
-        """One whose lines are there already. Raises ValueError when they are not as many as it has."""
-        packed = cls(outs, ins, memory.dtype, torch.device("meta"))
-        if memory.shape != packed.memory.shape:
-            lines = len(packed.memory)
-            raise ValueError(f"lines: {tuple(memory.shape)} elements, a weight of {outs} x {ins} has ({lines},)")
-        packed.memory = nn.Parameter(memory, requires_grad=False)
-        return packed
-
     @property
     def dtype(self) -> torch.dtype:
         return self.memory.dtype

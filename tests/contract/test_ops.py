@@ -18,9 +18,8 @@ from penstock.engine.cache import as_blocks
 from penstock.nn import native, ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
-from penstock.nn.ops import OPS
-from penstock.nn.ops.attention import sdpa
-from penstock.nn.ops.gumbel import counter, gumbel_noise, row_key
+from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
+from penstock.nn.ops.sample import GOLDEN, MASK, mix
 from penstock.nn.packed import PackedWeight, packs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -438,7 +437,7 @@ def test_noise_is_gumbel_and_a_pure_function():
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**20))
 def test_tensor_arithmetic_agrees_with_integers(seed, position, token):
     key = row_key(seed, position)
-    bits = counter.mix((key & counter.MASK) + (token + 1) * counter.GOLDEN) >> 32
+    bits = mix((key & MASK) + (token + 1) * GOLDEN) >> 32
     uniform = ((torch.tensor(bits, dtype=torch.int64).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     want = -torch.log(-torch.log1p(-uniform))
     assert torch.equal(gumbel_noise(torch.tensor([key]), torch.tensor([[token]]))[0, 0], want)

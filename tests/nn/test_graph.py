@@ -11,7 +11,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import KVCache, make_layout
 from penstock.nn import native
 from penstock.nn.batch import Batch
-from penstock.nn.graph import choose, obstacle
+from penstock.nn.graph import mode_of, obstacle
 from penstock.nn.loader import load_model
 from penstock.nn.ops import OPS
 from tests.helpers.checkpoints import write_checkpoint
@@ -51,7 +51,7 @@ def run(model, mode: str, order: str, consecutive: bool, together: bool = True) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
     model = load_model(checkpoint, CPU, dtype)
-    assert obstacle(model, "full") is None
+    assert obstacle(model.model, "full") is None
     expected = run(model, "eager", "block", consecutive=False)
     assert model._graph is None
     assert expected[0].isfinite().all()
@@ -111,16 +111,16 @@ def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
     pytest.importorskip("transformers")
     directory = write_checkpoint(tmp_path, "qwen3")
     half = load_model(directory, CPU, torch.float16)
-    assert obstacle(half, "full") == obstacle(half, "partial") == "there are no kernels for float16 on cpu"
+    assert obstacle(half.model, "full") == obstacle(half.model, "partial") == "there are no kernels for float16 on cpu"
     assert run(half, "auto", "block", consecutive=True)[0].isfinite().all()
     model = load_model(directory, CPU)
     with OPS["attention"].using("reference"):
-        assert obstacle(model, "full") == "attention computed by other backends"
+        assert obstacle(model.model, "full") == "attention computed by other backends"
         run(model, "auto", "block", consecutive=True)
         assert model._graph is not None, "the rest is still two calls a layer"
     other = load_model(directory, CPU)
     with OPS["silu_mul"].using("reference"):
-        assert obstacle(other, "partial") == "silu_mul computed by other backends"
+        assert obstacle(other.model, "partial") == "silu_mul computed by other backends"
         run(other, "auto", "block", consecutive=True)
         assert other._graph is None
 
@@ -151,7 +151,7 @@ def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
         cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
         cache.slots.zero_()
         found[mode] = [model(Batch([step], CPU), cache.slots) for step in (prompt, beams)]
-        assert (choose(model, Batch([beams], CPU)) == "partial") == (mode != "eager")
+        assert (mode_of(model.model, mode, Batch([beams], CPU)) == "partial") == (mode != "eager")
     for mode in ("auto", "full"):
         assert all(map(torch.equal, found[mode], found["eager"]))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.nn import native, ops
-from penstock.nn.ops.packed_linear import OP
+from penstock.nn.ops import OPS
 from penstock.nn.packed import PackedWeight, packs
 
 CPU = torch.device("cpu")
@@ -85,4 +85,4 @@ def test_rows_may_lie_apart():
 
 
 def test_the_kernel_is_what_is_used():
-    assert OP.backend_on("cpu").name == "native"
+    assert OPS["packed_linear"].backend_on("cpu").name == "native"

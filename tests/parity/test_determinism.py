@@ -12,8 +12,7 @@ import torch
 
 from penstock.nn import loader, native
 from penstock.nn.loader import load_model
-from penstock.nn.ops import OPS
-from penstock.nn.ops.attention import sdpa
+from penstock.nn.ops import OPS, sdpa
 from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_request

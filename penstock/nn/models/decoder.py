@@ -12,43 +12,9 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits
 from penstock.nn.config import DecoderConfig
-from penstock.nn.graph import Graph, choose
-from penstock.nn.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotation, hold, project
+from penstock.nn.graph import Graph, mode_of
+from penstock.nn.layers import Embedding, Linear, Rotation, Stack, hold, project
 from penstock.nn.packed import PackedWeight, Weight
-
-
-class Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        cache: Tensor,
-        batch: Batch,
-        kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
-        x, residual = self.input_layernorm.after(x, residual)
-        x = self.self_attn(x, rotation, cache, batch)
-        if kept is not None:
-            x, residual = x[kept], residual[kept]
-        x, residual = self.post_attention_layernorm.after(x, residual)
-        return self.mlp(x), residual
-
-
-class Stack(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class Decoder(nn.Module):
@@ -124,8 +90,8 @@ class Decoder(nn.Module):
         if self._rotation is None:
             self._rotation = Rotation(self.config, self.dtype, self.device)
         rotation = self._rotation(batch.positions, batch.reach)
-        if (mode := choose(self, batch)) != "eager":
-            self._graph = self._graph or Graph(self)
+        if (mode := mode_of(self.model, self.graph_mode, batch)) != "eager":
+            self._graph = self._graph or Graph(self.config, self.model)
             return self._graph(mode, batch, rotation, cache)
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)

@@ -1,15 +1,53 @@
-"""In two stages, each a partial softmax: the prompt's K and V, read once for all rows, and each row's own, gathered.
-The two are merged by the logarithms of their sums."""
+"""Attention of the beams of a search: a prompt that all share, and places of their own that are found by index."""
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn.batch import BranchSpan, Scratch
-from penstock.nn.ops.attention.context import read
+from penstock.nn.ops.backends import Backend, Op
+from penstock.nn.ops.sdpa import read
 
 
-def attention(q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch) -> Tensor:
+def branch_attention(
+    q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
+) -> Tensor:
+    """softmax(q k^T * scale) v, where every row sees the prompt and then its own places, the last of them its own.
+
+    Args:
+        q: [rows of the span, heads, dim]; heads share K and V as in `attention`.
+        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]; the step's own rows are stored already.
+        span: says where the prompt's blocks and each row's places are.
+        scale: of the scores.
+        window: how many positions a row sees, itself included; None is all.
+        scratch: for what is computed on the way.
+
+    Returns:
+        [rows of the span, heads, dim] in q's dtype.
+    """
+    return OP.on(q.device.type)(q, cache, span, scale, window, scratch)
+
+
+def _reference(
+    q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
+) -> Tensor:
+    """Written to be read: one row after the other, its whole context put together, in float32."""
+    out = torch.empty_like(q)
+    group = q.shape[1] // cache.shape[2]
+    first = 0 if window is None else max(0, span.length - window)
+    shared = cache[span.prompt.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.prompt.length]
+    for row, slots in enumerate(span.slots):
+        own = torch.stack([cache[slot // BLOCK_TOKENS, :, :, slot % BLOCK_TOKENS] for slot in slots.tolist()], dim=2)
+        # [2, heads, context, dim]
+        k, v = torch.cat([shared, own], dim=2)[:, :, first:].float().repeat_interleave(group, dim=1)
+        weights = (torch.einsum("hd,hld->hl", q[row].float(), k) * scale).softmax(-1)
+        out[row] = torch.einsum("hl,hld->hd", weights, v).to(q.dtype)
+    return out
+
+
+def _merged(q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch) -> Tensor:
+    """Two partial softmaxes, merged by the logarithms of their sums: over the prompt's K and V, read once for all rows,
+    and over each row's own, gathered."""
     # what a batch computes for a span has shapes of that span alone, so its results do not depend on the others
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     queries = q.to(dtype).unflatten(1, (cache.shape[2], -1))  # [rows, kv_heads, heads / kv_heads, dim]
@@ -54,3 +92,6 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     share = torch.sigmoid(a[1] - b[1])  # of a in the sum of both
     return a[0] * share + b[0] * (1 - share)
+
+
+OP = Op("branch_attention", Backend("merged", _merged), Backend("reference", _reference))

@@ -1,0 +1,80 @@
+"""Causal attention of a step's rows over their sequences' cached K and V."""
+
+from ctypes import addressof
+
+import torch
+from torch import Tensor
+
+from penstock.nn.batch import Batch
+from penstock.nn.native import DTYPES, computable, dense_rows, function, missing, of_layer
+from penstock.nn.ops.backends import Backend, Op
+from penstock.nn.ops.sdpa import attention as sdpa
+
+
+def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """softmax(q k^T * scale) v, where a row at position p sees positions (p - window, p] of its own sequence.
+
+    Args:
+        q: [rows, heads, dim]; query heads h * heads / kv_heads and following share K and V head h.
+        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]; the step's own rows are stored already.
+        batch: says which blocks hold each sequence.
+        scale: of the scores.
+        window: how many positions a row sees, itself included; None is all.
+
+    Returns:
+        [rows, heads, dim] in q's dtype.
+    """
+    return OP.on(q.device.type)(q, cache, batch, scale, window)
+
+
+def reads_in_place(device: str, dtype: torch.dtype) -> bool:
+    """Whether blocks are read where they lie, through a table as fast as in a range."""
+    return OP.backend_on(device).name == "native" and dtype in DTYPES
+
+
+def _reference(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """Written to be read: one sequence after the other, every score spelled out, in float32."""
+    out = torch.empty_like(q)
+    group = q.shape[1] // cache.shape[2]
+    for span in batch.spans:
+        length = span.start + span.rows
+        # [blocks, 2, kv_heads, block, dim] -> [2, heads, length, dim]
+        context = cache[span.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()
+        k, v = context.repeat_interleave(group, dim=1)
+        rows = slice(span.row, span.row + span.rows)
+        scores = torch.einsum("nhd,hld->hnl", q[rows].float(), k) * scale
+        behind = torch.arange(span.start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[rows] = torch.einsum("hnl,hld->nhd", weights, v).to(q.dtype)
+    return out
+
+
+def _native(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """One kernel for decodes and prompts, over blocks where they lie (native/attention.h); equal to the bit."""
+    if not computable(q, cache):
+        return sdpa(q, cache, batch, scale, window)
+    q, layer = dense_rows(q), of_layer(cache)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    spans, ids = batch.places
+    function("penstock_attention", "pnppnpnpfn")(
+        spans.data_ptr(),
+        len(spans),
+        ids.data_ptr(),
+        addressof(layer),
+        q.shape[1],
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        scale,
+        window or 0,
+    )
+    return out
+
+
+OP = Op(
+    "attention",
+    Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("sdpa", sdpa),
+    Backend("reference", _reference),
+)

@@ -1,0 +1,69 @@
+"""Root-mean-square norm, alone and after adding a residual."""
+
+import torch
+from torch import Tensor
+
+from penstock.nn.native import computable, dense_rows, function, is_bf16, missing
+from penstock.nn.ops.backends import Backend, Op
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32; x's shape and dtype."""
+    return OP.on(x.device.type)(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), the sum rounded to x's dtype before it is normed."""
+    return ADD_OP.on(x.device.type)(x, residual, weight, eps)
+
+
+def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return reference(total, weight, eps), total
+
+
+def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not computable(x, weight):
+        return reference(x, weight, eps)
+    rows, weight = dense_rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    function("penstock_rms_norm", "npnpfpnn")(
+        is_bf16(x),
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        *rows.shape,
+    )
+    return out
+
+
+def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not computable(x, residual, weight):
+        return _add_reference(x, residual, weight, eps)
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    function("penstock_add_rms_norm", "npppfppnn")(
+        is_bf16(x),
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+        total.data_ptr(),
+        x.numel() // x.shape[-1],
+        x.shape[-1],
+    )
+    return out, total
+
+
+CPU = frozenset({"cpu"})
+OP = Op("rms_norm", Backend("native", _native, CPU, missing), Backend("reference", reference))
+ADD_OP = Op("add_rms_norm", Backend("native", _add_native, CPU, missing), Backend("reference", _add_reference))
