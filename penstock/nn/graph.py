@@ -16,7 +16,7 @@ from penstock.nn import native
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.layers import Layer, Linear, RMSNorm, Stack
-from penstock.nn.native import Cache, is_bf16
+from penstock.nn.native import Cache
 from penstock.nn.ops import OPS
 from penstock.nn.packed import PackedWeight, Weight
 
@@ -81,10 +81,9 @@ def obstacle(stack: Stack, mode: Mode) -> str | None:
     """Why a model's steps cannot be computed so here, or None."""
     if mode == "eager":
         return None
-    if (reason := native.missing()) is not None:
-        return reason
     if not isinstance(weight := _layers(stack)[0].mlp.down_proj.weight, PackedWeight):
-        return f"there are no kernels for {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return native.missing() or f"there are no kernels for {dtype} on {weight.device.type}"
     other = [op.name for op, kernel in CHAINED[mode] if op.on("cpu") is not kernel]
     return f"{', '.join(other)} computed by other backends" if other else None
 
@@ -151,7 +150,7 @@ class Graph:
         *strides, element = cache.stride()
         assert element == 1, cache.stride()
         assert cache.dtype == cos.dtype == self._dtype
-        described = Cache(cache.data_ptr(), *strides, cache.shape[3], cache.shape[5], is_bf16(cache))
+        described = Cache(cache.data_ptr(), *strides, cache.shape[3], cache.shape[5], cache.dtype == torch.bfloat16)
         rows = _Rows(
             count,
             *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets, cos, sin)),
