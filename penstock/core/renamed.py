@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 # old name -> new name, as written in a file; of flags and environment variables too
-RENAMED = {"heartbeat": "status-reports", "pool": "role"}
+RENAMED = {"heartbeat": "status-reports", "keeper": "kv-pool", "pool": "role"}
 
 
 def new_name(name: str, known: Collection[str]) -> str | None:

@@ -164,6 +164,7 @@ def test_an_anchor_and_a_blank_value_are_fine():
             SMALLEST + "    max-num-seq: 1",
             "up.yaml:4: instances[0].max-num-seq: no such setting, did you mean max-num-s",
         ),
+        (SMALLEST + "keeper: {orphans: 7}", "up.yaml:4: keeper: it is called kv-pool now"),
         (SMALLEST + "    pool: any", "up.yaml:4: instances[0].pool: it is called role now"),
         (SMALLEST + "    role: both", "up.yaml:4: instances[0].role: 'both', allowed is any, prefill, decode"),
         (
