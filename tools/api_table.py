@@ -182,6 +182,6 @@ if __name__ == "__main__":
         PAGE.write_text(page())
     elif "--check" in sys.argv:
         if page() != PAGE.read_text():
-            sys.exit(f"{PAGE} is not what the code says; run python tools/api_table.py --write")
+            sys.exit(f"{PAGE} is out of date; run python tools/api_table.py --write")
     else:
         print(tables())

@@ -3,7 +3,7 @@
     python tools/decision_bench.py [--policies A,B] [--instances 8,64,1000]
 
 Every decision is over a view of its own, in which as much is new as between two decisions of a busy cluster: some
-instances have told their load since, and one has been given the sequence before.
+instances have reported their load since, and one has got the sequence before.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(policy: str, count: int) -> list[float]:
 
 
 def _load(name: str, rng: random.Random, now: float) -> InstanceLoad:
-    """A few sequences decode there, and some have prompts to read; nobody is full."""
+    """A few sequences decode there, and some instances have prompts to prefill; none is full."""
     requests, prefilling = rng.randrange(24), rng.randrange(3)
     held = requests * 1200
     factors = {"gemm:compute": rng.uniform(0.97, 1.03), "gemm:memory": rng.uniform(0.97, 1.03)}

@@ -49,9 +49,9 @@ from penstock.workload.traces import read_trace
 
 TRACE = "azure2023_conv.csv.gz"
 MAX_MODEL_LEN = 4096
-SLO = {"ttft-ms": 2000, "tpot-ms": 150}  # that every request tells; they steer, and nothing here is judged by them
+SLO = {"ttft-ms": 2000, "tpot-ms": 150}  # of every request; policies use them, nothing here is judged by them
 READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
-LATE = "this host cannot keep the pace"  # says a paced engine
+LATE = "this host cannot keep the pace"  # in the log of a paced engine
 MESSAGES = 4  # until a first token: a place is asked for, and given, the request is sent, and its token
 OTHERS = 0.3  # cores that may be busy while nothing is sent; idle engines look around, too
 PROBES = {"requests": 40, "prompt": 64, "output": 2}
@@ -158,7 +158,7 @@ class Workspace:
         return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / "cache")}
 
     def penstock(self, *words: str) -> None:
-        """Run a command to its end. SystemExit with what it said when it fails."""
+        """Run a command to its end. SystemExit with its output when it fails."""
         command = [sys.executable, "-m", "penstock.cli.main", *words]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -214,7 +214,7 @@ class Workspace:
         return max(0.0, (alone["ttft_p50_ms"] - without["ttft_p50_ms"]) / MESSAGES)
 
 
-# --- the two comparisons: what is served, and the scenario that says the same
+# --- the two comparisons: what is served, and the same as a scenario
 
 
 Setup = tuple[list[str], dict[str, Any]]  # the command that serves; its scenario without what is sent and messages

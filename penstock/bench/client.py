@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.metrics import Answer, RequestRecord
+from penstock.bench.metrics import Answer, ClientRecord
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, Unavailable
 
@@ -42,7 +42,7 @@ class Client:
         base_url: such as http://127.0.0.1:8000.
         endpoint: `completions` or `chat`.
         timeout: seconds that one request may take from being sent to its last byte.
-        keep_answers: records hold what was said, not only how much.
+        keep_answers: records hold the text and token ids, not only their counts.
 
     Raises `ConfigError` when aiohttp is not installed.
     """
@@ -76,19 +76,19 @@ class Client:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._session.close()
 
-    async def send(self, call: Call, start: float) -> RequestRecord:
+    async def send(self, call: Call, start: float) -> ClientRecord:
         """Sends the request now and reads its answer to the end; `start` is when it was due. Never raises for what
         the server or the network does: that is in the record."""
         record, _ = await self._exchange(call, start)
         return record
 
-    async def send_trial(self, call: Call) -> tuple[RequestRecord, bool]:
+    async def send_trial(self, call: Call) -> tuple[ClientRecord, bool]:
         """As `send`, and whether the answer carried token ids."""
         record, answer = await self._exchange(call, self.clock.now())
         return record, answer.token_ids_seen
 
-    async def _exchange(self, call: Call, start: float) -> tuple[RequestRecord, AnswerParser]:
-        record = RequestRecord(
+    async def _exchange(self, call: Call, start: float) -> tuple[ClientRecord, AnswerParser]:
+        record = ClientRecord(
             number=call.number,
             start=start,
             sent=self.clock.now(),
@@ -107,7 +107,7 @@ class Client:
         record.end = self.clock.now()
         return record, answer
 
-    async def _stream(self, body: bytes, record: RequestRecord, answer: AnswerParser) -> None:
+    async def _stream(self, body: bytes, record: ClientRecord, answer: AnswerParser) -> None:
         headers = {"Content-Type": "application/json"}
         async with self._session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
@@ -118,11 +118,11 @@ class Client:
             answer.close()
 
     async def get(self, path: str) -> tuple[int, str]:
-        """(status, body) of a GET. Raises `Unavailable` when nobody answers."""
+        """(status, body) of a GET. Raises `Unavailable` when there is no answer."""
         return await self._ask("GET", path, None)
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        """(status, body) of a POST of JSON. Raises `Unavailable` when nobody answers."""
+        """(status, body) of a POST of JSON. Raises `Unavailable` when there is no answer."""
         return await self._ask("POST", path, msgspec.json.encode(body))
 
     async def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, str]:
@@ -219,12 +219,11 @@ class EventReader:
 class AnswerParser:
     """Counts the tokens of one streamed answer into its record. No sockets: bytes and times come as arguments.
 
-    A server that reports token ids is counted exactly, event by event. One that does not says at the end, in `usage`,
-    how many tokens there were, and they are spread evenly over the events with text: an event is never taken for a
-    token.
+    Of a server that reports token ids, every event is counted exactly. Otherwise the count in `usage`, at the end, is
+    spread evenly over the events with text: an event is never taken for a token.
     """
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: ClientRecord) -> None:
         self._record = record
         self._reader = EventReader()
         self._text_times: list[float] = []

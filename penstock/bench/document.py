@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.metrics import RequestRecord, Summary
+from penstock.bench.metrics import ClientRecord, Summary
 from penstock.bench.serve import Bench, Measurement
 from penstock.bench.slo import SearchResult
 from penstock.core.errors import ConfigError
@@ -58,7 +58,7 @@ def write(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def check_writable(path: str | Path | None, flag: str) -> None:
-    """Raises `ConfigError` when nothing could be written there: better now than after an hour's run."""
+    """Raises `ConfigError` when nothing could be written there, so that a long run does not end without its result."""
     if path is None:
         return
     folder = Path(path).resolve().parent
@@ -84,7 +84,7 @@ def read(path: str | Path, kind: str, flag: str = "--compare") -> dict[str, Any]
     return content
 
 
-def request_rows(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+def request_rows(records: Sequence[ClientRecord]) -> list[dict[str, Any]]:
     """One object per request; times in ms, `start_ms` from the start of the run."""
     origin = min((record.start for record in records), default=0.0)
     return [

@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 
 @dataclass(slots=True)
 class Answer:
-    """What an answer said, as far as it came.
+    """The content of an answer, as far as it was received.
 
     Attributes:
         pieces: of its text.
@@ -30,7 +30,7 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class ClientRecord:
     """Times are seconds on the clock of the run.
 
     Attributes:
@@ -46,7 +46,7 @@ class RequestRecord:
         finish_reason: as the server gave it.
         error: the kind of failure (`timeout`, `connection`, `http 429`, `incomplete`, ...), None for success.
         detail: one line on the failure.
-        answer: what was said; None when nobody wants to know.
+        answer: its content; None when the client does not keep it.
     """
 
     number: int
@@ -102,7 +102,7 @@ class RequestRecord:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between events that brought tokens: how long the text stood still, however much came then."""
+        """Seconds between events that brought tokens, however many each brought."""
         times = [time for time, _ in self.events]
         return [later - earlier for earlier, later in pairwise(times)]
 
@@ -171,8 +171,8 @@ class Summary:
         offered_per_s: rate at which requests became due (without a schedule: were sent); None when all were at once.
         peak_in_flight: most requests that were sent and not ended at one time.
         tokens_per_event: mean output tokens in an event that brought any.
-        ttft: from due to the first tokens. tpot: see `RequestRecord.tpot`. itl: between events of one answer.
-        held_back: by events of several tokens, see `RequestRecord.held_back`.
+        ttft: from due to the first tokens. tpot: see `ClientRecord.tpot`. itl: between events of one answer.
+        held_back: by events of several tokens, see `ClientRecord.held_back`.
         e2e: from due to complete. lag: from due to sent, which is the client's own delay.
     """
 
@@ -200,7 +200,7 @@ class Summary:
     goodput: Goodput | None
 
 
-def summarise(records: Sequence[RequestRecord], limits_ms: Mapping[str, float] | None = None) -> Summary:
+def summarise(records: Sequence[ClientRecord], limits_ms: Mapping[str, float] | None = None) -> Summary:
     """The summary of one run's records (at least one). `limits_ms` are by name: ttft, tpot, e2e."""
     assert records, "nothing was measured"
     done = [record for record in records if record.error is None]
@@ -233,7 +233,7 @@ def summarise(records: Sequence[RequestRecord], limits_ms: Mapping[str, float] |
     )
 
 
-def keeps(record: RequestRecord, name: str, limit_ms: float) -> bool:
+def keeps(record: ClientRecord, name: str, limit_ms: float) -> bool:
     """Whether a request succeeded and kept one limit. One token has no time between tokens, so it keeps any tpot."""
     if record.error is not None:
         return False
@@ -259,7 +259,7 @@ def parse_limits(texts: Sequence[str], flag: str = "--goodput") -> dict[str, flo
     return limits
 
 
-def _goodput(records: Sequence[RequestRecord], limits_ms: Mapping[str, float], duration: float) -> Goodput:
+def _goodput(records: Sequence[ClientRecord], limits_ms: Mapping[str, float], duration: float) -> Goodput:
     kept = {name: [keeps(record, name, limit) for record in records] for name, limit in limits_ms.items()}
     met = sum(all(row) for row in zip(*kept.values(), strict=True))
     return Goodput(
@@ -275,13 +275,13 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def _offered(records: Sequence[RequestRecord]) -> float | None:
+def _offered(records: Sequence[ClientRecord]) -> float | None:
     starts = [record.start for record in records]
     span = max(starts) - min(starts)
     return (len(starts) - 1) / span if span > 0 else None
 
 
-def _peak_in_flight(records: Sequence[RequestRecord]) -> int:
+def _peak_in_flight(records: Sequence[ClientRecord]) -> int:
     # at one instant, endings sort before sendings
     changes = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
     return int(np.cumsum([change for _, change in changes]).max())

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from penstock.bench.metrics import RequestRecord
+from penstock.bench.metrics import ClientRecord
 from penstock.core.errors import ConfigError
 
 # what is compared of two documents of a kind: (path into the document, shown as, whether more is better)
@@ -39,7 +39,7 @@ class LiveCounts:
         self._task = bar.add_task("", total=total)
         self._tokens = self._failed = 0
 
-    def request(self, record: RequestRecord) -> None:
+    def request(self, record: ClientRecord) -> None:
         """One request has ended."""
         self._failed += record.error is not None
         self.batch(0 if record.error is not None else record.output_tokens)
@@ -293,7 +293,7 @@ def import_pyplot() -> ModuleType:
     return pyplot
 
 
-def plot_latencies(records: Sequence[RequestRecord], path: str | Path) -> None:
+def plot_latencies(records: Sequence[ClientRecord], path: str | Path) -> None:
     """The cumulative distributions of TTFT, TPOT and E2E of the requests that completed. Raises `ConfigError`."""
     pyplot = import_pyplot()
     done = [record for record in records if record.error is None]

@@ -1,8 +1,8 @@
 """One measurement of a running server: what is sent and when, the warm-up, and both sides' account of it.
 
-Requests are sent on a schedule (open loop) or one after another (closed loop). An open loop stands for users who do not
-know of each other: it never waits for an answer before it sends the next request. A closed loop stands for a fixed
-number of users who each wait for their answer.
+Requests are sent on a schedule (open loop) or one after another (closed loop). An open loop models
+independent users: it never waits for an answer before it sends the next request. A closed loop models a fixed number of
+users who each wait for their answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.bench.client import Call, Client
-from penstock.bench.metrics import RequestRecord, Summary, summarise
+from penstock.bench.metrics import ClientRecord, Summary, summarise
 from penstock.bench.server import (
     Model,
     ServerView,
@@ -33,8 +33,8 @@ from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.workload.requests import WorkRequest, limit_context, materialise, reusable_tokens, unrelated
 
-Send = Callable[[Call, float], Awaitable[RequestRecord]]
-Progress = Callable[[RequestRecord], None]
+Send = Callable[[Call, float], Awaitable[ClientRecord]]
+Progress = Callable[[ClientRecord], None]
 
 CHAT_TEMPLATE_TOKENS = 64  # room left for what a chat template adds to a prompt
 
@@ -46,7 +46,7 @@ class RequestOptions:
     Attributes:
         model: None asks for the first that the server lists.
         vocab_size: draw prompt ids from all below it; None takes ids of common words from the server.
-        ignore_eos: go on after the end of sequence, so that an answer has the length the workload says.
+        ignore_eos: go on after the end of sequence, so that an answer has the length that the workload gives it.
         extra_body: fields added to every body.
         verify: compute every answer of a modelled model offline, and compare.
     """
@@ -87,7 +87,7 @@ class Measurement:
         verification: None when it was not asked for.
     """
 
-    records: list[RequestRecord]
+    records: list[ClientRecord]
     summary: Summary
     server: ServerView
     cut: int
@@ -181,7 +181,7 @@ class Bench:
         )
 
     async def _verify(
-        self, requests: Sequence[WorkRequest], records: Sequence[RequestRecord], seed: int
+        self, requests: Sequence[WorkRequest], records: Sequence[ClientRecord], seed: int
     ) -> Verification:
         bodies = (self.body(request, seed) for request in requests)
         return await verify(self.client, self.model, bodies, records)
@@ -208,7 +208,7 @@ async def open_loop(
     *,
     max_concurrency: int | None = None,
     progress: Progress | None = None,
-) -> list[RequestRecord]:
+) -> list[ClientRecord]:
     """Sends each call when it is due; returns the records in the order of `calls`, which ascend in `at`.
 
     A record's `start` is when the call was due, so a late client, or a wait for one of `max_concurrency` slots,
@@ -216,7 +216,7 @@ async def open_loop(
     """
     slots = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
-    async def one(call: Call, due: float) -> RequestRecord:
+    async def one(call: Call, due: float) -> ClientRecord:
         async with slots:
             record = await send(call, due)
         if progress:
@@ -241,9 +241,9 @@ async def closed_loop(
     *,
     concurrency: int,
     progress: Progress | None = None,
-) -> list[RequestRecord]:
+) -> list[ClientRecord]:
     """Keeps `concurrency` calls in flight until all were sent; returns the records in the order of `calls`."""
-    records: dict[int, RequestRecord] = {}
+    records: dict[int, ClientRecord] = {}
     waiting = iter(enumerate(calls))
 
     async def user() -> None:

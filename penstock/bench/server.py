@@ -1,4 +1,4 @@
-"""What a server says about itself: its model, a vocabulary that is safe to send, and its own view of a run."""
+"""What a server reports about itself: its model, token ids that are safe to send, and its own view of a run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def _post(client: Client, path: str, body: dict[str, Any]) -> dict[str, An
 
 
 async def read_metrics(client: Client) -> Metrics | str:
-    """The server's counters, or one line that says why there are none."""
+    """The server's counters, or one line on why there are none."""
     try:
         status, text = await client.get("/metrics")
     except Unavailable as error:
@@ -136,7 +136,7 @@ async def settled_metrics(client: Client, before: Metrics | str, completed: int)
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedValue:
     """One quantity as the server (in `metric`) and the client saw it; None where a side has no value."""
 
     name: str
@@ -156,7 +156,7 @@ class ServerView:
     """The server's own account of a run beside the client's, or why there is none."""
 
     missing: str | None
-    rows: tuple[Comparison, ...] = ()
+    rows: tuple[ComparedValue, ...] = ()
 
 
 def compare_views(before: Metrics | str, after: Metrics | str, summary: Summary) -> ServerView:
@@ -173,9 +173,9 @@ def compare_views(before: Metrics | str, after: Metrics | str, summary: Summary)
     rows = []
     for metric, (name, unit, count) in zip(COUNTERS, counts, strict=True):
         seen = _difference(before, after, metric) if metric in after else None
-        rows.append(Comparison(name, metric, unit, seen, count))
+        rows.append(ComparedValue(name, metric, unit, seen, count))
     for metric, (name, stats) in zip(HISTOGRAMS, means, strict=True):
-        rows.append(Comparison(name, metric, "ms", _mean_ms(before, after, metric), stats.mean if stats else None))
+        rows.append(ComparedValue(name, metric, "ms", _mean_ms(before, after, metric), stats.mean if stats else None))
     return ServerView(missing=None, rows=tuple(rows))
 
 

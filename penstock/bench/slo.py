@@ -18,7 +18,7 @@ Measure = Callable[[float], Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LoadProbe:
     """One measurement: `load` in requests/s or concurrent requests, `attainment` from 0 to 1."""
 
     load: float
@@ -28,7 +28,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Where the edge was found.
+    """Where the greatest load was found.
 
     Attributes:
         best: the greatest load that was measured to keep the target; it is below every load that was measured to miss
@@ -39,7 +39,7 @@ class SearchResult:
 
     best: float | None
     missed: float | None
-    probes: tuple[Probe, ...]
+    probes: tuple[LoadProbe, ...]
 
 
 async def find_greatest_load(
@@ -51,7 +51,7 @@ async def find_greatest_load(
     target: float = 0.9,
     tolerance: float = 0.05,
     whole: bool = False,
-    progress: Callable[[Probe], None] | None = None,
+    progress: Callable[[LoadProbe], None] | None = None,
 ) -> SearchResult:
     """Brackets the edge by doubling from `start` (halving when `start` already misses), then bisects.
 
@@ -67,11 +67,11 @@ async def find_greatest_load(
         whole: loads are whole numbers, and a bracket of 1 also ends the search.
     """
     assert 0 < low <= start <= high < math.inf, (low, start, high)
-    probes: list[Probe] = []
+    probes: list[LoadProbe] = []
 
     async def keeps(load: float) -> bool:
         attainment = await measure(load)
-        probes.append(Probe(load, attainment, attainment >= target))
+        probes.append(LoadProbe(load, attainment, attainment >= target))
         if progress:
             progress(probes[-1])
         return probes[-1].kept
@@ -114,11 +114,11 @@ async def _bracket(
 REQUESTS_PER_USER = 4  # in a closed loop: so that the start, when all send at once, does not rule the result
 
 
-class LoadProbes:
-    """`measure` runs the workload at a load and says which share of its requests kept the limits.
+class LoadTester:
+    """`measure` runs the workload at a load and returns the share of its requests that kept the limits.
 
-    The arrivals of every rate are the same, stretched: rates are compared on the same luck. Tokens are new for every
-    probe, so none profits from what the server cached of the one before. Every probe ends before the next begins.
+    All rates have the same arrivals, stretched, so they are compared on one pattern. Tokens are new for every probe, so
+    the server has none of them in its cache. Every probe ends before the next begins.
 
     Args:
         dataset: its `count` is the least number of requests of a probe; its arrivals are replaced, except that a trace

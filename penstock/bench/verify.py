@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from penstock.bench.client import Client
-from penstock.bench.metrics import RequestRecord
+from penstock.bench.metrics import ClientRecord
 from penstock.bench.server import Model, chat_tokens, text_of
 from penstock.core.digest import offline
 from penstock.core.errors import ConfigError
@@ -51,7 +51,7 @@ class Verification:
     differ: int = 0
     differences: list[Difference] = field(default_factory=list)
 
-    def count(self, record: RequestRecord, what: str | None) -> None:
+    def count(self, record: ClientRecord, what: str | None) -> None:
         """One answer was compared; `what` is wrong about it, or None."""
         if record.error is None:
             self.checked += 1
@@ -78,7 +78,7 @@ def check_verifiable(model: Model, extra_body: Mapping[str, Any], url: str) -> N
 
 
 async def verify(
-    client: Client, model: Model, bodies: Iterable[Mapping[str, Any]], records: Sequence[RequestRecord]
+    client: Client, model: Model, bodies: Iterable[Mapping[str, Any]], records: Sequence[ClientRecord]
 ) -> Verification:
     """Compare every answer. Raises `Unavailable` when the server's tokenizer does not answer.
 
@@ -105,7 +105,7 @@ async def verify(
     return result
 
 
-async def _wrong(client: Client, model: Model, body: Mapping[str, Any], record: RequestRecord) -> str | None:
+async def _wrong(client: Client, model: Model, body: Mapping[str, Any], record: ClientRecord) -> str | None:
     """What is wrong with an answer, or None."""
     prompt = body["prompt"] if "prompt" in body else await chat_tokens(client, model.name, body["messages"])
     tokens, finish = expect(prompt, body, model)
@@ -127,7 +127,7 @@ def expect(prompt: Sequence[int], body: Mapping[str, Any], model: Model) -> tupl
     )
 
 
-def compare(record: RequestRecord, tokens: Sequence[int], text: str, finish: FinishReason) -> str | None:
+def compare(record: ClientRecord, tokens: Sequence[int], text: str, finish: FinishReason) -> str | None:
     """One line on the first thing that is wrong with an answer, or None. A failed one has to be a beginning."""
     answer = record.answer
     assert answer is not None

@@ -231,7 +231,7 @@ def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
 
     from penstock.bench import document, report
     from penstock.bench.metrics import parse_limits
-    from penstock.bench.slo import LoadProbes, find_greatest_load
+    from penstock.bench.slo import LoadTester, find_greatest_load
 
     limits = parse_limits(args.goodput)
     whole = args.search == "concurrency"
@@ -242,7 +242,7 @@ def _slo(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
 
     async def search() -> dict[str, Any]:
         async with _client(args) as client:
-            probes = LoadProbes(
+            probes = LoadTester(
                 await _connect(client, args),
                 _dataset(args),
                 limits,

@@ -76,10 +76,10 @@ def parse_url(url: str) -> SplitResult:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer: text that was said or thought, whether it is the last text, and the count of tokens."""
+    """A part of an answer: text of the content or of the reasoning, whether it is the last, and the count of tokens."""
 
-    said: str = ""
-    thought: str = ""
+    content: str = ""
+    reasoning: str = ""
     ends: bool = False
     tokens: int | None = None
 
@@ -161,8 +161,8 @@ def _piece(payload: bytes) -> Piece:
         choice = event["choices"][0] if event.get("choices") else {}
         delta = choice.get("delta") or {}
         return Piece(
-            said=delta.get("content") or "",
-            thought=delta.get("reasoning_content") or delta.get("reasoning") or "",
+            content=delta.get("content") or "",
+            reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
             ends=bool(choice.get("finish_reason")),
             tokens=(event.get("usage") or {}).get("completion_tokens"),
         )
@@ -180,7 +180,7 @@ def _message(body: bytes) -> str:
 
 @dataclass
 class Chat:
-    """A conversation: what was said, and what the next request says."""
+    """A conversation: its messages so far, and the options of the next request."""
 
     server: Server
     model: str
@@ -189,8 +189,8 @@ class Chat:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, prompt: str) -> Generator[Piece, None, None]:
-        """The answer as it comes. What was said of it is remembered, even when the caller stops it half way; a prompt
-        that got no word of an answer is forgotten."""
+        """The answer as it comes. Its text is remembered, even when the caller stops it half way; a prompt without any
+        text of an answer is forgotten."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         turn = {"role": "user", "content": prompt}
         body = {
@@ -200,15 +200,15 @@ class Chat:
             "stream_options": {"include_usage": True},
             **self.options,
         }
-        said: list[str] = []
+        content: list[str] = []
         try:
             with closing(self.server.stream(body)) as pieces:
                 for piece in pieces:
-                    said.append(piece.said)
+                    content.append(piece.content)
                     yield piece
         finally:
-            if any(said):
-                self.turns += [turn, {"role": "assistant", "content": "".join(said)}]
+            if any(content):
+                self.turns += [turn, {"role": "assistant", "content": "".join(content)}]
 
     def reset(self, system: str | None) -> None:
         self.turns.clear()
@@ -236,14 +236,14 @@ def _answer_lines(chat: Chat) -> int:
         if not prompt:
             continue
         if prompt.startswith("/"):
-            said = _command(chat, prompt)
-            if said is None:
+            reply = _command(chat, prompt)
+            if reply is None:
                 break
-            print(said, file=sys.stderr)
+            print(reply, file=sys.stderr)
             continue
         try:
             for piece in chat.ask(prompt):
-                print(piece.said, end="", flush=True)
+                print(piece.content, end="", flush=True)
             print(flush=True)
         except PenstockError as error:
             print(f"\n{error}", file=sys.stderr)
@@ -267,10 +267,10 @@ def _talk(chat: Chat) -> int:
             console.print("  [dim]Ctrl-D or /quit to leave[/dim]")
             continue
         if prompt.startswith("/"):
-            said = _command(chat, prompt)
-            if said is None:
+            reply = _command(chat, prompt)
+            if reply is None:
                 return 0
-            console.print(said, style="dim", markup=False)
+            console.print(reply, style="dim", markup=False)
         elif prompt:
             _show_answer(chat, prompt, console)
 
@@ -281,13 +281,13 @@ def _show_answer(chat: Chat, prompt: str, console: Any) -> None:
     try:
         with closing(pieces):
             for piece in pieces:
-                if first is None and (piece.said or piece.thought):
+                if first is None and (piece.content or piece.reasoning):
                     first = time.monotonic()
-                if thinking and piece.said:
+                if thinking and piece.content:
                     console.print("\n")
-                thinking = bool(piece.thought) or (thinking and not piece.said)
-                console.print(piece.thought, end="", style="dim italic", markup=False, soft_wrap=True)
-                console.print(piece.said, end="", markup=False, soft_wrap=True)
+                thinking = bool(piece.reasoning) or (thinking and not piece.content)
+                console.print(piece.reasoning, end="", style="dim italic", markup=False, soft_wrap=True)
+                console.print(piece.content, end="", markup=False, soft_wrap=True)
                 tokens = piece.tokens or tokens
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/dim]")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.client import AnswerParser, spread
-from penstock.bench.metrics import RequestRecord
+from penstock.bench.metrics import ClientRecord
 
 
 def encode(*events, done=True):
@@ -35,7 +35,7 @@ def usage(prompt, completion, cached=0):
 
 def tally(*pieces):
     """The record after (time, bytes) pieces and the end of the stream."""
-    record = RequestRecord(number=0, start=0.0, sent=0.0, prompt_tokens=11)
+    record = ClientRecord(number=0, start=0.0, sent=0.0, prompt_tokens=11)
     counted = AnswerParser(record)
     for time, data in pieces:
         counted.feed(time, data)

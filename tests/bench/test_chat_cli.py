@@ -109,7 +109,7 @@ def test_stopping_an_answer_closes_the_connection_and_keeps_what_was_said(server
     server.token_delay = 0.01
     conversation = chat.Chat(chat.Server(chat.parse_url(server.url), "key"), "fake", None, {"max_tokens": 10**6})
     pieces = conversation.ask("hello")
-    assert next(pieces).said == "word "
+    assert next(pieces).content == "word "
     pieces.close()
     assert server.cancelled.wait(10)
     assert [turn["content"] for turn in conversation.turns] == ["hello", "word "]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.client import Call
-from penstock.bench.metrics import RequestRecord
+from penstock.bench.metrics import ClientRecord
 from penstock.bench.serve import closed_loop, open_loop
 from penstock.core.clock import SystemClock
 
@@ -19,7 +19,7 @@ def calls(times):
 
 
 def record(call, start):
-    return RequestRecord(number=call.number, start=start, sent=CLOCK.now(), end=CLOCK.now())
+    return ClientRecord(number=call.number, start=start, sent=CLOCK.now(), end=CLOCK.now())
 
 
 def test_open_loop_never_waits_for_an_answer():
@@ -79,7 +79,7 @@ def test_a_wait_for_a_place_is_latency():
 @given(st.integers(1, 20), st.integers(1, 8), st.booleans())
 def test_concurrency_is_kept_and_never_passed(count, concurrency, closed):
     in_flight = peak = 0
-    ended: list[RequestRecord] = []
+    ended: list[ClientRecord] = []
 
     async def send(call, start):
         nonlocal in_flight, peak

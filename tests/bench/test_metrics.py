@@ -5,14 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.metrics import RequestRecord, Stats, keeps, parse_limits, summarise
+from penstock.bench.metrics import ClientRecord, Stats, keeps, parse_limits, summarise
 from penstock.core.errors import ConfigError
 
 
 def of_events(events, start=0.0, end=None):
-    return RequestRecord(
-        number=0, start=start, sent=start, end=end or (events[-1][0] if events else 1.0), events=events
-    )
+    return ClientRecord(number=0, start=start, sent=start, end=end or (events[-1][0] if events else 1.0), events=events)
 
 
 def test_one_token_per_event():
@@ -45,7 +43,7 @@ def test_a_single_token_has_no_time_between_tokens():
 
 
 def test_latency_counts_from_due_not_from_sent():
-    late = RequestRecord(number=0, start=1.0, sent=1.4, end=2.0, events=[(1.5, 1)])
+    late = ClientRecord(number=0, start=1.0, sent=1.4, end=2.0, events=[(1.5, 1)])
     assert late.lag == pytest.approx(0.4)
     assert late.ttft == pytest.approx(0.5)
     assert late.e2e == pytest.approx(1.0)
@@ -64,7 +62,7 @@ SECONDS = st.floats(0, 1e4, allow_nan=False)
 
 def record(number=0, start=0.0, first=0.1, step=0.01, tokens=5, error=None, asked=None, prompt=10, sent=None):
     events = [(start + first + step * i, 1) for i in range(tokens)]
-    answer = RequestRecord(
+    answer = ClientRecord(
         number=number,
         start=start,
         sent=start if sent is None else sent,

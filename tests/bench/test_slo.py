@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.dataset import Dataset
-from penstock.bench.slo import LoadProbes, find_greatest_load
+from penstock.bench.slo import LoadTester, find_greatest_load
 from penstock.core.errors import ConfigError
 from penstock.workload.requests import offered_rate
 
@@ -104,7 +104,7 @@ def probe(dataset, *loads, closed_loop=False, each_limit=False, seconds=0.0):
     """(what was measured, attainments)"""
     bench: Any = FakeBench()
     counts: Any = nullcontext(SimpleNamespace(request=None))
-    probes = LoadProbes(
+    probes = LoadTester(
         bench,
         dataset,
         {"ttft": 1.0, "tpot": 1.0},

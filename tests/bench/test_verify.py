@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.bench.metrics import Answer, RequestRecord
+from penstock.bench.metrics import Answer, ClientRecord
 from penstock.bench.verify import compare
 from penstock.core.errors import ConfigError
 from penstock.core.request import FinishReason
@@ -95,7 +95,7 @@ def test_failed_requests_have_to_begin_right(modelled, tmp_path):
 
 
 def test_what_a_beginning_is():
-    record = RequestRecord(number=0, start=0.0, sent=0.0, error="error event", answer=Answer(["ab"], [1, 2]))
+    record = ClientRecord(number=0, start=0.0, sent=0.0, error="error event", answer=Answer(["ab"], [1, 2]))
     assert compare(record, [1, 2, 3], "abc", FinishReason.LENGTH) is None
     record.answer = Answer(["ab", "\ufffd"], [1, 2])
     assert compare(record, [1, 2, 3], "abé", FinishReason.LENGTH) is None

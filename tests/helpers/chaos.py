@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from penstock.bench.client import Call, Client
-from penstock.bench.metrics import RequestRecord
+from penstock.bench.metrics import ClientRecord
 from penstock.bench.server import Model, find_model
 from penstock.bench.verify import Verification, verify
 from penstock.core.layout import KVLayout
@@ -113,7 +113,7 @@ class Chaos:
     def start(self, bodies: Sequence[Body]) -> Load:
         return Load(self.up.urls, bodies)
 
-    def run(self, bodies: Sequence[Body]) -> list[RequestRecord]:
+    def run(self, bodies: Sequence[Body]) -> list[ClientRecord]:
         """Requests that all have to be answered in full."""
         load = self.start(bodies)
         records = load.wait()
@@ -292,7 +292,7 @@ class Load:
 
     urls: Sequence[str]
     bodies: Sequence[Body]
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[ClientRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send()), daemon=True)
@@ -310,7 +310,7 @@ class Load:
             sent = (clients[i % len(clients)].send(call, time.monotonic()) for i, call in enumerate(calls))
             self.records = await asyncio.gather(*sent)
 
-    def wait(self) -> list[RequestRecord]:
+    def wait(self) -> list[ClientRecord]:
         """All answers, whole or not."""
         self._thread.join(PATIENCE + 10)
         assert not self._thread.is_alive()

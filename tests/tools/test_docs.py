@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from penstock.cli.main import make_parser
-from penstock.service.bundles import BUNDLES
+from penstock.sim.baselines import POLICIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -52,7 +52,7 @@ def test_every_figure_is_shown():
 
 
 def test_every_policy_is_explained():
-    assert set(re.findall(r"`(\w+)`", (ROOT / "docs" / "scheduling.md").read_text())) >= set(BUNDLES)
+    assert set(re.findall(r"`(\w+)`", (ROOT / "docs" / "scheduling.md").read_text())) >= set(POLICIES)
 
 
 def test_comparisons_can_be_made_again():
@@ -66,7 +66,7 @@ def test_comparisons_can_be_made_again():
         layouts = yaml.safe_load((ROOT / scenario).read_text()).get("layouts") or {}
         for variant in words[words.index("--policies") + 1].split(","):
             policy, _, layout = variant.partition("@")
-            assert policy in BUNDLES, variant
+            assert policy in POLICIES, variant
             assert not layout or layout in layouts, variant
 
 

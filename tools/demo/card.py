@@ -17,7 +17,7 @@ from tools.demo.text import MAX_ANSWER_CHARS, Document, overlap
 
 @dataclass
 class Run:
-    """What the model card tells about a training run."""
+    """What the model card reports of a training run."""
 
     score: Score  # of the weights kept
     kept_step: int = 0

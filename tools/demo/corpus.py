@@ -125,7 +125,7 @@ def cut(ids: list[int], rng: random.Random) -> Iterator[Piece]:
     start = 0
     while start < len(ids):
         part = ids[start:end]
-        # What a continuation begins with cannot be told from whatever stands before it in the window.
+        # The first token of a continuation cannot be predicted: what precedes it in the window is another piece.
         yield Piece(part, part if start == 0 else [IGNORED, *part[1:]])
         start, end = end, end + WINDOW
 
