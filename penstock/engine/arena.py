@@ -3,7 +3,7 @@
 The arena is one stretch of addresses: first every block of the pool, in its own order, then the slots of the virtual
 ranges. It counts in slots of one block: slot b < num_blocks is the pool's block b, so a block table and a virtual
 range are two ways to name places of the same tensor. Reserving costs nothing but addresses; reading a slot that is not
-mapped ends the process, which is what a wrong kernel deserves.
+mapped is a segmentation fault, which shows a wrong kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE, _POPULATE = 0x1, 0x2, 0x10, 
 _POPULATE_WRITE = 23  # madvise
 _PIECE = 512 << 10  # bytes: other threads' mappings wait while one is touched
 
-_libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock while it calls
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock during calls
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -52,7 +52,7 @@ class Arena:
         self._place(0, 0, self.num_blocks, 0)
 
     def map(self, slot: int, block: int, count: int = 1, *, populate: bool = True) -> None:
-        """Blocks [block, block + count) lie behind slots [slot, slot + count) from now on.
+        """Map blocks [block, block + count) to slots [slot, slot + count).
 
         With `populate` their pages are in the process's page table when this returns; without, each is faulted in when
         it is first touched.
@@ -62,13 +62,13 @@ class Arena:
         self._place(slot, block, count, _POPULATE if populate else 0)
 
     def unmap(self, slot: int, count: int = 1) -> None:
-        """Nothing lies behind these slots any more."""
+        """Unmap these slots."""
         assert self.num_blocks <= slot <= slot + count <= self.num_blocks + self.num_slots
         start = self._address + slot * self.block_bytes
         _mmap(start, count * self.block_bytes, _NONE, _FIXED | _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
 
     def touch(self, block: int) -> None:
-        """A block of the pool has its memory when this returns, wherever it is mapped; its content stays.
+        """Allocate the memory of a block of the pool; its content is unchanged.
 
         A kernel before 5.14 has no such call: then the block is left to its first use.
         """

@@ -1,4 +1,4 @@
-"""Where a step's time goes: every op of it by itself, with what it moved and computed, and what is left around them."""
+"""A step's time by op, with bytes moved and floating-point operations, and the time outside of ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV memory as the tensor that kernels see, and the two ways to address it.
+"""The KV cache as a tensor for kernels, and its two address modes.
 
     table        a sequence's blocks lie anywhere; kernels are given their ids
     contiguous   they lie behind consecutive slots of a virtual range; kernels are given the first
@@ -110,16 +110,16 @@ class KVCache:
         return [s.blocks for s in plan.sequences]
 
     def settle(self) -> None:
-        """Nothing that `prepare` began is still under way when this returns.
+        """Wait for everything that `prepare` began.
 
-        To be called before the step's outcome is known to anybody: then its blocks may become somebody else's, and a
-        clearing that comes late would take away what that one has written.
+        Call it before the step's outcome is used: its blocks may then get other owners, whose contents a late clearing
+        would erase.
         """
         if self.computed is not None:
             self.computed.record(torch.cuda.current_stream(self.slots.device))
 
     def close(self) -> None:
-        """Let go of the memory. The cache is not used again."""
+        """Release the memory; the cache cannot be used afterwards."""
         if self.reserve is not None:
             self.reserve.close()
         del self.slots, self.blocks, self._flat
@@ -175,7 +175,7 @@ class ContiguousCache(KVCache):
         return placed
 
     def _look_ahead(self, plan: StepPlan, placed: Sequence[Sequence[int]]) -> list[int]:
-        """Have the thread map what the next step will probably need, and clear what of it is fresh.
+        """Have the thread map the blocks that the next step will probably need, and clear the fresh ones.
 
         Returns the slots that must be cleared for this step: where a block is mapped already it costs no page faults.
         """
@@ -209,7 +209,7 @@ class ContiguousCache(KVCache):
 
 
 def _tensor(arena: Arena, layout: KVLayout) -> Tensor:
-    """[elements] over all of an arena, which lives as long as the tensor, whatever becomes of the pool."""
+    """[elements] over all of an arena, which is kept alive by the tensor."""
     return torch.frombuffer(arena.buffer(), dtype=DTYPES[layout.dtype])
 
 

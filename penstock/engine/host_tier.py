@@ -73,7 +73,7 @@ class PinnedSlots(HostSlots):
         self._stream = torch.cuda.Stream(self._device)
         # what a step leaves is written when its kernels have run, which may be later than it is reported
         self._computed = cache.computed = torch.cuda.Event()
-        self._arrived = torch.cuda.Event(blocking=True)  # whoever waits for it leaves the processor to others
+        self._arrived = torch.cuda.Event(blocking=True)  # waiting does not use the CPU
         self._slots = torch.frombuffer(self._memory.buffer, dtype=cache.slots.dtype).view(num_slots, -1)
         size = num_slots * self.block_bytes
         # not torch's own pinned memory, which comes in powers of two
@@ -98,9 +98,9 @@ class PinnedSlots(HostSlots):
         assert self._cache is not None
         count = 0
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._computed)  # who had these blocks before may still be read
+            self._stream.wait_event(self._computed)  # the blocks' previous contents may still be read
             try:
-                for block, slot, _ in moves:  # one is looked at while the one before it travels
+                for block, slot, _ in moves:  # one is verified while the next one is copied
                     self._cache.block(block).copy_(self._slots[slot], non_blocking=True)
                     count += 1
             finally:
@@ -120,7 +120,7 @@ class PinnedSlots(HostSlots):
 
 
 def open_host_tier(cache: KVCache, num_slots: int) -> Mover:
-    """What carries blocks between a cache and so many slots. Raises ConfigError when they cannot be had."""
+    """Open the tier below a cache, with so many slots. Raises ConfigError when they cannot be allocated."""
     size = num_slots * cache.layout.block_bytes
     log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, size / 2**20)  # pinning takes a while
     return Mover(HostSlots(cache, num_slots) if cache.slots.is_cpu else PinnedSlots(cache, num_slots))

@@ -1,4 +1,4 @@
-"""The thread that maps blocks one step ahead, and what mapping costs: time that steps wait, and time that is hidden."""
+"""The thread that maps blocks one step ahead, with its counters: exposed and hidden time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks fit."""
+"""Sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.sched.local.sequence import blocks_for
 
 MAPPINGS = 32768  # slots that a cache may map: Linux allows a process 65,530 mappings by default, of all kinds
 CPU_SHARE = 0.4  # of the memory that is free when the engine starts
-CPU_MOST = 4 << 30  # bytes: a larger cache on a CPU is asked for by name
+CPU_MOST = 4 << 30  # bytes; a larger cache on a CPU only on request
 
 
 def free_bytes(device: torch.device, utilisation: float, num_layers: int) -> int:
@@ -33,7 +33,7 @@ def free_bytes(device: torch.device, utilisation: float, num_layers: int) -> int
 
 
 def check_asked(asked: int, device: torch.device, promised: int = 0) -> None:
-    """Raise ConfigError when so many bytes of KV cache are not there.
+    """Raise ConfigError when so many bytes of KV cache are not available.
 
     Args:
         promised: bytes that are there in any case, because a previous life of this engine had them.

@@ -1,4 +1,4 @@
-"""Copies of a modelled device's blocks: their digests, which take as long on the way as the KV they stand for."""
+"""A modelled device's tier: copies digests, in the time that their KV would take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The thread that carries blocks between the device and a tier of copies below it, as `sched.local.offload` orders.
+"""The thread that copies blocks between the device and the tier below it, as `sched.local.offload` orders.
 
-How bytes get there, and how long that takes, is the tier's own (`Way`). Which order is next, and whether a copy is
-still what was stored, is the same for all.
+The tier's `Way` does the copying. The order of copies and their verification are the same for all tiers.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ COMPLAIN_EVERY = 60.0  # seconds
 
 
 class Way(Protocol):
-    """To the slots of a tier, and back. One thread calls it."""
+    """Copies blocks to a tier's slots and back. One thread calls it."""
 
     @property
     def block_bytes(self) -> int:
-        """What a block counts for."""
+        """Bytes of a block."""
         ...
 
     def store(self, moves: Sequence[Copied]) -> None:
@@ -66,18 +65,17 @@ class Moved(NamedTuple):
 
 
 def checksum_of(data: memoryview) -> int:
-    """64 bits, as of the blocks of a pool (`transfer.records`). It finds accidents; it is no proof against an
-    attacker."""
+    """64 bits, as of the blocks of a pool (`transfer.records`). Detects corruption; not secure against an attacker."""
     from xxhash import xxh3_64_intdigest  # an engine without a tier never needs it
 
     return xxh3_64_intdigest(data)
 
 
 class Mover:
-    """Takes orders from one thread, carries them out in its own, one after the other, and has what came of them ready.
+    """Takes orders from one thread, and executes them in order in its own.
 
-    Loads come before stores that wait. Beside each slot is kept what was stored there, its key and a checksum of its
-    bytes, and a load brings nothing that is not that. What fails costs the order, never the engine.
+    Loads come before waiting stores. The key and checksum of each slot's content are kept, and a load verifies them. A
+    failure ends the order, not the engine.
 
     Args:
         checksum: of a slot's bytes.
@@ -89,13 +87,13 @@ class Mover:
         self._waiter = select.poll()
         self._waiter.register(desk.bell.fd, select.POLLIN)
         thread = threading.Thread(target=_Carrier(desk, way, checksum).work, name="penstock-mover", daemon=True)
-        # memory that is being copied must outlive the copy, also when Python ends
+        # the memory must outlive a running copy, also at interpreter exit
         self._stop = weakref.finalize(self, _stop, thread, desk, way)
         thread.start()
 
     @property
     def block_bytes(self) -> int:
-        """What a block counts for."""
+        """Bytes of a block."""
         return self._way.block_bytes
 
     def fileno(self) -> int:
@@ -106,7 +104,7 @@ class Mover:
         self._desk.give(orders)
 
     def take(self) -> list[Moved]:
-        """What is over since the last call. Does not wait."""
+        """The orders completed since the last call. Does not wait."""
         return self._desk.take() if self._desk.over else []
 
     def wait(self, seconds: float) -> None:
@@ -114,7 +112,7 @@ class Mover:
         self._waiter.poll(seconds * 1e3)
 
     def settle(self) -> None:
-        """Return when everything that was given is over."""
+        """Wait until all orders are completed."""
         self._desk.settle()
 
     def close(self) -> None:
@@ -123,7 +121,7 @@ class Mover:
 
 
 class _Desk:
-    """Where two threads meet: orders on one side, what came of them on the other.
+    """The queue between two threads: orders in, results out.
 
     Attributes:
         over: not taken yet. The bell has rung if and only if there is something.
@@ -222,7 +220,7 @@ class _Carrier:
         return self._way.load(takewhile(self._is_sound, order.moves))
 
     def _is_sound(self, copied: Copied) -> bool:
-        """Whether a slot holds what was stored for this block."""
+        """Whether a slot's key and checksum are those stored."""
         _, slot, key = copied
         if self._stored.get(slot) == (key, self._checksum(self._way.content(slot))):
             return True
@@ -230,7 +228,7 @@ class _Carrier:
         return False
 
     def _complain(self, message: str, *args: object) -> None:
-        """Once in a while."""
+        """Log a warning, rate-limited."""
         if time.monotonic() >= self._complain_at:
             self._complain_at = time.monotonic() + COMPLAIN_EVERY
             log.warning(message, *args)

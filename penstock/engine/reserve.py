@@ -1,9 +1,8 @@
-"""Blocks that are about to be used get their memory before they are.
+"""Allocates the memory of blocks shortly before their first use.
 
 A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.3 to 0.6 ms a MiB,
-and several times that in a virtual machine whose host has to find it first. Prompts would wait for it, so a thread
-touches the blocks that come next, a limited number ahead: once nothing has run for a while, since it takes a core from
-whatever does, or at once when few are left.
+and several times that in a virtual machine. A thread touches the next blocks, a limited number ahead, so that prompts
+do not wait: when nothing has run for a while, as it uses a core, or at once when few are left.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from queue import SimpleQueue
 from penstock.engine.arena import Arena
 
 MOST = 64  # blocks: prompts of 4,096 tokens together
-QUIET = 0.05  # seconds in which nothing ran: a client that asks again as soon as it is answered is not in the way
+QUIET = 0.05  # seconds without a step: a client that sends its next request at once is not delayed
 
 Wanted = SimpleQueue[int | threading.Event | None]
 
 
 class _Pause:
-    """When blocks may be touched."""
+    """Says when blocks may be touched."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -73,7 +72,7 @@ class Reserve:
         self._wanted: Wanted = SimpleQueue()
         stopped = threading.Event()
         self._pause = _Pause()
-        # a daemon, for a process need not end later for memory that it gives back
+        # a daemon: the process need not wait for it at its end
         self._thread = threading.Thread(
             target=_work, args=(arena, self._wanted, stopped, self._pause), name="penstock-reserve", daemon=True
         )
@@ -100,7 +99,7 @@ class Reserve:
             self._pause.end()
 
     def settle(self) -> None:
-        """Return when everything that was expected has its memory, or was refused it: then its use will tell."""
+        """Return when everything that was expected has its memory, or was refused it; its use will then fail."""
         reached = threading.Event()
         self._wanted.put(reached)
         self._pause.hurry()

@@ -1,4 +1,5 @@
-"""A plan to tensors, through the model, to tokens. Keeps nothing between steps but the KV cache and the last draws."""
+"""The runner: a plan to tensors, through the model, to sampled tokens. Its only state between steps is the KV cache and
+the last step's samples."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
-ALONE = 16384  # elements that torch handles on one thread: others would still spin when the next kernels begin
+ALONE = 16384  # elements that torch handles on one thread: other threads would still spin when the next kernels begin
 
 
 class Runner:
@@ -50,7 +51,7 @@ class Runner:
         try:
             return self._compute(plan, batch)
         finally:
-            self.cache.settle()  # what the mapping thread still clears may belong to others from here on
+            self.cache.settle()  # from here on the blocks may get other owners
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()

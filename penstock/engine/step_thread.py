@@ -16,19 +16,19 @@ Outcome = TypeVar("Outcome")
 
 
 class Bell:
-    """Rung by the thread that works.
+    """A notification from the step thread to the engine's loop.
 
-    Two threads share one interpreter. A job that is given while another one is computed begins as soon as that ends,
-    and what comes of the other is only told when the new one says that it computes and needs no interpreter for a
-    while. So what is done about the one hardly delays the other.
+    Two threads share one interpreter. A queued job starts as soon as the one before ends, and the earlier outcome is
+    announced only when the new job says that it is in kernels and does not need the interpreter. So handling the
+    outcome hardly delays the job.
     """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.due = False  # something has ended and was not told
+        self.due = False  # an outcome has not been announced
 
     def computing(self) -> None:
-        """The job that runs leaves the interpreter to others for a while."""
+        """The running job is in kernels and does not need the interpreter."""
         if self.due:
             self.due = False
             self.ring()
@@ -48,7 +48,7 @@ class StepThread(Generic[Outcome]):
     """Takes jobs from one thread, computes them in its own, and has their outcomes ready in the same order.
 
     Attributes:
-        bell: for jobs, which may tell that they compute.
+        bell: for jobs to say that they are in kernels.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class StepThread(Generic[Outcome]):
         thread.start()
 
     def fileno(self) -> int:
-        """Readable when something has been told since the last look."""
+        """Readable when an outcome was announced since the last check."""
         return self.bell.fd
 
     @property
@@ -80,7 +80,7 @@ class StepThread(Generic[Outcome]):
         self._given.put(job)
 
     def take(self, wait: bool) -> Outcome | None:
-        """What came of the oldest job; None when it has not ended and is not to be waited for. Raises what it did."""
+        """The oldest job's outcome; None when it has not ended and `wait` is False. Raises what the job raised."""
         self._look()
         while not self._come:
             if not wait:
@@ -100,7 +100,7 @@ class StepThread(Generic[Outcome]):
             self._look()
 
     def clear(self) -> None:
-        """Forget everything that was given, when it has ended."""
+        """Wait for all jobs and discard their outcomes."""
         self.settle()
         self._come.clear()
 
@@ -120,7 +120,7 @@ def _work(
             outcome = job()
         except BaseException as error:
             outcome = error
-        bell.computing()  # the job may not have said so
+        bell.computing()  # in case the job did not call it
         ended.put(outcome)
         bell.due = True
         del job, outcome

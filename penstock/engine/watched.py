@@ -1,4 +1,4 @@
-"""An engine that writes down what its steps take."""
+"""An engine that records its steps' times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WatchedEngine(Engine):
 
     Attributes:
         taken: of each step what was in it, and the ms until the next one could begin. One after which there was nothing
-            to do is left out: nobody knows when the next one could have begun.
+            to do is left out: its end is unknown.
     """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:

@@ -1,14 +1,14 @@
-"""One pool of blocks that many instances share: who holds which block, and what is left of those that died.
+"""One pool of blocks that many instances share: the holders of each block, and the blocks of failed instances.
 
 A block is in exactly one of three places:
 
-    free       nobody holds it and what it contains is nothing
+    free       no instance holds it; its content is void
     held       one or more attached instances hold it
-    orphaned   the one instance that held it has died; its next life inherits the block
+    orphaned   its only holder has failed; that instance's next incarnation inherits it
 
-An instance never holds more blocks than its quota, and the quotas of all, dead ones included, never sum to more than
-there are blocks. So a lease within a quota always succeeds. It also succeeds within the first `limit` blocks, that sum:
-only those are ever leased, so that the memory which was touched is bounded by what was promised.
+An instance never holds more blocks than its quota, and all quotas, those of failed instances included, never sum to
+more than there are blocks. So a lease within a quota always succeeds. It also succeeds within the first `limit` blocks,
+that sum: only those are ever leased, so that the memory which was touched is bounded by what was promised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError
 
 
 class Depot:
-    """Blocks 0 to num_blocks - 1. An instance's name is its place; its incarnation is one life of it."""
+    """Blocks 0 to num_blocks - 1. Instances are named; an incarnation is one run of an instance."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -29,17 +29,17 @@ class Depot:
         self.limit = 0  # the sum of all quotas
         self._lives: dict[str, _Life] = {}
         self._free = _Runs(num_blocks)
-        self._holders: dict[int, set[str]] = {}  # block -> names; one dead name when it is orphaned
+        self._holders: dict[int, set[str]] = {}  # block -> names; one failed instance when it is orphaned
         self._generation: dict[int, int] = {}
         self._surplus: list[range] = []
 
-    # --- lives
+    # --- incarnations
 
     def attach(self, name: str, incarnation: int, quota: int) -> list[int]:
-        """Begin a life. Returns the blocks inherited from the name's last one; they count against the quota.
+        """Attach an incarnation. Returns the blocks inherited from the previous one; they count against the quota.
 
-        An inherited block begins a new generation: whoever was told of it by the old life can no longer hold it, so
-        its heir may take it for its own.
+        An inherited block begins a new generation: instances that know it from the old incarnation can no longer hold
+        it, so it is exclusive to its heir.
 
         Raises:
             ConfigError: the name is attached already, or the quotas would not fit together.
@@ -61,7 +61,7 @@ class Depot:
         return inherited[:quota]
 
     def detach(self, name: str, keep: Iterable[int]) -> None:
-        """End a life. Of what only it held, `keep` becomes orphaned; everything else it lets go."""
+        """Detach an incarnation. Of the blocks that only it held, `keep` become orphaned; it releases all others."""
         life = self._lives[name]
         assert life.incarnation is not None, f"{name} is not attached"
         kept = {block for block in keep if block in life.blocks and len(self._holders[block]) == 1}
@@ -69,9 +69,9 @@ class Depot:
         life.incarnation = None
 
     def expire(self, name: str) -> None:
-        """Nobody came to inherit: free the orphans of a dead name and give up its quota.
+        """No successor attached: free the orphans of a failed instance and its quota.
 
-        Nobody needs the memory of free blocks then, wherever they lie: the others have leased what they were promised.
+        The memory of free blocks is then surplus.
         """
         life = self._lives[name]
         assert life.incarnation is None, f"{name} is attached"
@@ -82,13 +82,13 @@ class Depot:
         self._surplus += self._free.within(0, self.limit)
 
     def incarnation(self, name: str) -> int | None:
-        """Of the life that is attached under this name, if there is one."""
+        """The incarnation attached under this name, if any."""
         life = self._lives.get(name)
         return life.incarnation if life is not None else None
 
     @property
     def names(self) -> set[str]:
-        """Every instance with a quota, dead or alive."""
+        """Every instance with a quota, attached or failed."""
         return set(self._lives)
 
     # --- blocks
@@ -107,7 +107,7 @@ class Depot:
         """Become one more holder of each (block, generation) and drop `give`, or do nothing at all.
 
         False unless each block is held by another or orphaned, is still in that generation, and is not held already.
-        An orphan that is held so is its dead owner's no longer.
+        An orphan that is held so is no longer inherited.
         """
         wanted = {block for block, _ in blocks}
         assert len(blocks) <= self.room(name) + len(give), f"{name} has no room for {len(blocks)} blocks"
@@ -128,7 +128,7 @@ class Depot:
         return True
 
     def drop(self, name: str, blocks: Sequence[int]) -> None:
-        """Hold these no longer. What nobody else holds is free."""
+        """Release these blocks. Those without another holder become free."""
         assert self.holds(name, blocks), f"{name} gives up what it does not hold"
         self._lives[name].blocks.difference_update(blocks)
         for block in blocks:
@@ -148,7 +148,7 @@ class Depot:
         return self._lives[name].quota - len(self._lives[name].blocks)
 
     def quota(self, name: str) -> int:
-        """Blocks that were promised to a name, dead or alive; 0 when none were."""
+        """The quota of an instance, attached or failed; 0 without one."""
         life = self._lives.get(name)
         return life.quota if life is not None else 0
 
@@ -157,8 +157,8 @@ class Depot:
         return self._generation.get(block, 0)
 
     def take_surplus(self) -> list[range]:
-        """Runs of free blocks whose memory nobody needs any longer, as far as they were not told of before: above
-        `limit`, and all of them when a quota is given up."""
+        """Runs of free blocks whose memory is surplus and was not returned before: above `limit`, and all of them when
+        a quota is given up."""
         surplus, self._surplus = self._surplus, []
         return surplus
 
@@ -175,7 +175,7 @@ class Depot:
         return counts
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for exactly once and every promise can be kept."""
+        """Raise AssertionError unless every block is accounted for exactly once and every quota can be met."""
         self._free.check()
         assert len(self._free) + len(self._holders) == self.num_blocks, "a block is lost"
         assert not any(block in self._free for block in self._holders), "a held block is free"
@@ -223,7 +223,7 @@ class _Life:
     __slots__ = ("blocks", "incarnation", "quota")
 
     def __init__(self) -> None:
-        self.incarnation: int | None = None  # None: dead, and its blocks are orphans
+        self.incarnation: int | None = None  # None: failed, and its blocks are orphaned
         self.quota = 0
         self.blocks: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Which instance has which prefix: the cluster's caches as one map, kept up to date by what instances tell."""
+"""Which instance has which prefix: the cluster's caches as one index, updated by the instances' deltas."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _Tier:
 
 @dataclass(slots=True)
 class _Told:
-    """What one life of an instance has told."""
+    """The keys that one incarnation of an instance has reported."""
 
     incarnation: int
     tiers: dict[str, _Tier] = field(default_factory=dict)
 
 
 class ClusterIndex:
-    """Prefix key -> instances. An instance's tier counts only after it has told everything in it once; and an instance
-    counts for what it was just given to compute."""
+    """Prefix key -> instances. A tier of an instance counts only after a complete delta; prompts just sent to an
+    instance count as cached there."""
 
     def __init__(self) -> None:
         self._device: dict[bytes, set[str]] = {}
@@ -40,9 +40,9 @@ class ClusterIndex:
         self._expected: dict[bytes, dict[str, int]] = {}
 
     def apply(self, instance: str, delta: CacheDelta) -> bool:
-        """Take over what an instance tells. False: something before it is missing, so ask for the whole.
+        """Apply an instance's delta. False: an earlier one is missing, so ask for a complete one.
 
-        A message from another life than the one before replaces what that one had, in all tiers.
+        A delta from a new incarnation replaces everything of the previous one, in all tiers.
         """
         told = self._told.get(instance)
         if told is None or delta.incarnation != told.incarnation:
@@ -71,20 +71,20 @@ class ClusterIndex:
         return True
 
     def forget(self, instance: str) -> None:
-        """An instance has gone, or what is known of it is void."""
+        """Remove an instance's keys."""
         told = self._told.pop(instance, None)
         if told is not None:
             for tier in list(told.tiers):
                 self._void(instance, told, tier)
 
     def expect(self, instance: str, keys: Sequence[bytes]) -> None:
-        """A prompt with these keys is under way to an instance: whoever follows it there will find them."""
+        """A prompt with these keys was sent to an instance: later prompts will find them there."""
         for key in keys:
             expected = self._expected.setdefault(key, {})
             expected[instance] = expected.get(instance, 0) + 1
 
     def unexpect(self, instance: str, keys: Sequence[bytes]) -> None:
-        """That prompt is over; what it left was told by now."""
+        """That prompt has ended; the keys it left have been reported."""
         for key in keys:
             expected = self._expected[key]
             expected[instance] -= 1
@@ -172,7 +172,7 @@ class ClusterIndex:
         return self._device if tier == DEVICE else self._below
 
     def check(self) -> None:
-        """Raise AssertionError unless both views say the same."""
+        """Raise AssertionError unless both maps agree."""
         for index in (self._device, self._below):
             by_key = {(key, name) for key, names in index.items() for name in names}
             by_name = {

@@ -1,6 +1,6 @@
 """Prefix keys: the name of a block is a hash of every token up to its end.
 
-128 bits of BLAKE2b, chained. A collision would hand one user another's text, so the hash is a cryptographic one; at the
+128 bits of BLAKE2b, chained. A collision would expose another user's text, so the hash is cryptographic; at the
 size of a block (a 16-byte parent and 256 bytes of tokens) BLAKE2b and BLAKE3 take the same time, under a microsecond,
 and BLAKE2b is in the standard library.
 """
@@ -18,7 +18,7 @@ _BLOCK_BYTES = BLOCK_TOKENS * array("I").itemsize
 
 
 def root_key(*parts: str) -> bytes:
-    """The parent of every first block. `parts` name whatever must not share KV: model, adapter, tenant's salt."""
+    """The parent key of every first block. `parts` are what separates caches: model, adapter, tenant's salt."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"penstock.root")
     for part in parts:
         data = part.encode()
@@ -27,7 +27,7 @@ def root_key(*parts: str) -> bytes:
 
 
 def salted(root: bytes, salt: str) -> bytes:
-    """The parent of first blocks for those who share prefixes only with others of the same salt; "" is none."""
+    """The parent key of first blocks of requests with a cache salt; "" is no salt."""
     if not salt:
         return root
     return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"penstock.salt").digest()

@@ -1,14 +1,14 @@
-"""Which physical block lies behind which place of the virtual ranges, and which ranges wait to be used again.
+"""Virtual ranges: the mapping of their slots to physical blocks, and the ranges kept for reuse.
 
 A range is as many consecutive virtual slots as the longest sequence needs blocks. Slots are mapped from the front, so
 what a range has mapped is one list. A range is in exactly one of three states:
 
     free       nothing is mapped
     used       a sequence owns it: its first `live` slots are that sequence's blocks, slots behind them are stale
-    reusable   nobody owns it, what was mapped still is: the next sequence remaps only the slots that differ
+    reusable   not owned, still mapped: the next sequence remaps only the slots that differ
 
 Every mapping costs an entry in the kernel's table, of which a process has a limited number, so mappings are kept under
-a budget. Over it, reusable ranges lose theirs, the one that was let go longest ago first; then stale slots of used
+a budget. Over it, reusable ranges lose theirs, the one released longest ago first; then stale slots of used
 ranges go; and when the live ones alone would be too many, a sequence gets no range and is read through its block table.
 
 Slots are mapped by whole blocks, so a block must be a whole number of the device's mapping units. On a CPU it is (4 KiB
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 
 class Change(NamedTuple):
-    """A slot gets another block behind it, or none."""
+    """A slot's new block, or None."""
 
     slot: int
     block: int | None
@@ -107,14 +107,14 @@ class Ranges:
         return changes
 
     def release(self, owner: str) -> None:
-        """The owner needs its range no more; it may have none."""
+        """Release the owner's range, if it has one."""
         number = self._used.pop(owner, None)
         if number is not None:
             self._ranges[number].live = 0
             self._reusable[number] = None
 
     def blocks(self, owner: str) -> list[int]:
-        """What lies behind the owner's live slots; empty when it has no range."""
+        """The blocks of the owner's live slots; empty when it has no range."""
         number = self._used.get(owner)
         return [] if number is None else self._ranges[number].mapped[: self._ranges[number].live]
 

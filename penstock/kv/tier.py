@@ -1,4 +1,4 @@
-"""A tier of the KV cache below the device: which block's copy lies in which of its slots.
+"""A tier of the KV cache below the device: which slot has which block's copy.
 
 A copy is findable once it is whole. A copy whose parent has gone could never be found, so parents stay as long as they
 have children, and what goes is the least recently used of those without: the leaves of the prefix tree (xLLM, section
@@ -123,7 +123,7 @@ class Tier:
     # --- reading
 
     def begin_reading(self, keys: Sequence[bytes]) -> None:
-        """These whole copies stay as they are."""
+        """Pin these complete copies."""
         for key in keys:
             copy = self._copies[key]
             assert copy.state == "whole"
@@ -136,7 +136,7 @@ class Tier:
             self._look_at(key, copy)
 
     def spoil(self, key: bytes) -> None:
-        """What was read there is not what was written: nobody finds it any longer."""
+        """The copy is corrupt: remove it from the index."""
         copy = self._copies.get(key)
         if copy is not None and copy.state == "whole":
             copy.state = "bad"
@@ -167,7 +167,7 @@ class Tier:
             now[key] = None
 
     def _look_at(self, key: bytes | None, copy: _Copy) -> None:
-        """It may be a leaf now, or one that was used since."""
+        """It may have become a leaf, or was used."""
         if key is None or not copy.is_free_to_go:
             return
         heappush(self._leaves, (copy.used, key))

@@ -1,5 +1,5 @@
-"""Policies by name, the same ones for `penstock up` and the simulator. A name is a whole bundle: everything about a
-cluster that is decided and not configured."""
+"""Policies by name, for `penstock up` and the simulator. A name stands for a bundle: dispatch, roles, co-location,
+scaling and local policy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.service.master import Policies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What policies are told of where they decide.
+    """What policies know of their deployment.
 
     Attributes:
         interval: seconds between two decisions about the number of instances; None leaves it to the policy.
-        priorities: bounds of the targets that a priority may be worth; none: a priority is worth no target.
+        priorities: bounds of the targets that a priority implies; none: priorities imply no targets.
     """
 
     interval: float | None = None
@@ -41,10 +41,10 @@ class Circumstances:
 class Bundle:
     """
     Attributes:
-        make: fresh policies: they remember.
+        make: new policy objects, as they have state.
         local_policy: of the engines, a name in `sched.local.LOCAL_POLICIES`.
         moves: whether instances may have to hand over to all others, whatever their roles.
-        scales: whether it starts and stops instances, for which there has to be somebody who does.
+        scales: whether it starts and stops instances; only the simulator does so.
     """
 
     make: Callable[[Circumstances], Policies]
@@ -54,12 +54,12 @@ class Bundle:
 
 
 def dispatched(make: Callable[[], DispatchPolicy]) -> Bundle:
-    """One that only says where sequences run."""
+    """A bundle with a dispatch policy only."""
     return Bundle(make=lambda at: Policies(dispatch=make(), priorities=at.mapping()))
 
 
 def scaled(bundle: Bundle, make: Callable[[], ScalingPolicy]) -> Bundle:
-    """The same, with as many instances as are needed."""
+    """The same bundle, with a scaling policy."""
     return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(make())), scales=True)
 
 
@@ -89,4 +89,4 @@ BUNDLES = {
     "unified": _UNIFIED,
     "unified_scaling": scaled(_UNIFIED, UnifiedScaling),
 }
-STEADY = tuple(name for name, bundle in BUNDLES.items() if not bundle.scales)  # where nobody starts and stops instances
+STEADY = tuple(name for name, bundle in BUNDLES.items() if not bundle.scales)  # without scaling

@@ -1,4 +1,5 @@
-"""Sequences on their way through the engines: where each is sent, what comes back, and what a loss does to it."""
+"""The frontend's side of the engines: sends sequences to them, receives outputs, and recovers sequences when an engine
+is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
-MASTER_LEARNS = 1.0  # seconds until it has heard of an instance that is ready
+MASTER_LEARNS = 1.0  # seconds until the master knows of an instance that is ready
 
 
 class EngineClient:
@@ -46,7 +47,7 @@ class EngineClient:
 
     Attributes:
         flights: the sequences that are not over, by id.
-        patience: seconds that requests which were interrupted wait for a place.
+        patience: seconds that interrupted requests wait for a placement.
         queued_tokens: of the prompts whose first token has not come.
         prefill_rate: how fast those come out of the queue, in their tokens.
         completion_rate: how fast sequences end.
@@ -76,7 +77,7 @@ class EngineClient:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be placed; "" when it can."""
+        """Why no request can be placed; "" when one can."""
         return self._placement.trouble
 
     @property
@@ -85,7 +86,7 @@ class EngineClient:
         return self._placement.wants_keys
 
     def start(self) -> None:
-        """Begin to listen to the engines; call it inside the event loop."""
+        """Start receiving from the engines; call it inside the event loop."""
         self._placement.start(self._answered)
         for name, instance in self.instances.items():
             self._channels[name].open(partial(self._on_event, instance))
@@ -101,7 +102,7 @@ class EngineClient:
         await self._placement.close()
 
     def add(self, sequences: Sequence[Flight[Generation]]) -> None:
-        """Sequences that shall run: from now on they are kept, and their generation gets what comes of them."""
+        """Add sequences; their outputs go to their generation."""
         now = self._clock.now()
         self.prefill_rate.begin(now)
         self.completion_rate.begin(now)
@@ -111,7 +112,7 @@ class EngineClient:
             self.flights[flight.id] = flight
 
     def release(self, sequence_ids: Sequence[str]) -> None:
-        """Forget sequences that are not wanted any longer, and have the engines drop them."""
+        """Remove sequences and cancel them at the engines."""
         for sequence_id in sequence_ids:
             flight = self.flights.get(sequence_id)
             if flight is not None:
@@ -138,7 +139,7 @@ class EngineClient:
             self.prefill_rate.rest(now)
 
     def _cancel(self, flight: Flight[Generation], peers: Iterable[Peer]) -> None:
-        """Have this attempt dropped there."""
+        """Cancel this attempt at its engines."""
         for peer in peers:
             if self.instances[peer.name].is_current(peer.incarnation):
                 self._channels[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
@@ -146,7 +147,7 @@ class EngineClient:
     # --- places
 
     def find_places(self, sequences: Sequence[Flight[Generation]]) -> None:
-        """Have sequences run that were added, unless they are over by now."""
+        """Ask for placements of added sequences, unless they have ended."""
         for flight in sequences:
             if flight.id in self.flights:
                 flight.asked_first = self._clock.now()
@@ -171,7 +172,7 @@ class EngineClient:
                     self._take_place(flight, answer)
                 case NoPlace():
                     self._nowhere(flight, answer)
-                case Queued():  # it waits at the master, who will say so when there is a place
+                case Queued():  # it is in the master's queue; another answer follows
                     self._waiting.leave(answer.request_id)
                     self._waiting.hurry()
         except Exception as error:
@@ -183,7 +184,7 @@ class EngineClient:
 
     def _take_place(self, flight: Flight[Generation], answer: Placed) -> None:
         missing = [p.name for p in (answer.prefill, answer.decode) if p is not None and not self._reaches(p)]
-        if missing:  # the master has not noticed yet
+        if missing:  # the master does not know of the loss yet
             flight.avoid += missing
             flight.again()
             self._ask(flight)
@@ -203,13 +204,13 @@ class EngineClient:
             self._waiting.enter(answer.request_id)
 
     def _believes_from(self, flight: Flight[Generation]) -> float:
-        """When it is believed that nobody can take it: the master may only just begin to know the instances, and an
-        instance that died may be just starting again."""
+        """From when a refusal counts: a restarted master may not know all instances yet, and a failed instance may be
+        restarting."""
         patience = self.patience if flight.interrupted else MASTER_LEARNS
         return max(flight.asked_first, self._placement.since) + patience
 
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
-        """Nobody takes it."""
+        """No instance can take it: end it with an error."""
         if why := flight.interrupted:
             error = EngineFailure(f"{why}, and nobody could go on with it, {AGAIN}")
         flight.owner.fail(error)
@@ -232,7 +233,7 @@ class EngineClient:
     # --- going on elsewhere
 
     def _go_on(self, flight: Flight[Generation]) -> None:
-        """It is stranded: have it run elsewhere, from the tokens that its client has."""
+        """Continue a stranded sequence elsewhere, from the tokens that its client has."""
         now = self._clock.now()
         self._cancel(flight, flight.peers)
         if flight.launches >= ATTEMPTS:
@@ -251,7 +252,7 @@ class EngineClient:
         self._ask(flight)
 
     def _resumed(self, flight: Flight[Generation], output: TokenOutput) -> None:
-        """It runs again: its first output there has come."""
+        """It has continued: its first output from the new placement has arrived."""
         self._metrics.observe_recovery("fetch" if output.cached_tokens else "recompute")
         text = "request %s goes on at %s from token %d: %d tokens of %d were found there"
         known = len(flight.request.prompt) + output.start
@@ -262,7 +263,7 @@ class EngineClient:
     def _on_event(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
         try:
             self._handle(instance, event)
-        except Exception as error:  # nobody else would notice
+        except Exception as error:  # the error would go unnoticed
             log.exception("the frontend failed")
             self.instance_lost(instance.name, f"the frontend failed: {type(error).__name__}")
 
@@ -272,12 +273,12 @@ class EngineClient:
             self.tick()
 
     def tick(self) -> None:
-        """End what has waited in vain."""
+        """End sequences whose wait has timed out."""
         now = self._clock.now()
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
         for sequence_id in self._waiting:
-            flight = self.flights.get(sequence_id)  # one that fails takes others with it
+            flight = self.flights.get(sequence_id)  # a failing one may end others
             if flight is not None and now > self._believes_from(flight):
                 self._give_up(flight, Unavailable("no instance could take this request in time"))
         for flight in list(self.flights.values()):
@@ -319,7 +320,7 @@ class EngineClient:
         self._waiting.hurry()
 
     def _compare_lengths(self, name: str, length: int) -> None:
-        """The shortest one limits every request, so that each fits wherever it is placed, also after a loss."""
+        """Warn of different `max_model_len`s: the shortest limits every request, so that each fits every instance."""
         others = {i.said.max_model_len for i in self.instances.values() if i.said is not None and i.name != name}
         if others - {length}:
             limit = min(length, *others)
@@ -328,7 +329,7 @@ class EngineClient:
             log.warning(text, name, length, shown, limit)
 
     def instance_lost(self, name: str, reason: str) -> None:
-        """An engine is gone: its requests go on elsewhere, unless another engine has them by now."""
+        """An engine was lost: its requests continue elsewhere, unless another engine owns them by now."""
         instance = self.instances[name]
         instance.lost = instance.lost or reason
         ready, instance.ready = instance.ready, None
@@ -348,11 +349,11 @@ class EngineClient:
         return self._rescue()
 
     def _rescue(self) -> int:
-        """Have all that is stranded go on elsewhere, the most urgent first; of how many requests that was."""
+        """Continue all stranded sequences elsewhere, the most urgent first; returns the number of requests."""
         stranded = [flight for flight in self.flights.values() if flight.stranded]
         stranded.sort(key=lambda flight: flight.urgency)
         for flight in stranded:
-            if flight.id in self.flights:  # one that fails takes others with it
+            if flight.id in self.flights:  # a failing one may end others
                 self._go_on(flight)
         return len({id(flight.owner) for flight in stranded})
 
@@ -408,7 +409,7 @@ class EngineClient:
         except EngineFailure as error:
             log.warning("request %s: %s", output.request_id, error)
             flight.owner.fail(error)
-        except Exception:  # of this one request: the others go on
+        except Exception:  # this request fails; the others continue
             log.exception("request %s failed", output.request_id)
             flight.owner.fail(EngineFailure("the answer could not be put together"))
 

@@ -1,5 +1,4 @@
-"""The owner of the clients' requests: tokenises, has sequences placed, sends them to engines, and turns tokens into
-text."""
+"""The frontend: owns the clients' requests, tokenises, has sequences placed and run, and detokenises."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ from penstock.service.intake import ModelLimits, make_sequences
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
-AT_ONCE = 2048  # characters, or tokens: a thread of their own would cost more time than they do
-CACHES_QUEUED = 4  # prompt tokens that may wait, in what the KV caches hold, unless somebody says how many
-MOST_SECONDS = 120.0  # that a client is told to wait until it tries again
+AT_ONCE = 2048  # characters or tokens up to which a thread costs more than it saves
+CACHES_QUEUED = 4  # default limit of queued prompt tokens, in sizes of the KV caches
+MOST_SECONDS = 120.0  # upper bound of Retry-After
 
 
 class Frontend:
@@ -50,7 +49,7 @@ class Frontend:
         max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
 
     Attributes:
-        draining: whether the server is about to end. What it has begun goes on; what is new is refused at its edge.
+        draining: whether the server is draining: running requests continue, new ones are refused.
     """
 
     def __init__(
@@ -83,22 +82,22 @@ class Frontend:
         self._closed = False
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
-    # --- life
+    # --- start and end
 
     def start(self) -> None:
-        """Begin to listen to the engines; call it inside the event loop."""
+        """Start receiving from the engines; call it inside the event loop."""
         self.engine_client.start()
 
     async def wait_ready(self) -> None:
         """Returns once an engine can serve."""
         while not self.ready:
             self.engine_client.changed.clear()
-            with contextlib.suppress(TimeoutError):  # the master may be the last to come, and time passes by itself
+            with contextlib.suppress(TimeoutError):  # the master may start last; check again after a while
                 async with asyncio.timeout(TICK):
                     await self.engine_client.changed.wait()
 
     async def close(self) -> None:
-        """Stop listening; whatever still runs is ended with an error, and the engines are told."""
+        """Stop receiving; running requests end with an error and are cancelled at the engines."""
         self.end_all(Unavailable("the server is shutting down"))
         self._closed = True
         await self.engine_client.close()
@@ -134,7 +133,7 @@ class Frontend:
         return "; ".join(f"{name}: {trouble}" for name, trouble in troubles.items())
 
     def instance_states(self) -> list[dict[str, str]]:
-        """For those who operate the server: every instance's name, role and state, and what is wrong with it."""
+        """For operators: every instance's name, role and state, and its trouble, if any."""
         now = self.clock.now()
         return [
             {"name": i.name, "role": i.role, "state": i.state(now), "trouble": i.trouble(now)} for i in self._instances
@@ -142,7 +141,7 @@ class Frontend:
 
     @property
     def max_model_len(self) -> int:
-        """Of the engine with the least room; 0 until one has been ready."""
+        """The least of all engines; 0 until one has been ready."""
         return min((said.max_model_len for said in self._said), default=0)
 
     @property
@@ -151,7 +150,7 @@ class Frontend:
 
     @property
     def modelled(self) -> dict[str, int] | None:
-        """When every engine only pretends to compute: the first and the last token id that they draw from."""
+        """When every engine is modelled: the first and the last token id that they sample."""
         sampled = {said.sampled_ids for said in self._said}
         if len(sampled) != 1 or None in sampled:
             return None
@@ -164,7 +163,7 @@ class Frontend:
 
     @property
     def _said(self) -> list[Ready]:
-        """What each engine said of itself, in this life or the last."""
+        """What each engine reported, in this incarnation or the last."""
         return [instance.said for instance in self._instances if instance.said is not None]
 
     def check_ready(self) -> None:
@@ -285,7 +284,7 @@ class Frontend:
     def _find_places(
         self, flights: Sequence[Flight[Generation]], prompt: list[int], params: SamplingParams, cache_salt: str
     ) -> None:
-        # who wants all of the prompt computed finds nothing in any cache
+        # with prompt log-probabilities the whole prompt is computed, so caches are not used
         if not self.engine_client.wants_keys or len(prompt) < BLOCK_TOKENS or params.prompt_logprobs is not None:
             self.engine_client.find_places(flights)
             return
@@ -297,8 +296,8 @@ class Frontend:
         hashing.add_done_callback(partial(self._hashed, flights))
 
     def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
-        """Raises Overloaded when there is no room for so many outputs of a prompt. A prompt that is longer than the
-        whole queue has room when nothing else waits."""
+        """Raises Overloaded when the queue is full for so many outputs of a prompt. A prompt longer than the whole
+        queue is accepted when nothing else waits."""
         count, queued = len(self.engine_client.flights), self.engine_client.queued_tokens
         if count + outputs > self._max_requests:
             raise Overloaded(
@@ -315,8 +314,8 @@ class Frontend:
             )
 
     def _seconds_until(self, ends: int) -> float:
-        """Seconds until all that waits now has its first token and so many sequences have ended, as it goes just now,
-        or as it is predicted when nothing was measured."""
+        """Seconds until all queued prompts have their first token and so many sequences have ended, by the measured
+        rates, or by predicted ones when nothing was measured."""
         now, engine_client = self.clock.now(), self.engine_client
         prefilling = engine_client.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
         completing = engine_client.completion_rate.rate(now)
@@ -336,12 +335,12 @@ class Frontend:
         self.engine_client.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:
-        """Forget sequences that are not wanted any longer, and have the engines drop them."""
+        """Remove sequences and cancel them at the engines."""
         self.engine_client.release(sequence_ids)
 
 
 def _predicted_rate(said: Ready) -> float:
-    """Prompt tokens that an engine reads in a second, by what it says of its device; 0 when that is nothing."""
+    """Prompt tokens per second of an engine, predicted from its device; 0 when unknown."""
     if said.device_model is None or said.shape is None:
         return 0.0
     milliseconds = StepTime(said.device_model, said.shape).prefill_ms(said.token_budget, budget=said.token_budget)

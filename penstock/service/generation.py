@@ -1,4 +1,4 @@
-"""A client's request while it is served: its outputs as they come, and what is written down about it at the end."""
+"""A client's request while it is served: its outputs as they arrive, and its log record at the end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.service.intake import MOST_NAMED
 from penstock.text.detokenizer import Delta, OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
-MOST_DELTAS = 256  # that are kept apart for a client that does not keep up; then they are joined
+MOST_DELTAS = 256  # deltas kept separate for a slow client; beyond it they are merged
 # Tokens, and other tokens named beside them, of one prompt's outputs that wait for a client; with more it is given up.
 # Outputs without log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
 MOST_UNTAKEN = MOST_NAMED
-CLIENT_LEFT = 499  # in the log, where others write it too
+CLIENT_LEFT = 499  # nginx's status for a closed client connection; for the log
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class Generation:
         )
 
     def cancel(self) -> None:
-        """End it now. Harmless after the end."""
+        """Cancel it. No effect after its end."""
         for part in self._parts:
             self._frontend.release(
                 [s.id for s, stream in zip(part.sequences, part.streams, strict=True) if not stream.finished]
@@ -176,7 +176,7 @@ class Generation:
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought the sequence of an output."""
         for i, own in outputs_of(index, output):
-            if self._error is None:  # the one before may have been too much for its client
+            if self._error is None:  # the output before may have exceeded the client's buffer
                 self._receive(i, own, now)
         self._tell()
 
@@ -196,7 +196,7 @@ class Generation:
             untaken += sum(len(entry.top) for entry in delta.logprobs)
         self._untaken[number] = untaken
         if untaken > MOST_UNTAKEN:
-            self._deltas = []  # what it does not get in full it gets no more of
+            self._deltas = []  # the rest is dropped
             self.fail(ClientTooSlow(f"the answer was given up: {untaken} tokens of it waited for its client"))
             return
         if len(self._deltas) >= MOST_DELTAS + self._params.n * len(self._parts):
@@ -267,7 +267,7 @@ class Generation:
             self._trace.prompt_ended(record, self._params)
 
     def _met_targets(self, part: _Part) -> bool | None:
-        """Whether it met its targets; None when it has none. What has failed met none of them."""
+        """Whether it met its targets; None without targets. A failed request has missed them."""
         asked = part.sequences[0]
         if asked.ttft_ms is None and asked.tpot_ms is None:
             return None

@@ -195,7 +195,7 @@ class SimFrontend:
         self._lives[ready.peer.name] = ready.peer.incarnation
 
     def lose(self, now: float, peer: Peer, reason: str) -> list[Due]:
-        """A life of an instance is over."""
+        """An incarnation of an instance has ended."""
         if self._lives.get(peer.name) == peer.incarnation:
             del self._lives[peer.name]
         dues: list[Due] = []
@@ -259,7 +259,7 @@ class SimFrontend:
         return [self._ask(now, flight)]
 
     def _go_on(self, now: float, flight: _Flight) -> list[Due]:
-        """It is stranded: have it run elsewhere, from the tokens that its client has."""
+        """Continue a stranded sequence elsewhere, from the tokens that its client has."""
         dues = self._cancel(now, flight, flight.peers)
         if flight.launches >= ATTEMPTS:
             return self._end(now, flight, flight.interrupted)

@@ -1,4 +1,4 @@
-"""Bytes that move, and memory that outlives its user. Knows blocks and layouts, no tensors.
+"""Transfer of KV blocks between engines, and shared memory that outlives them. Blocks and layouts, no tensors.
 
 Memory that outlives an engine:
 
@@ -14,7 +14,7 @@ Blocks that move between engines:
     transports.py     what every transport does, and the menu of them
     shared.py, tcp.py the two that there are: one host's pool, or bytes over sockets
     carrier.py        links between engines, over which messages and bytes go
-    faulty.py         a carrier that loses, delays, doubles and spoils
+    faulty.py         a carrier that loses, delays, duplicates and corrupts frames
     connection.py, frames.py, addresses.py, handshake.py
                       a socket of a link, what lies on it, where it leads, and who may use it
 """

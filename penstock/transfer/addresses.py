@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 128
 _UNSPECIFIED = ("", "*", "0.0.0.0", "::")
-# a peer that vanished without a word (its host died) is noticed after about 20 s
+# a peer that disappeared silently (its host failed) is noticed after about 20 s
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 30_000
 
@@ -85,7 +85,7 @@ def socket_file(address: str) -> tuple[str, int] | None:
 
 
 def remove_socket_file(file: tuple[str, int] | None) -> None:
-    """Unlinks it unless a later life has put its own there."""
+    """Unlink it, unless a later incarnation has put its own there."""
     if file is None:
         return
     path, inode = file
@@ -97,7 +97,7 @@ def remove_socket_file(file: tuple[str, int] | None) -> None:
 
 
 def _remove_stale(path: str) -> None:
-    """Unlinks the socket file that a killed process left; one that somebody listens on stays, and bind fails."""
+    """Unlink the socket file of a killed process; one with a listener stays, and bind fails."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

@@ -3,7 +3,7 @@
 A link is a few connections, dialled by one side and used by both. The first carries messages; pushes, and the commit
 that must not overtake them, go over the others, each request always over the same one. The first connection
 introduces the two sides (`Greet`), the others join once that went well. A link is lost as soon as one of its
-connections is. Nothing is sent twice: what a lost link had not delivered is gone, as the hand-off protocol expects.
+connections is. Nothing is sent twice: undelivered messages of a lost link are lost, as the hand-off protocol expects.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from penstock.transfer.peer_link import CONNECT_SECONDS, Counters, LinkDown, Pee
 
 log = logging.getLogger(__name__)
 
-GREET_SECONDS = 3.0  # who has connected must have said who it is; later than its own patience ends
+GREET_SECONDS = 3.0  # seconds for the greeting after a connection; longer than the dialler's own time-out
 STAGING_BYTES = 32 << 20  # of received payloads per link, made as they are needed
 MAX_SOCKETS = 64
-BACKLOG_BYTES = 64 << 20  # of messages that wait to be read by a peer; whoever lets more wait is lost
+BACKLOG_BYTES = 64 << 20  # of messages waiting for a peer; a link with more is lost
 ACCEPT_PAUSE = 0.5  # seconds, when there are no descriptors
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -48,7 +48,7 @@ class Carrier:
         me: our greeting; its address is where to listen.
         sockets: connections per link.
         payload_bytes: of a push's payload; 0 when no bytes travel.
-        secret: that all engines of the deployment know, see `handshake.py`; None for peers that can be trusted.
+        secret: the deployment's secret, see `handshake.py`; None for trusted peers.
     """
 
     def __init__(self, me: Greet, sockets: int, payload_bytes: int, secret: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Carrier:
         self._do(partial(self._unlink, peer))
 
     def send(self, peer: Peer, message: PeerMessage, payload: memoryview | None = None) -> None:
-        """The payload is read when its turn comes, not now."""
+        """Queue a message; its payload is read when it is sent."""
         frame = make_frame(message, self._me.incarnation, peer.incarnation, payload)
         self._do(partial(self._send, peer, frame))
 
@@ -171,7 +171,7 @@ class Carrier:
         self._news += 1
 
     def _guard(self, connection: Connection, step: Callable[[], None]) -> None:
-        """Bad bytes and broken sockets end one connection, and with it its link."""
+        """An invalid frame or a socket error ends the connection, and with it its link."""
         try:
             if not connection.closed:
                 step()
@@ -181,7 +181,7 @@ class Carrier:
     # --- links
 
     def _link(self, peer: Peer) -> PeerLink | None:
-        """The link to a peer, dialled if there is none. None, and a LinkDown, for a life that another has followed."""
+        """The link to a peer, dialled if there is none. None, and a LinkDown, for an outdated incarnation."""
         life = (peer.name, peer.incarnation)
         if self._is_replaced(peer):
             message = f"{peer.name}: life {peer.incarnation} was followed by {self._latest[peer.name]}"
@@ -222,7 +222,7 @@ class Carrier:
             self._lose(link, f"{link.peer.name} at {link.peer.address} did not answer in time")
 
     def _lose(self, link: PeerLink, message: str, refused: bool = False) -> None:
-        """A link has ended by itself. The engine hears of it unless another one to the same life goes on."""
+        """A link was lost. The engine gets LinkDown, unless another link to the same incarnation is up."""
         if link.lost:
             return
         life = (link.peer.name, link.peer.incarnation)
@@ -259,7 +259,7 @@ class Carrier:
         self._watch(connection)
 
     def _undialled(self, link: PeerLink, index: int, error: Exception) -> None:
-        """Nobody listens there yet, perhaps."""
+        """A connection attempt failed; the peer may not listen yet."""
         link.connections[index] = None
         if index or isinstance(error, ValueError) or time.monotonic() + link.retry > link.deadline:
             self._lose(link, f"{link.peer.name} at {link.peer.address} cannot be reached: {error}")
@@ -277,7 +277,7 @@ class Carrier:
                 self._crowded = True
                 self._selector.unregister(self._listener)
                 self._later(ACCEPT_PAUSE, partial(self._selector.register, self._listener, _READ, self._accept))
-            return  # or else who came has left already
+            return  # the connection is gone already
         self._crowded = False
         sock.setblocking(False)
         tune(sock)
@@ -373,7 +373,7 @@ class Carrier:
         self._transmit(connection, make_frame(connection.handshake.seal(me, to), me.incarnation, to))
 
     def _transmit(self, connection: Connection, frame: Frame) -> None:
-        """Puts a frame on its way. Faults come between here and the socket."""
+        """Queue a frame for sending. Faults are injected after this."""
         if connection.closed:
             self.counters.dropped["link_down"] += 1
             return
@@ -394,7 +394,7 @@ class Carrier:
     # --- frames in
 
     def _hear(self, connection: Connection, received: ReceivedFrame) -> None:
-        """A whole frame has come. Faults come between the socket and here."""
+        """A complete frame has arrived. Faults are injected before this."""
         header = received.header
         self.counters.frames_received += 1
         self.counters.bytes_received += HEADER_BYTES + header.body + header.payload
@@ -419,10 +419,10 @@ class Carrier:
         self._tell(ReceivedMessage(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
 
     def _greeted(self, connection: Connection, received: ReceivedFrame) -> None:
-        """The other side has said who it is: as an answer when we dialled, else as the first word."""
+        """The other side has greeted: as an answer when this side dialled, else first."""
         known, body = connection.link, connection.handshake.open(received.body, received.header.to)
         if body is None:
-            assert known is not None  # only who dials is challenged
+            assert known is not None  # only the dialling side is challenged
             self._greet(connection, known.peer.incarnation)
             return
         greet = read_greet(body)
@@ -495,7 +495,7 @@ class Carrier:
         return link
 
     def _follow(self, peer: Peer) -> None:
-        """A new life of an instance ends what we had with those before."""
+        """A new incarnation of a peer ends the links to its previous ones."""
         assert not self._is_replaced(peer)
         self._latest[peer.name] = peer.incarnation
         for name, before in list(self._links):

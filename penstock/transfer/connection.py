@@ -24,7 +24,7 @@ _NOTHING = memoryview(bytearray())
 
 
 class Staged:
-    """A received payload until it is landed. Its memory goes back when it is released or forgotten."""
+    """A received payload until it is landed. Its memory is returned when it is released or collected."""
 
     def __init__(self, buffer: bytearray, home: Staging) -> None:
         self.buffer: bytearray | None = buffer
@@ -42,10 +42,10 @@ class Staged:
 class Staging:
     """The memory that one link's payloads may take while they wait to be landed: a slow engine slows its peer down.
 
-    Each link has its own, so that a peer that stops in the middle of a block starves nobody else.
+    Each link has its own, so that a peer that stops in the middle of a block does not starve others.
 
     Args:
-        freed: called, from whichever thread, when a buffer came back after somebody asked for one in vain.
+        freed: called, from any thread, when a buffer was returned after a failed request for one.
     """
 
     def __init__(self, slots: int, slot_bytes: int, freed: Callable[[], None]) -> None:
@@ -84,7 +84,7 @@ class Connection:
     """
     Attributes:
         handshake: how the two sides introduce themselves.
-        link: None until the other side has said who it is.
+        link: None until the other side has greeted.
         index: which of the link's connections this is.
         ready: greeted both ways.
         starved: there is no staging memory for the next payload, so nothing is read.

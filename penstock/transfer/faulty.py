@@ -1,7 +1,7 @@
-"""A carrier that loses, delays, doubles, disorders and spoils frames, as a network at its worst would.
+"""A carrier that loses, delays, duplicates, reorders and corrupts frames, for tests.
 
-It sits between frames and sockets, so it serves every transport. Faults are drawn for what this side sends; a
-partition also swallows what it hears. Greetings are only subject to a partition.
+It sits between frames and sockets, so it serves every transport. Faults are drawn for what this side sends; a partition
+also drops received frames. Greetings are only subject to a partition.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         delay_ms: of every frame.
         drop, duplicate, reorder, corrupt: probability for each frame; corrupt flips one bit of body or payload.
         only: names of the messages that these five are for; empty: all.
-        stall: names of messages; the first of each for each request never leaves, and the log says so. Whoever waits
-            for that line knows which phase of a hand-off a request is in, until the sender asks again.
+        stall: names of messages; the first of each for each request never leaves, and the log says so. Tests wait for
+            that line to know the phase of a request's hand-off.
     """
 
     seed: int = 0
@@ -74,7 +74,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultyCarrier(Carrier):
-    """Draws from (seed, own name): a run repeats itself as far as the order of frames does."""
+    """Draws from (seed, own name): a run is reproducible as far as the order of frames is."""
 
     def __init__(self, me: Greet, sockets: int, payload_bytes: int, faults: Faults, secret: str | None = None) -> None:
         self._faults = faults

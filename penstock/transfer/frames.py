@@ -1,11 +1,11 @@
-"""How messages between engines lie on a socket.
+"""The frame format of messages between engines.
 
 A frame is a header of 36 bytes, a body (one msgpack message) and, when a block's bytes travel with it, a payload:
 
     magic 4 | body length 4 | payload length 4 | sender's incarnation 8 | receiver's incarnation 8 | checksum 8
 
-The checksum (xxh3) covers the header before it and the body. A payload is proved by `Push.checksum`, which the
-sender's engine made when the block was full: so it also covers what happened to the block before it was sent.
+The checksum (xxh3) covers the header before it and the body. A payload is verified by `Push.checksum`, made when the
+block became full: so it also detects corruption before sending.
 
 The first frame on every connection, each way, is a `Greet`, or what `handshake.py` makes of it.
 """
@@ -25,14 +25,14 @@ from penstock.core.wire.handoff import PeerMessage
 
 MAGIC = b"pnst"
 MAX_BODY = 64 << 20  # bytes; a Reserve with a prompt of a million tokens is about 5 MB
-MAX_GREETING = 64 << 10  # bytes of body that a stranger may send
+MAX_GREETING = 64 << 10  # bytes of body before authentication
 _FIELDS = Struct("<4sIIQQ")
 _CHECKSUM = Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 class Greet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Who speaks on this connection, and what its blocks are like.
+    """The sender's identity and KV layout.
 
     Attributes:
         transport: kind of it, a key of `TRANSPORTS`.

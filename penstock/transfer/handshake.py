@@ -1,13 +1,13 @@
-"""How the two ends of a connection know that they belong to one deployment: by a secret that never travels.
+"""Mutual authentication of a connection's two ends, by a shared secret that is never sent.
 
     dialler                       acceptor
                     <-            Challenge: a number drawn for this connection
     Signed Greet    ->            covers both sides' numbers, and whom it is meant for
                     <-            Signed Greet, likewise
 
-Who does not know the secret hears nothing but a number, and can use no signature of another connection. This keeps
-strangers out who can reach the port; it hides nothing from who sits on the wire. Without a secret the greetings go as
-they are, the dialler's first.
+A peer without the secret receives only a number, and cannot replay signatures of other connections. This excludes
+unauthorised peers that can reach the port; it does not encrypt. Without a secret the greetings are sent unsigned, the
+dialler's first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIALLER, _ACCEPTOR = b"D", b"A"
 
 
 class Stranger(ValueError):
-    """The other end has not shown that it belongs to this deployment."""
+    """The other end is not authenticated."""
 
 
 def key_of(secret: str | None) -> bytes | None:
@@ -47,7 +47,7 @@ class Handshake:
         self._other = b""  # the other side's number, once it is known
 
     def first_word(self) -> Challenge | None:
-        """What the acceptor says before it is greeted."""
+        """The acceptor's first message."""
         return Challenge(self._mine) if self._key is not None and self._ours == _ACCEPTOR else None
 
     @property

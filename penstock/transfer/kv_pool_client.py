@@ -1,4 +1,5 @@
-"""An engine's end of the KV pool server: its share of the host's pool, and what its previous life left in it."""
+"""An engine's client of the KV pool server: its share of the host's pool, and the blocks inherited from its previous
+incarnation."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from penstock.transfer.kv_pool_frames import READ_BYTES, BadFrame, Inbox, frame
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Record, Records
 
-TIMEOUT = 10.0  # seconds; the KV pool server answers in microseconds, or it is stuck
+TIMEOUT = 10.0  # seconds; the KV pool server answers in microseconds, or it hangs
 MAX_FDS = 2
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -46,8 +47,7 @@ class KVPoolClaim:
     this is closed.
 
     Attributes:
-        promised: bytes of the quota that the previous life had; 0 when it has been given up. As far as they are in use,
-            it is by what this life inherits and takes over.
+        promised: bytes of the previous incarnation's quota; 0 when it was given up. The used part of them is inherited.
 
     Raises Unavailable when no KV pool server answers at `path`.
     """
@@ -126,7 +126,7 @@ class KVPoolClient:
         return self._link.ask(CountPool(), PoolCounts)
 
     def close(self) -> None:
-        """End this life: what it published waits for the next one."""
+        """Detach: published blocks wait for the next incarnation."""
         self._link.close()
         self.memory.close()
         self.records.close()

@@ -14,7 +14,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class BadFrame(ValueError):
-    """The other end speaks something else."""
+    """The received bytes are not a frame."""
 
 
 def frame(message: msgspec.Struct) -> bytes:

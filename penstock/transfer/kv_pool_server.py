@@ -1,8 +1,8 @@
 """The KV pool server: owns the KV pools of a host, so that blocks outlive the engines that wrote them.
 
-One thread, one Unix socket, one connection per attached instance. A connection that ends is a life that ended, however
-it came about: what that instance had published waits for its next life, everything else is free at once. It waits for a
-while, or for as long as it takes a new life that has claimed it to get ready.
+One thread, one Unix socket, one connection per attached instance. The end of a connection is the end of that
+incarnation: its published blocks wait for the next one, all others are free at once. They wait for a limited time, or
+until an incarnation that has claimed them has attached.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from penstock.transfer.records import RECORD_BYTES, Records
 POOL_BYTES = 1 << 40  # address space of a pool at most; it is memory only where somebody wrote
 POOL_BLOCKS = 1 << 20  # blocks of a pool at most
 MAX_CLIENTS = 512
-TICK = 0.5  # seconds between two looks at what ends by time
+TICK = 0.5  # seconds between two checks for expired blocks
 
 log = logging.getLogger("penstock.kv_pool")
 
 
 class BadRequest(ValueError):
-    """A request that no sound client makes."""
+    """An invalid request."""
 
 
 class HostPool:
@@ -62,7 +62,7 @@ class HostPool:
 
     Args:
         num_blocks: room for so many.
-        orphan_seconds: how long a dead instance's blocks wait for its next life.
+        orphan_seconds: how long a failed instance's blocks wait for its next incarnation.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, orphan_seconds: float) -> None:
@@ -80,7 +80,7 @@ class HostPool:
         self._orphaned_until: dict[str, float] = {}  # dead instance -> time
 
     def attach(self, name: str, incarnation: int, quota: int) -> list[int]:
-        """Begin a life; returns what it inherits. Raises ConfigError."""
+        """Attach an incarnation; returns the inherited blocks. Raises ConfigError."""
         inherited = self.depot.attach(name, incarnation, quota)
         self._orphaned_until.pop(name, None)
         for block in inherited:
@@ -113,22 +113,22 @@ class HostPool:
         return held
 
     def end(self, name: str, now: float) -> None:
-        """A life is over."""
+        """An incarnation has ended."""
         self.depot.detach(name, [b for b in self.depot.held(name) if self.records.get(b) is not None])
         self._wait(name, now)
         self._trim()
 
     def promised(self, name: str) -> int:
-        """Bytes of the quota that a dead instance still has."""
+        """Bytes of a failed instance's quota."""
         return self.depot.quota(name) * self.layout.block_bytes if name in self._orphaned_until else 0
 
     def wait_again(self, name: str, now: float) -> None:
-        """Who claimed a dead instance's blocks has gone before it attached."""
+        """The claimant of a failed instance's blocks disconnected before it attached."""
         if name in self._orphaned_until:
             self._wait(name, now)
 
     def expire(self, now: float, claimed: Container[str] = ()) -> None:
-        """End the wait for those who did not come back in time, nor have claimed what they left."""
+        """Free the blocks of failed instances that were not claimed in time."""
         late = [name for name, until in self._orphaned_until.items() if until <= now and name not in claimed]
         for name in late:
             if orphans := len(self.depot.held(name)):
@@ -138,7 +138,7 @@ class HostPool:
         self._trim()
 
     def check(self) -> None:
-        """Raise AssertionError unless blocks, records and lives agree."""
+        """Raise AssertionError unless blocks, records and incarnations agree."""
         self.depot.check()
         dead = {name for name in self.depot.names if self.depot.incarnation(name) is None}
         assert dead == set(self._orphaned_until), "an instance is dead and nobody waits for it, or the reverse"
@@ -159,7 +159,7 @@ class HostPool:
 
 
 class _Connection:
-    """One client: what it sent and is not yet whole, and what it has not read yet."""
+    """One client's connection, with its incomplete input and unsent output."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -175,10 +175,10 @@ class KVPoolServer:
 
     Args:
         path: of the Unix socket. A file left there by a KV pool server that was killed is replaced.
-        orphan_seconds: how long a dead instance's published blocks wait for its next life.
+        orphan_seconds: how long a failed instance's published blocks wait for its next incarnation.
 
     Raises:
-        ConfigError: nobody can listen at `path`.
+        ConfigError: `path` cannot be bound.
     """
 
     def __init__(self, path: str, orphan_seconds: float = 60.0, clock: Clock | None = None) -> None:
@@ -207,7 +207,7 @@ class KVPoolServer:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.data not in self._connections:
-                continue  # ended by what another one did just now
+                continue  # closed while handling another connection
             elif events & selectors.EVENT_WRITE:
                 self._write(key.data)
             else:
@@ -281,7 +281,7 @@ class KVPoolServer:
         self._write(connection)
 
     def _write(self, connection: _Connection) -> None:
-        """Send what the client takes now. While it takes no more, it is not listened to either."""
+        """Send what the client takes now. Nothing is read from it meanwhile."""
         while connection.outbox:
             data, fds = connection.outbox[0]
             try:
@@ -374,12 +374,12 @@ class KVPoolServer:
         return pool
 
     def _end_earlier_life(self, name: str, incarnation: int) -> None:
-        """A successor may be here before the end of its predecessor's connection was seen."""
+        """A new incarnation may connect before the end of the previous connection was seen."""
         for old in [c for c in self._connections if c.instance == name and c.incarnation != incarnation]:
             self._disconnect(old, f"its successor {incarnation:x} is here")
 
     def _retire(self, pool: HostPool) -> None:
-        """A pool that nobody has a share of, dead or alive, goes."""
+        """Remove a pool without any quota."""
         if not pool.depot.names:
             del self._pools[pool.layout.model, pool.layout.group]
             pool.close()

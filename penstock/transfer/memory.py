@@ -43,7 +43,7 @@ class PoolMemory:
         fd = os.memfd_create("penstock-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_blocks * block_bytes)
-            # whoever maps it would die of a SIGBUS if another process made it shorter
+            # a mapping process would get SIGBUS if another process truncated it
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(fd, num_blocks, block_bytes)
         except BaseException:
@@ -65,14 +65,14 @@ class PoolMemory:
         return self.buffer[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        """64 bits of XXH3 over a block's bytes. It finds accidents; it is no proof against an attacker."""
+        """64 bits of XXH3 over a block's bytes. Detects corruption; not secure against an attacker."""
         from xxhash import xxh3_64_intdigest  # an engine on its own never needs it
 
         return xxh3_64_intdigest(self.block(block))
 
     @property
     def resident_bytes(self) -> int:
-        """How much of it is really there, which only a memfd tells."""
+        """Bytes of it in memory; known for a memfd only."""
         return os.fstat(self.fd).st_blocks * 512
 
     def punch(self, first: int, count: int) -> None:
@@ -81,7 +81,7 @@ class PoolMemory:
         self._map.madvise(mmap.MADV_REMOVE, first * self.block_bytes, count * self.block_bytes)
 
     def close(self) -> None:
-        """Let go of it. The mapping itself stays until the last view of it is gone, a tensor's say."""
+        """Close it. The mapping stays until its last view, such as a tensor's, is gone."""
         if self._closed:
             return
         self._closed = True
@@ -92,4 +92,4 @@ class PoolMemory:
         try:
             self._map.close()
         except BufferError:
-            del self._map  # whoever has a view holds it
+            del self._map  # kept alive by its views

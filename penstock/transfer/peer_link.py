@@ -1,4 +1,4 @@
-"""A link between two engines' transports, and what the engine hears of it."""
+"""A link between two engines' transports, and its events for the engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PeerLink:
         return self._pending_bytes + sum(c.backlog for c in self.connections if c is not None)
 
     def hold(self, frame: Frame) -> None:
-        """To be taken when the link is up, or lost."""
+        """Keep a frame until the link is up; dropped when it is lost."""
         self._pending.append(frame)
         self._pending_bytes += frame.own_bytes
 

@@ -1,4 +1,4 @@
-"""Where an engine's KV blocks come from: memory of its own, or a share of the KV pool server's."""
+"""An engine's KV pool: memory of its own, or a share of the KV pool server's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KVPool:
     client: KVPoolClient | None = None
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         if self.client is not None:
             self.client.close()
         else:
@@ -54,7 +54,7 @@ def anonymous_pool(layout: KVLayout, quota: int) -> KVPool:
 
 @dataclass(frozen=True)
 class SharedPool:
-    """Opens the pool of one life of an instance, once, with the KV pool server. An `OpenPool`.
+    """Opens the pool of one incarnation of an instance, once, at the KV pool server. An `OpenPool`.
 
     Calling it raises ConfigError, Unavailable.
     """
@@ -77,9 +77,9 @@ class SharedPool:
 
 
 def shared_pool(path: str, instance: str, incarnation: int) -> SharedPool:
-    """A pool with the KV pool server at `path`, for one life of an instance. Raises Unavailable.
+    """A pool at the KV pool server at `path`, for one incarnation of an instance. Raises Unavailable.
 
-    To be called before a model is loaded: what the life before left is kept from now on, however long loading takes.
+    To be called before a model is loaded: the inherited blocks are kept from now on, however long loading takes.
     """
     from penstock.transfer.kv_pool_client import KVPoolClaim
 

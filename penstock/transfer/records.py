@@ -1,4 +1,4 @@
-"""What every block of a shared pool contains, kept where it outlives whoever wrote it.
+"""Records of the contents of every block of a shared pool, in memory that outlives the writer.
 
 A second memfd with 64 bytes a block:
 
@@ -9,8 +9,8 @@ A second memfd with 64 bytes a block:
     seal          8 bytes    checksum of the four fields before       /
     spare         8 bytes
 
-A record that was half written when its writer died, or that belongs to an earlier use of the block, has a wrong seal
-and counts as none.
+A record that is incomplete because its writer failed, or that belongs to an earlier use of the block, has a wrong seal
+and is ignored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Records:
         return generation
 
     def begin(self, block: int, generation: int) -> None:
-        """A new use of the block: nothing is known of its contents. For the KV pool server."""
+        """Begin a new use of the block: clears its record. For the KV pool server."""
         start = self._start(block)
         self._table[start : start + RECORD_BYTES] = _GENERATION.pack(generation).ljust(RECORD_BYTES, b"\0")
 
@@ -81,7 +81,7 @@ class Records:
         return Record(block, key, parent, checksum, generation)
 
     def clear(self, block: int) -> None:
-        """The block can be found no longer. To be called before its bytes change."""
+        """Clear the block's record. Call it before the bytes change."""
         start = self._start(block)
         self._table[start + _GENERATION.size : start + RECORD_BYTES] = bytes(RECORD_BYTES - _GENERATION.size)
 

@@ -24,7 +24,7 @@ class SharedBlocks:
             raise ConfigError("transport: shared, needs a KV pool server; allowed without one: tcp", "transport")
         self._client = pool.client
         memory = os.fstat(pool.memory.fd)
-        self.pool_name = f"{memory.st_dev}:{memory.st_ino}"  # the memfd's, the same for everybody who maps it
+        self.pool_name = f"{memory.st_dev}:{memory.st_ino}"  # the memfd's, the same in every process that maps it
 
     def stamp(self, block: int) -> tuple[int, int]:
         return self._client.records.generation(block), 0

@@ -1,4 +1,4 @@
-"""How a request's KV gets from one engine to another: what every transport does, and the menu of them."""
+"""KV transports between engines: the interface, and the registry."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from penstock.transfer.tcp import CopiedBlocks
 class KVTransport(Protocol):
     """The engine thread calls everything here and never waits for a peer; I/O is on a thread of the transport's own.
 
-    Messages may be lost, late, doubled or out of order, and a link may end at any time. A message is never altered, and
-    never from or for another life of an engine.
+    Messages may be lost, late, duplicated or out of order, and a link may end at any time. A message is never altered,
+    and never from or for another incarnation of an engine.
 
     Attributes:
         address: where peers reach it; "unix:/path" or "tcp:host:port".
@@ -35,17 +35,17 @@ class KVTransport(Protocol):
     counters: Counters
 
     def connect(self, peer: Peer) -> None:
-        """Begin to make a link. Success is silent; failure arrives as `LinkDown`, within about two seconds."""
+        """Begin to make a link. Success is not reported; failure arrives as `LinkDown`, within about two seconds."""
 
     def disconnect(self, peer: Peer) -> None:
-        """End the link, if there is one. The peer hears of it as `LinkDown`, this side does not."""
+        """End the link, if there is one. The peer receives `LinkDown`, this side does not."""
 
     def send(self, peer: Peer, message: PeerMessage) -> None:
         """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
         are read when they are sent, so the block must not change until the peer has answered the commit."""
 
     def receive(self) -> list[ReceivedMessage | LinkDown]:
-        """Whatever has come since last asked. EngineFailure when the I/O thread has failed."""
+        """Everything that arrived since the last call. EngineFailure when the I/O thread has failed."""
 
     def fileno(self) -> int:
         """Readable when `receive` has something."""
@@ -54,7 +54,7 @@ class KVTransport(Protocol):
         """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
 
     def land(self, arrival: ReceivedMessage, into: int) -> int | None:
-        """Make a pushed block ours, once per arrival.
+        """Take a pushed block over, once per arrival.
 
         Args:
             arrival: of a `Push`.
@@ -65,15 +65,15 @@ class KVTransport(Protocol):
             when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
 
         Raises:
-            Unavailable: the KV pool server has gone.
+            Unavailable: the KV pool server is lost.
         """
 
     def close(self) -> None:
-        """End every link and release everything. May be called twice."""
+        """Close all links and release everything. Idempotent."""
 
 
 class BlockPath(Protocol):
-    """What makes one transport different from another: how a block gets across.
+    """How a transport moves a block.
 
     Attributes:
         sockets: connections per link.
@@ -137,9 +137,8 @@ def open_transport(
 
     Args:
         name, incarnation: of this engine.
-        faults: see `faulty.Faults`; None for a carrier that does its best.
-        secret: known to all engines of the deployment and to nobody else. None where whoever reaches the address can be
-            trusted.
+        faults: see `faulty.Faults`; None without faults.
+        secret: the deployment's secret; None where every peer that reaches the address is trusted.
 
     Raises:
         ConfigError: an unknown kind or fault, an address that cannot be had, a pool that does not fit the kind.
