@@ -11,9 +11,9 @@ from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
-from penstock.service.bundles import BUNDLES, STEADY
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
+from penstock.service.policies import BUNDLES, STEADY
 from penstock.transfer.faulty import MESSAGES
 
 # of the server's options; the others stand at the top

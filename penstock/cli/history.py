@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
-from penstock.service.bundles import Circumstances
+from penstock.service.policies import Circumstances
 from penstock.service.recorder import Decided, Ended, Entry, Held, Moved
 from penstock.service.recorder_file import read
 from penstock.sim.baselines import POLICIES

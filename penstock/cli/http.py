@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.obs.tracing import Tracing
     from penstock.service.frontend import Frontend
     from penstock.service.instances import Endpoint
-    from penstock.service.master import Policies
     from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
+    from penstock.service.policies import Policies
 
 log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # seconds that requests wait for an engine to be back, however long it takes to start
@@ -190,12 +190,13 @@ def make_site(
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
-    from penstock.service.bundles import BUNDLES, Circumstances
     from penstock.service.channel import engine_channel, master_channel
     from penstock.service.checkpoint import read_defaults
     from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
-    from penstock.service.placement import LocalPlacement, RemotePlacement
+    from penstock.service.master_pump import LocalPlacement
+    from penstock.service.placement import RemotePlacement
+    from penstock.service.policies import BUNDLES, Circumstances
     from penstock.text.tokenizer import Tokenizer
 
     clock, context = SystemClock(), zmq.Context()
@@ -250,13 +251,13 @@ def make_master(
     from penstock.service.channel import engine_channel
     from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
-    from penstock.service.recorder import Recorder
+    from penstock.service.recorder import FlightRecorder
     from penstock.service.recorder_file import RecorderFile
 
     clock = SystemClock()
     recorder = recording = None
     if flight_recorder is not None:
-        recorder = Recorder()
+        recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
     master = Master(endpoints, policies, random.Random(seed), time.time_ns(), recorder=recorder)
     channels = {e.name: engine_channel(context, e.address, name, "master", clock) for e in endpoints}

@@ -31,8 +31,8 @@ from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
 from penstock.obs.logs import setup_logging
 from penstock.sched.cluster.priority_slo import Bounds
-from penstock.service.bundles import BUNDLES, Circumstances
 from penstock.service.instances import Endpoint
+from penstock.service.policies import BUNDLES, Circumstances
 
 log = logging.getLogger("penstock.master")
 LOOK = 0.5  # seconds between two looks at the parent

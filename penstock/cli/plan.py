@@ -252,7 +252,7 @@ def _problem(
     import numpy as np
 
     from penstock.cli.scenario_file import TRACES
-    from penstock.service.bundles import STEADY
+    from penstock.service.policies import STEADY
     from penstock.sim.simulate import TRAFFIC_STREAM
     from penstock.sim.traffic import make_traffic
     from penstock.workload.traces import read_trace

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.wire.engine import Role
 from penstock.sched.cluster.priority_slo import Bounds, Range
-from penstock.service.bundles import BUNDLES
+from penstock.service.policies import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 from penstock.service.supervisor import Restart
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import msgspec
 
@@ -45,13 +43,9 @@ from penstock.sched.cluster import (
     ClusterView,
     Decision,
     Demand,
-    DispatchPolicy,
     Later,
     Move,
-    PrioritySLO,
     Random,
-    RolePolicy,
-    ScalingPolicy,
     Start,
     Stop,
 )
@@ -69,51 +63,14 @@ from penstock.service.events import (
 )
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.mesh import Mesh
-from penstock.service.queue import Queue, Waiting
-from penstock.service.rates import RateWindow
-from penstock.service.roster import Roster
-from penstock.service.scaling import FleetLimits, Scaler
-from penstock.service.session import SUSPECT_AFTER, InstanceSession
+from penstock.service.policies import Policies
+from penstock.service.queue import Queue, RateWindow, Tracked
+from penstock.service.recorder import Recorder
+from penstock.service.session import SUSPECT_AFTER, FleetLimits, InstanceSession, Roster, Scaler
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
 SHOWN = 256  # offline sequences that policies see, of however many wait
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A sequence that was placed, with the sessions that count it."""
-
-    demand: Demand
-    placed: Placed
-    prefiller: InstanceSession
-    home: InstanceSession
-    keys: list[bytes]
-
-
-class Recorder(Protocol):
-    """Writes down what is decided, and what became of it."""
-
-    def decided(
-        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
-    ) -> None: ...
-    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
-    def moved(self, now: float, move: Move | Start | Stop) -> None: ...
-    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policies:
-    """Everything about a cluster that is decided and not configured.
-
-    Attributes:
-        priorities: what a priority is worth as targets, for requests that come without; None leaves them without.
-    """
-
-    dispatch: DispatchPolicy
-    roles: RolePolicy | None = None
-    scaling: ScalingPolicy | None = None
-    priorities: PrioritySLO | None = None
 
 
 class Master:
@@ -155,7 +112,7 @@ class Master:
         self._queue = Queue()  # online
         self._backlog = Queue(shown=SHOWN)  # offline
         self._untold: list[Key] = []  # in one of them, whose frontends were not told
-        self._in_flight: dict[Key, _InFlight] = {}
+        self._in_flight: dict[Key, Tracked] = {}
         self._rates = RateWindow()
         self._roles: dict[str, Role] = {}  # that it decided on
         self._scaler: Scaler | None = None
@@ -308,7 +265,7 @@ class Master:
     def _enqueue(self, now: float, frontend: str, place: Place) -> list[Action]:
         key = (frontend, place.request_id)
         before = self._in_flight.get(key)
-        if before is not None and before.placed.generation == place.generation:
+        if before is not None and before.placed is not None and before.place.generation == place.generation:
             return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
         queue = self._backlog if place.offline else self._queue
         if key in queue and queue[key].place.generation == place.generation:
@@ -318,7 +275,7 @@ class Master:
         demand = self._demand(now, key, place)
         if not self._able_for(demand, self._roster.able(now)):
             return [self._no_place(now, frontend, place)]
-        queue[key] = Waiting(demand, place)
+        queue[key] = Tracked(demand, place)
         self._untold.append(key)
         if not (again or place.offline):
             self._rates.arrive(now, demand)
@@ -370,12 +327,12 @@ class Master:
 
     def _take(self, now: float, view: ClusterView, decision: Decision) -> Action:
         key = decision.key
-        queued = self._queue.pop(key) or self._backlog.pop(key)
-        assert queued is not None
-        demand, place = queued.demand, queued.place
-        prefiller = self._sessions[decision.prefill]
-        home = prefiller if decision.decode is None else self._sessions[decision.decode]
-        placed = Placed(
+        sequence = self._queue.pop(key) or self._backlog.pop(key)
+        assert sequence is not None
+        demand, place = sequence.demand, sequence.place
+        prefiller = sequence.prefiller = self._sessions[decision.prefill]
+        home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
+        placed = sequence.placed = Placed(
             place.request_id,
             place.generation,
             prefiller.peer,
@@ -386,7 +343,7 @@ class Master:
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
         )
-        self._in_flight[key] = _InFlight(demand, placed, prefiller, home, place.keys)
+        self._in_flight[key] = sequence
         self.index.expect(prefiller.name, place.keys)
         prefiller.add_prompt(now, demand)
         home.house(demand)
@@ -421,7 +378,7 @@ class Master:
             return
         over.prefiller.prompt_done(now, key)
         over.home.leave(key)
-        self.index.unexpect(over.prefiller.name, over.keys)
+        self.index.unexpect(over.prefiller.name, over.place.keys)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
             if self._policies.priorities is not None:

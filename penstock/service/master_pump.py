@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -13,7 +13,7 @@ import zmq
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Event
-from penstock.core.wire.master import decode_from_frontend
+from penstock.core.wire.master import Begun, Ended, Join, Outcome, Place, decode_from_frontend
 from penstock.service.channel import EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -27,6 +27,7 @@ from penstock.service.events import (
 )
 from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
+from penstock.service.placement import Answer, Answered
 from penstock.service.recorder_file import RecorderFile
 
 log = logging.getLogger("penstock.master")
@@ -126,6 +127,63 @@ class MasterPump:
 
 def _nobody_listens(action: ToFrontend) -> None:
     raise AssertionError("frontends are told something before there are any")
+
+
+class LocalPlacement:
+    """The master is in this process."""
+
+    trouble = ""
+    since = float("-inf")
+
+    def __init__(self, pump: MasterPump, sender: str) -> None:
+        self._pump, self._sender = pump, sender
+        self._renewing: asyncio.Task[None] | None = None
+        self._answered: Answered = _nobody_asked
+
+    @property
+    def wants_keys(self) -> bool:
+        return self._pump.master.joined.wants_keys
+
+    @property
+    def waiting(self) -> int:
+        return self._pump.master.waiting
+
+    def start(self, answered: Answered) -> None:
+        self._answered = answered
+        self._pump.deliver = self._deliver
+        self._pump.start()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        while True:
+            self._pump.handle(FromFrontend(self._sender, Join(self._sender)))
+            await asyncio.sleep(1.0)
+
+    def ask(self, place: Place) -> None:
+        self._pump.handle(FromFrontend(self._sender, place))
+
+    def _deliver(self, action: ToFrontend) -> None:
+        if isinstance(action.message, Answer):
+            self._answered(action.message)
+
+    def begun(self, request_ids: Sequence[str]) -> None:
+        self._pump.handle(FromFrontend(self._sender, Begun(list(request_ids))))
+
+    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
+        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
+
+    def tick(self, now: float) -> None:
+        pass  # the master does not die before this does
+
+    async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        await self._pump.close()
+
+
+def _nobody_asked(answer: Answer) -> None:
+    raise AssertionError("asked before the start")
 
 
 async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: str) -> None:

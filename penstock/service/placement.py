@@ -1,4 +1,5 @@
-"""How a frontend finds out where a sequence shall run: by asking a master, here or elsewhere."""
+"""How a frontend finds out where a sequence shall run: it asks a master, in another process here, in its own in
+`master_pump.LocalPlacement`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import (
     Begun,
     Ended,
-    Join,
     Joined,
     MasterMessage,
     NoPlace,
@@ -25,9 +25,7 @@ from penstock.core.wire.master import (
     Queued,
 )
 from penstock.service.channel import MasterChannel
-from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost
-from penstock.service.master_pump import MasterPump
 
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 5.0  # seconds that an answer may take; a master that died is back by then
@@ -72,57 +70,6 @@ class Placement(Protocol):
     async def close(self) -> None: ...
 
 
-class LocalPlacement:
-    """The master is in this process."""
-
-    trouble = ""
-    since = float("-inf")
-
-    def __init__(self, pump: MasterPump, sender: str) -> None:
-        self._pump, self._sender = pump, sender
-        self._renewing: asyncio.Task[None] | None = None
-        self._answered: Answered = _nobody_listens
-
-    @property
-    def wants_keys(self) -> bool:
-        return self._pump.master.joined.wants_keys
-
-    @property
-    def waiting(self) -> int:
-        return self._pump.master.waiting
-
-    def start(self, answered: Answered) -> None:
-        self._answered = answered
-        self._pump.deliver = self._deliver
-        self._pump.start()
-        self._renewing = asyncio.create_task(self._renew())
-
-    async def _renew(self) -> None:
-        while True:
-            self._pump.handle(FromFrontend(self._sender, Join(self._sender)))
-            await asyncio.sleep(1.0)
-
-    def ask(self, place: Place) -> None:
-        self._pump.handle(FromFrontend(self._sender, place))
-
-    def _deliver(self, action: ToFrontend) -> None:
-        if isinstance(action.message, Answer):
-            self._answered(action.message)
-
-    def begun(self, request_ids: Sequence[str]) -> None:
-        self._pump.handle(FromFrontend(self._sender, Begun(list(request_ids))))
-
-    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
-        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
-
-    def tick(self, now: float) -> None:
-        pass  # the master does not die before this does
-
-    async def close(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-        await self._pump.close()
 
 
 @dataclass(slots=True)

@@ -1,27 +1,40 @@
-"""Sequences that wait for a place at the master: under overload ten thousands, so little here goes through them all."""
+"""Sequences that wait for a place at the master, and what came and went lately. Under overload ten thousands wait,
+so little here goes through them all."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.core.wire.master import Place
-from penstock.sched.cluster import Demand, Key, ViewQueue
+from penstock.core.wire.master import Outcome, Place, Placed
+from penstock.sched.cluster import Demand, Key, Rates, ViewQueue
+from penstock.service.session import InstanceSession
 
 REMEMBERED = 8  # comings and goings for each who waits, and at least MEMORY, after which they are forgotten
 MEMORY = 256
+WINDOW = 10.0  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One of them, with the question that brought it."""
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A sequence that the master knows: it waits, and once it is placed it is in flight.
+
+    Attributes:
+        demand, place: as policies see it; the question that brought it.
+        placed: the answer; None while it waits.
+        prefiller, home: where it is prefilled, and where it stays after that; set when it is placed.
+    """
 
     demand: Demand
     place: Place
+    placed: Placed | None = None
+    prefiller: InstanceSession = field(init=False)
+    home: InstanceSession = field(init=False)
 
 
-class Queue(dict[Key, Waiting]):
+class Queue(dict[Key, Tracked]):
     """In order of arrival. Whoever comes again has to be taken out before.
 
     Args:
@@ -60,7 +73,7 @@ class Queue(dict[Key, Waiting]):
             return list(self._picky)
         return [key for key, waiting in self.items() if waiting.demand.tokens > shortest or waiting.demand.exclude]
 
-    def __setitem__(self, key: Key, waiting: Waiting) -> None:
+    def __setitem__(self, key: Key, waiting: Tracked) -> None:
         assert key not in self
         super().__setitem__(key, waiting)
         self._demands = None
@@ -73,7 +86,7 @@ class Queue(dict[Key, Waiting]):
         if waiting.demand.exclude:
             self._picky[key] = None
 
-    def pop(self, key: Key) -> Waiting | None:  # type: ignore[override]
+    def pop(self, key: Key) -> Tracked | None:  # type: ignore[override]
         """None when it is not there."""
         waiting = super().pop(key, None)
         if waiting is not None:
@@ -92,3 +105,39 @@ class Queue(dict[Key, Waiting]):
         assert self._order == [self._numbers[key] for key in self] == sorted(self._numbers.values())
         assert list(self._picky) == [key for key, waiting in self.items() if waiting.demand.exclude]
         assert all(waiting.demand.tokens <= self._longest for waiting in self.values())
+
+
+class RateWindow:
+    """What came and went, of online sequences, over the last `WINDOW` seconds."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[tuple[float, int]] = deque()  # when, prompt tokens
+        self._ended: deque[tuple[float, int, bool]] = deque()  # when, output tokens, whether it kept its targets
+        self._prompt_tokens = self._output_tokens = self._attained = 0  # sums of these
+
+    def arrive(self, now: float, demand: Demand) -> None:
+        self._arrived.append((now, demand.prompt_tokens))
+        self._prompt_tokens += demand.prompt_tokens
+
+    def end(self, now: float, demand: Demand, outcome: Outcome) -> None:
+        kept = outcome.ttft_ms <= demand.ttft * 1e3 and (outcome.tpot_ms or 0.0) <= demand.tpot * 1e3
+        self._ended.append((now, outcome.tokens, kept))
+        self._output_tokens += outcome.tokens
+        self._attained += kept
+
+    def rates(self, now: float) -> Rates:
+        while self._arrived and self._arrived[0][0] < now - WINDOW:
+            self._prompt_tokens -= self._arrived.popleft()[1]
+        while self._ended and self._ended[0][0] < now - WINDOW:
+            _, tokens, kept = self._ended.popleft()
+            self._output_tokens -= tokens
+            self._attained -= kept
+        arrived, ended = len(self._arrived), len(self._ended)
+        return Rates(
+            window=WINDOW,
+            arrivals=arrived,
+            completions=ended,
+            attained=self._attained,
+            prompt_tokens=self._prompt_tokens / arrived if arrived else 0.0,
+            output_tokens=self._output_tokens / ended if ended else 0.0,
+        )

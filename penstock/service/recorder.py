@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Start, Stop
@@ -79,7 +80,18 @@ class Ended:
 Entry = Decided | Held | Moved | Ended
 
 
-class Recorder:
+class Recorder(Protocol):
+    """Writes down what is decided, and what became of it."""
+
+    def decided(
+        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
+    ) -> None: ...
+    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
+    def moved(self, now: float, move: Move | Start | Stop) -> None: ...
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
+
+
+class FlightRecorder:
     """
     Args:
         decisions: kept at most; the oldest go first.

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
-from penstock.service.recorder import Entry, Recorder
+from penstock.service.recorder import Entry, FlightRecorder
 from penstock.service.recording import AnyRecord, Decoder, Encoder, from_bytes, to_bytes
 
 log = logging.getLogger("penstock.master")
@@ -46,7 +46,12 @@ class RecorderFile:
     """
 
     def __init__(
-        self, path: Path, recorder: Recorder, clock: Clock, limit: int = LIMIT, wall: Callable[[], float] = time.time
+        self,
+        path: Path,
+        recorder: FlightRecorder,
+        clock: Clock,
+        limit: int = LIMIT,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._path, self._recorder, self._clock, self._limit, self._wall = path, recorder, clock, limit, wall
         self._encoder = Encoder()

@@ -1,8 +1,9 @@
-"""One incarnation of an instance as the master knows it: what it said, and what was placed on it since."""
+"""Instances as the master knows them: an incarnation, all that may be given work, and how many there shall be."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -10,10 +11,13 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Peer, Ready, Role, Snapshot
-from penstock.sched.cluster.base import Demand, InstanceLoad, Key
+from penstock.sched.cluster import ClusterView, Demand, Fleet, InstanceLoad, Instances, Move, ScalingPolicy, Start, Stop
+from penstock.sched.cluster.base import Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
+DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets none although there is nobody else
+REMEMBERED = 8  # changes of each instance, on average, after which what changed is forgotten
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
 UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # of engines that do not say what they are
 
@@ -36,7 +40,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class InstanceSession:
-    """
+    """One incarnation: what it said, and what was placed on it since.
+
     Attributes:
         heard: when its newest Snapshot came; at first, when it became ready.
         role: which work it is given.
@@ -268,6 +273,127 @@ class InstanceSession:
         assert self._tpots.total() == len(self.homes) - self._offline, "targets are miscounted"
         if self.load is not None:
             assert self.load == self._make_load(), "policies see what is over"
+
+
+class Roster:
+    """Who may be given work, and what policies see of them. Kept from one view to the next, for little changes between
+    two and there may be a thousand instances.
+
+    Args:
+        sessions: that serve now, by name; kept by whoever owns this, who says when one has come or gone.
+        touched: names of sessions of which something has changed, also that they were silent; they are given it, and it
+            is emptied here.
+    """
+
+    def __init__(self, sessions: Mapping[str, InstanceSession], touched: set[str]) -> None:
+        self._sessions, self._touched = sessions, touched
+        self._able: list[InstanceSession] = []
+        self._loads: list[InstanceLoad] = []  # of those, in the same order
+        self._history: list[int] = []  # places of those that changed; see `Instances`
+        self._places: dict[str, int] = {}  # in both
+        self._unseen: set[str] = set()  # touched since the last view
+        self._oldest = -inf  # no report of these is older; -inf: they are to be found anew
+        self._shortest = 0
+
+    def sessions_changed(self) -> None:
+        """One has come or gone."""
+        self._oldest = -inf
+
+    def able(self, now: float) -> list[InstanceSession]:
+        """Instances that may be given work. Silent ones are among them only when all are: a single engine in the middle
+        of a long step still takes requests, for there is nobody else who could."""
+        if now - self._oldest > SUSPECT_AFTER or any(map(self._is_misplaced, self._touched)):
+            self._choose(now)
+        self._unseen |= self._touched
+        self._touched.clear()
+        return self._able
+
+    def loads(self, now: float) -> Instances:
+        """What policies see of them, as it is now."""
+        self.able(now)
+        if len(self._history) > REMEMBERED * len(self._loads):
+            self._history = []
+        for name in self._unseen:
+            place = self._places.get(name)
+            if place is not None and (load := self._able[place].view()) is not self._loads[place]:
+                self._loads[place] = load
+                self._history.append(place)
+        self._unseen.clear()
+        return Instances(self._loads, self._history)
+
+    @property
+    def shortest(self) -> int:
+        """The least `max_model_len` of them; 0 without any."""
+        return self._shortest
+
+    def _choose(self, now: float) -> None:
+        taking = [session for session in self._sessions.values() if not session.leaving]
+        fresh = [session for session in taking if now - session.heard <= SUSPECT_AFTER]
+        self._oldest = min((session.heard for session in fresh), default=-inf)
+        self._able = fresh or [session for session in taking if now - session.heard <= DEAD_AFTER]
+        self._loads, self._history = [session.view() for session in self._able], []
+        self._places = {session.name: place for place, session in enumerate(self._able)}
+        self._shortest = min((session.ready.max_model_len for session in self._able), default=0)
+
+    def _is_misplaced(self, name: str) -> bool:
+        """Whether one may be given work that was not, or the other way round."""
+        session = self._sessions.get(name)
+        return session is not None and (name in self._places) == session.leaving
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is kept is what would be found anew."""
+        for place, session in enumerate(self._able):
+            assert self._places[session.name] == place, "an instance is elsewhere"
+            assert session.name in self._touched | self._unseen or self._loads[place] is session.load, (
+                "policies see what is over"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """How many instances may serve, and how long one takes to start, in seconds."""
+
+    least: int
+    most: int
+    start_seconds: float
+
+
+class Scaler:
+    """Asks the policy in its interval, and remembers who is being started."""
+
+    def __init__(self, policy: ScalingPolicy, limits: FleetLimits) -> None:
+        self._policy, self._limits = policy, limits
+        self._starting: dict[str, float] = {}  # instance -> when it will serve
+        self._next = -inf
+
+    def is_due(self, now: float) -> bool:
+        return now >= self._next
+
+    def decide(
+        self, now: float, view: ClusterView, names: Iterable[str], sessions: Mapping[str, InstanceSession]
+    ) -> Sequence[Move | Start | Stop]:
+        """
+        Args:
+            names: all instances that there can be.
+            sessions: of those that serve, or drain.
+        """
+        self._next = now + self._policy.interval
+        fleet = Fleet(
+            absent=[name for name in names if name not in sessions and name not in self._starting],
+            starting=dict(self._starting),
+            draining={name for name, session in sessions.items() if session.leaving},
+            least=self._limits.least,
+            most=self._limits.most,
+        )
+        changes = self._policy.decide(view, fleet)
+        for change in changes:
+            if isinstance(change, Start):
+                self._starting[change.name] = now + self._limits.start_seconds
+        return changes
+
+    def serves(self, name: str) -> None:
+        """It has started."""
+        self._starting.pop(name, None)
 
 
 def _take(counter: Counter[float], value: float) -> None:

@@ -30,8 +30,10 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.master import Master, Policies, Recorder
-from penstock.service.scaling import FleetLimits
+from penstock.service.master import Master
+from penstock.service.policies import Policies
+from penstock.service.recorder import Recorder
+from penstock.service.session import FleetLimits
 from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import ClientRecord, SimFrontend

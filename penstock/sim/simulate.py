@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import Random
 from penstock.sched.cluster.priority_slo import Bounds, Range
-from penstock.service.bundles import Circumstances
+from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import ClientRecord

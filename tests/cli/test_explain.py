@@ -7,7 +7,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.core.clock import ManualClock
 from penstock.sched.cluster import ClusterView
-from penstock.service.recorder import Recorder
+from penstock.service.recorder import FlightRecorder
 from penstock.service.recorder_file import RecorderFile
 from tests.helpers.recordings import an_afternoon, decision, demand, load, outcome
 
@@ -20,7 +20,7 @@ def recording(tmp_path, monkeypatch):
 
 
 def write(path, tell):
-    recorder = Recorder()
+    recorder = FlightRecorder()
     file = RecorderFile(path, recorder, ManualClock(0.0), wall=lambda: 1_790_000_000.0)
     tell(recorder)
     file.close()

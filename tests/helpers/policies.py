@@ -29,7 +29,7 @@ from penstock.sched.cluster import (
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.queue import Queue, Waiting
+from penstock.service.queue import Queue, Tracked
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.scorpio import Scorpio
@@ -157,7 +157,7 @@ class ToyMaster:
         heappush(self._events, (when, next(self._order), action))
 
     def _arrive(self, one: Demand) -> None:
-        (self.offline if one.offline else self.online)[one.key] = Waiting(one, None)
+        (self.offline if one.offline else self.online)[one.key] = Tracked(one, None)
 
     def _ask(self, now: float) -> None:
         while self.online or self.offline:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Later, Move
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.recorder import Recorder
+from penstock.service.recorder import FlightRecorder
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
@@ -38,7 +38,7 @@ def outcome(request_id, ttft_ms=50.0):
     return Outcome(request_id, ttft_ms=ttft_ms, tpot_ms=8.0, queue_ms=2.0, tokens=100)
 
 
-def an_afternoon(recorder: Recorder) -> None:
+def an_afternoon(recorder: FlightRecorder) -> None:
     """Two instances, a busy and a free one. The first request goes to the busy one; the second waits, asks for two
     outputs, and is handed over; the third is cancelled."""
     first = demand("one-0badc0de", arrived=9.99, ttft=0.5)

@@ -14,9 +14,9 @@ from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
 from penstock.service.instances import Endpoint
-from penstock.service.master import Master, Policies
-from penstock.service.master_pump import MasterPump
-from penstock.service.placement import LocalPlacement
+from penstock.service.master import Master
+from penstock.service.master_pump import LocalPlacement, MasterPump
+from penstock.service.policies import Policies
 from penstock.service.waiting import AGAIN, ASKERS
 from tests.helpers.engines import make_request
 from tests.helpers.scripted import ScriptedChannel, ready

@@ -13,10 +13,10 @@ from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Place
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.master import Master, Policies
+from penstock.service.master import Master
 from penstock.service.mesh import PROBATION, RELINK_AFTER
-from penstock.service.roster import DEAD_AFTER
-from penstock.service.session import SUSPECT_AFTER
+from penstock.service.policies import Policies
+from penstock.service.session import DEAD_AFTER, SUSPECT_AFTER
 from tests.helpers.scripted import LAYOUT, ready, snapshot
 
 

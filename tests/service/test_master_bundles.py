@@ -9,10 +9,10 @@ from penstock.core.wire.engine import SetRole
 from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
-from penstock.service.bundles import BUNDLES, STEADY, Circumstances
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master
+from penstock.service.policies import BUNDLES, STEADY, Circumstances
 from tests.helpers.scripted import ready, snapshot
 
 ROLES = {"colocated": ["any"] * 3, "roles": ["prefill", "decode", "decode"]}

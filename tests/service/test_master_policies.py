@@ -10,8 +10,9 @@ from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Plac
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.master import Master, Policies
-from penstock.service.scaling import FleetLimits
+from penstock.service.master import Master
+from penstock.service.policies import Policies
+from penstock.service.session import FleetLimits
 from tests.helpers.scripted import ready, snapshot
 
 

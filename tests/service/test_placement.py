@@ -16,9 +16,10 @@ from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
-from penstock.service.master import Master, Policies
-from penstock.service.master_pump import TICK, MasterPump, serve_frontends
-from penstock.service.placement import PATIENCE, LocalPlacement, RemotePlacement
+from penstock.service.master import Master
+from penstock.service.policies import Policies
+from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
+from penstock.service.placement import PATIENCE, RemotePlacement
 from tests.helpers.scripted import ScriptedChannel, ready
 
 

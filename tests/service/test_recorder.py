@@ -14,7 +14,7 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates, Start, Stop
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.recorder import Decided, Ended, Moved, Recorder
+from penstock.service.recorder import Decided, Ended, FlightRecorder, Moved
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
 from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, Decoder, Encoder, from_bytes, to_bytes
 from penstock.sim.replay import first_token, redecide, replay, spread, summary
@@ -34,7 +34,7 @@ def recorded(*entries):
 
 
 def test_the_ring_holds_no_more_than_it_may():
-    by_decisions, by_loads = Recorder(decisions=3), Recorder(loads=50)
+    by_decisions, by_loads = FlightRecorder(decisions=3), FlightRecorder(loads=50)
     view = ClusterView(now=0.0, instances=[load(f"e{i}") for i in range(9)])
     for number in range(100):
         for recorder in (by_decisions, by_loads):
@@ -49,7 +49,7 @@ def test_the_ring_holds_no_more_than_it_may():
 
 
 def test_whoever_writes_sees_each_entry_once_and_is_told_what_has_gone():
-    recorder = Recorder(loads=4)
+    recorder = FlightRecorder(loads=4)
     for number in range(3):
         recorder.ended(float(number), str(number), "f", None)
     assert [entry.request_id for entry in recorder.since(0)] == ["0", "1", "2"]
@@ -64,7 +64,7 @@ def test_whoever_writes_sees_each_entry_once_and_is_told_what_has_gone():
 
 
 def test_everything_comes_back_as_it_was():
-    recorder = Recorder()
+    recorder = FlightRecorder()
     an_afternoon(recorder)
     recorder.moved(12.0, Start(name="new", role="any", reason="the queue is long"))
     recorder.moved(13.0, Stop(name="busy", reason="nobody comes"))
@@ -164,7 +164,7 @@ def test_of_a_large_cluster_the_best_and_the_chosen_are_written():
 
 
 def test_a_recording_of_other_fields_can_be_read():
-    recorder = Recorder()
+    recorder = FlightRecorder()
     an_afternoon(recorder)
     encoder = Encoder()
     began = encoder.begin(0.0, 0.0)
@@ -211,11 +211,11 @@ def test_of_many_hits_only_what_is_written_is_to_be_loaded():
 
 def make_file(path, recorder=None, **more):
     clock = ManualClock(5.0)
-    return RecorderFile(path, recorder or Recorder(), clock, wall=lambda: 1000.0, **more)
+    return RecorderFile(path, recorder or FlightRecorder(), clock, wall=lambda: 1000.0, **more)
 
 
 def test_what_is_written_is_read_with_the_time_of_day(tmp_path):
-    recorder = Recorder()
+    recorder = FlightRecorder()
     file = make_file(tmp_path / "r", recorder)
     an_afternoon(recorder)
     file.flush()
@@ -229,7 +229,7 @@ def test_what_is_written_is_read_with_the_time_of_day(tmp_path):
 @given(cut=st.integers(1, 4000), junk=st.binary(max_size=20))
 def test_a_torn_end_costs_no_more_than_itself(tmp_path_factory, cut, junk):
     path = tmp_path_factory.mktemp("recorder") / "r"
-    recorder = Recorder()
+    recorder = FlightRecorder()
     file = make_file(path, recorder)
     an_afternoon(recorder)
     file.close()
@@ -237,7 +237,7 @@ def test_a_torn_end_costs_no_more_than_itself(tmp_path_factory, cut, junk):
     path.write_bytes(whole[: max(len(MAGIC), len(whole) - cut)] + junk)
     kept = [entry for _, entry in read(path)]
     assert kept == list(recorder.entries)[: len(kept)]
-    next_life = Recorder()
+    next_life = FlightRecorder()
     file = make_file(path, next_life)
     next_life.ended(6.0, "later", "f", None)
     file.close()
@@ -246,7 +246,7 @@ def test_a_torn_end_costs_no_more_than_itself(tmp_path_factory, cut, junk):
 
 
 def test_it_is_rotated_and_both_files_are_read(tmp_path):
-    recorder = Recorder()
+    recorder = FlightRecorder()
     file = make_file(tmp_path / "r", recorder, limit=4000)
     view = ClusterView(now=0.0, instances=[load("e0"), load("e1")])
     for number in range(100):
@@ -283,7 +283,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
 
 
 def test_a_disk_that_is_full_stops_the_recorder_and_nothing_else(tmp_path, caplog):
-    recorder = Recorder()
+    recorder = FlightRecorder()
     file = make_file(tmp_path / "r", recorder, limit=1)
     (tmp_path / "r.1").mkdir()  # it cannot be rotated
     (tmp_path / "r.1" / "x").touch()
@@ -295,7 +295,7 @@ def test_a_disk_that_is_full_stops_the_recorder_and_nothing_else(tmp_path, caplo
 
 
 def test_what_was_lost_is_told(tmp_path, caplog):
-    recorder = Recorder(loads=2)
+    recorder = FlightRecorder(loads=2)
     file = make_file(tmp_path / "r", recorder)
     for number in range(5):
         recorder.ended(float(number), str(number), "f", None)
@@ -390,7 +390,7 @@ def test_the_spread_of_values():
 
 @pytest.mark.parametrize("name", DISPATCH)
 def test_every_policy_decides_again_what_was_recorded(name):
-    recorder = Recorder()
+    recorder = FlightRecorder()
     an_afternoon(recorder)
     decisions = [entry for entry in recorded(*recorder.entries) if isinstance(entry, Decided)]
     found = list(replay(decisions, DISPATCH[name], random.Random(1)))
@@ -399,7 +399,7 @@ def test_every_policy_decides_again_what_was_recorded(name):
 
 
 def test_moves_and_outcomes_are_kept():
-    recorder = Recorder()
+    recorder = FlightRecorder()
     an_afternoon(recorder)
     assert sum(isinstance(entry, Moved) for entry in recorder.entries) == 3
     told = [entry.outcome for entry in recorder.entries if isinstance(entry, Ended)]

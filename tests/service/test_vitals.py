@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from penstock.core.heartbeat import LOADING, STILL, STILL_LOADING, TURN, Beat, Heartbeat, read_heartbeat, step_limit
-from penstock.service.vitals import LONGEST_LOOK, MOVED, Vitals, Watch, read_vitals
+from penstock.service.launcher import LONGEST_LOOK, MOVED, Vitals, Watch, read_vitals
 
 
 def watched(beat, vitals_at, seconds):

@@ -8,7 +8,7 @@ from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.bundles import Circumstances
+from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
 from penstock.sim.scenario import parse
 from penstock.sim.workload import SLO

@@ -6,13 +6,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.sched.cluster import DISPATCH, Colocated, ColocatedRoles, DispatchPolicy, Everywhere, ScalingPolicy
+from penstock.sched.cluster import (
+    DISPATCH,
+    Colocated,
+    ColocatedRoles,
+    DispatchPolicy,
+    Everywhere,
+    PrioritySLO,
+    RolePolicy,
+    ScalingPolicy,
+)
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.unified_scaling import UnifiedScaling
 from penstock.sched.cluster.xllm import make_xllm
-from penstock.service.master import Policies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """Everything about a cluster that is decided and not configured.
+
+    Attributes:
+        priorities: what a priority is worth as targets, for requests that come without; None leaves them without.
+    """
+
+    dispatch: DispatchPolicy
+    roles: RolePolicy | None = None
+    scaling: ScalingPolicy | None = None
+    priorities: PrioritySLO | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
