@@ -4,7 +4,7 @@ JSON:
     address             the ZMQ endpoint to bind, for frontends
     parent              process id; without that process this one ends
     instances           [{"name", "address", "role"}, ...]: where the engines listen
-    policy              a name in `service.bundles.STEADY`
+    policy              a name in `service.policies.STEADY`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
     flight_recorder     file where every decision is written; null for none
     seed                of the lots that policies draw; null for an unpredictable one

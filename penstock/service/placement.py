@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,8 +67,6 @@ class Placement(Protocol):
         """Time goes on; call it a few times a second."""
 
     async def close(self) -> None: ...
-
-
 
 
 @dataclass(slots=True)

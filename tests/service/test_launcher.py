@@ -241,7 +241,7 @@ def test_the_last_words_of_an_engine_are_told(capfd, caplog):
 
 
 def test_an_engine_whose_heartbeat_stops_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("penstock.service.vitals.STILL", 0.3)
+    monkeypatch.setattr("penstock.service.launcher.STILL", 0.3)
     monkeypatch.setattr("penstock.service.launcher.LOOK_CLOSELY", 0.1)
     pids = tmp_path / "pids"
 
