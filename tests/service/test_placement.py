@@ -17,9 +17,9 @@ from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master
-from penstock.service.policies import Policies
 from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
 from penstock.service.placement import PATIENCE, RemotePlacement
+from penstock.service.policies import Policies
 from tests.helpers.scripted import ScriptedChannel, ready
 
 

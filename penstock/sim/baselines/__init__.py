@@ -8,8 +8,7 @@ from penstock.sched.cluster import Colocated, Immediate
 from penstock.sched.cluster.colocation import Colocation
 from penstock.sched.cluster.least_loaded import LeastLoaded
 from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
-from penstock.service.bundles import BUNDLES, Bundle, Circumstances, dispatched, scaled
-from penstock.service.master import Policies
+from penstock.service.policies import BUNDLES, Bundle, Circumstances, Policies, dispatched, scaled
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.colocation import OnlineFirst, Separate
