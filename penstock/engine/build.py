@@ -16,8 +16,8 @@ from penstock.core.layout import KVLayout
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.cache_log import ledger_of
 from penstock.engine.host_tier import check_host_tier, open_host_tier
-from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
 from penstock.engine.memory import check_asked, free_bytes, mapping_budget, size_cache
 from penstock.engine.runner import Runner
@@ -32,10 +32,9 @@ from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.budget import CPU_LIMIT_MS, LIMIT_MS, StepBudget
+from penstock.sched.local.limits import CPU_LIMIT_MS, LIMIT_MS, StepBudget, host_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
-from penstock.sched.local.sizing import host_blocks
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
@@ -53,7 +52,7 @@ class EngineOptions:
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
-        step_time_limit_ms: None is LIMIT_MS, on a CPU CPU_LIMIT_MS (sched/local/budget.py).
+        step_time_limit_ms: None is LIMIT_MS, on a CPU CPU_LIMIT_MS (sched/local/limits.py).
         kv_cache_memory: bytes of KV cache.
         host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
@@ -64,7 +63,7 @@ class EngineOptions:
             faster in either mode.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
-        async_scheduling: whether the next step is scheduled while one runs (sched/local/look_ahead.py).
+        async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 

@@ -1,25 +1,37 @@
-"""Which prefix keys came and went since the last time somebody asked."""
+"""What can be found in an engine's cache, for the master (`CacheLog`) and for the engine's next incarnation
+(`PoolLedger`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from penstock.core.wire.engine import CacheDelta
+from penstock.kv.pool import Published
+from penstock.sched.local import Scheduler
+
+if TYPE_CHECKING:
+    from penstock.transfer.pool import KVPool
+    from penstock.transfer.records import Records
 
 
 class CacheLog:
-    """Nets what comes and goes, so that it never grows beyond what the cache holds and held when last asked."""
+    """Nets what comes and goes, so that it never grows beyond what the cache holds and held when last asked.
+
+    Attributes:
+        changed: whether there may be something to take.
+    """
 
     def __init__(self) -> None:
         self.sequence = 0  # of the last one taken
+        self.changed = False
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
-    @property
-    def changed(self) -> bool:
-        """Whether there is something to take."""
-        return bool(self._added or self._removed)
-
-    def note(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def note(self, added: Collection[bytes], removed: Collection[bytes]) -> None:
         """Removals first, as a key may go and come again."""
+        if not (added or removed):
+            return
         for key in removed:
             if key in self._added:
                 del self._added[key]
@@ -30,6 +42,7 @@ class CacheLog:
                 del self._removed[key]
             else:
                 self._added[key] = None
+        self.changed = bool(self._added or self._removed)
 
     def take(self) -> tuple[list[bytes], list[bytes]] | None:
         """Added and removed since the last call, under the next number; None when nothing changed."""
@@ -37,5 +50,51 @@ class CacheLog:
             return None
         self.sequence += 1
         changes = list(self._added), list(self._removed)
-        self._added, self._removed = {}, {}
+        self._added, self._removed, self.changed = {}, {}, False
         return changes
+
+
+def cache_news(logs: Mapping[str, CacheLog], incarnation: int) -> list[CacheDelta]:
+    """What came and went in each tier since the last time."""
+    return [
+        CacheDelta(incarnation, log.sequence, *changes, tier=tier)
+        for tier, log in logs.items()
+        if (changes := log.take()) is not None
+    ]
+
+
+def whole_cache(logs: Mapping[str, CacheLog], scheduler: Scheduler, incarnation: int) -> list[CacheDelta]:
+    """Everything that can be found in each tier, numbered like the last of its deltas, so that the next one follows it.
+
+    Whoever else listens misses what would have been in the next one, and will see the gap.
+    """
+    deltas = []
+    for tier, log in logs.items():
+        log.take()
+        offload = scheduler.offload
+        keys = offload.tier.keys() if tier == "host" and offload is not None else scheduler.pool.keys()
+        deltas.append(CacheDelta(incarnation, log.sequence, keys, [], tier=tier, whole=True))
+    return deltas
+
+
+class PoolLedger:
+    """The records of a pool that other lives can attach to."""
+
+    def __init__(self, pool: KVPool, records: Records) -> None:
+        self._memory = pool.memory
+        self._records = records
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._records.clear(block)
+
+    def write(self, published: Published) -> None:
+        known = self._records.get(published.block)
+        if known is None or known.key != published.key:  # else another instance wrote the block and its record
+            checksum = self._memory.checksum(published.block)
+            self._records.put(published.block, published.key, published.parent, checksum)
+
+
+def ledger_of(pool: KVPool | None) -> PoolLedger | None:
+    """None where blocks end with the process."""
+    return None if pool is None or pool.client is None else PoolLedger(pool, pool.client.records)

@@ -12,14 +12,14 @@ from typing import Protocol
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
+from penstock.core.wire.engine import EngineStats
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.mover import Moved
 from penstock.engine.step_thread import StepThread
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
-from penstock.sched.local.budget import StepBudget
+from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.offload import Load, Store
-from penstock.sched.local.recent import Recent
 
 SHORT = 5e-3  # seconds: for shorter steps, another thread costs more than it hides
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
@@ -133,14 +133,15 @@ class Engine:
         reserve: prepares blocks; None where that is nothing to anybody.
         mover: carries out what the scheduler's tier wants to be moved; None where there is none.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
-            (`sched.local.look_ahead`); for runners that know placeholders. Without it a step is computed in `end`.
+            (`sched.local.steps`); for runners that know placeholders. Without it a step is computed in `end`.
         short: seconds; when the last step took less, the next one is computed in `end` all the same.
 
     Attributes:
         steps: that have ended.
         busy: seconds that they took.
         idle: seconds between them in which the runner did nothing although there was work.
-        cache_log, tier_log: what came and went on the device and in the tier below it; None where nobody asks.
+        cache_logs: what came and went on the device and in the tier below it, by the tier's name; empty where nobody
+            asks.
     """
 
     def __init__(
@@ -160,11 +161,9 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.mover = mover
-        self.recent = Recent()
         self.steps = 0
         self.busy = self.idle = 0.0
-        self.cache_log: CacheLog | None = None
-        self.tier_log: CacheLog | None = None
+        self.cache_logs: dict[str, CacheLog] = {}
         self.step_thread: StepThread[Ran] | None = StepThread() if ahead else None
         self._clock = clock
         self._ledger = ledger
@@ -188,18 +187,15 @@ class Engine:
         """Tokens of the steps that are being computed now, or will be without anybody's doing."""
         return sum(plan.num_tokens for plan in self._flying) if self._given else 0
 
-    def add(self, request: Request, *, migrates: bool = False) -> None:
-        """Raises PromptTooLong or InvalidRequest; then nothing has changed."""
-        now = self._clock.now()
-        self.scheduler.add(request, migrates=migrates, now=now)
-        self.recent.arrived(request.id, now, len(request.generated))
+    def add(self, request: Request, *, migrates: bool = False, now: float | None = None) -> None:
+        """Take a request in, see `Scheduler.add`. Raises PromptTooLong or InvalidRequest; then nothing has changed."""
+        self.scheduler.add(request, migrates=migrates, now=self._clock.now() if now is None else now)
         self._order_moves()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Let requests go. Ids that are not here are passed over: they may have just finished."""
         for request_id in request_ids:
             self.scheduler.cancel(request_id)
-            self.recent.forget(request_id)
 
     def step(self) -> tuple[list[TokenOutput], int]:
         """Run one step to its end. Returns what it brought, and how many tokens it computed; 0 when there is no room to
@@ -220,7 +216,7 @@ class Engine:
         if self._flying and (step_thread is None or not self._given or not self.scheduler.look_ahead()):
             return None
         now = self._clock.now()
-        plan = self.scheduler.schedule(now, self._wait(now))
+        plan = self.scheduler.schedule(now, self._delay)
         self._order_moves()
         if not plan.sequences:
             return None
@@ -241,12 +237,12 @@ class Engine:
         if self._reserve is not None:
             self._reserve.expect(self.scheduler.pool.coming(self._reserve.size), hurry=hurry)
 
-    def _wait(self, now: float) -> float:
+    def _delay(self) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""
-        times = self.recent.times
+        times = self.scheduler.measurements.times
         if not self._flying or times is None:
             return 0.0
-        return max(0.0, self._began + times.step_ms(*self._flying[0].work) / 1e3 - now)
+        return max(0.0, self._began + times.step_ms(*self._flying[0].work) / 1e3 - self._clock.now())
 
     def _compute(self, plan: StepPlan) -> Ran:
         """In whichever thread."""
@@ -278,7 +274,8 @@ class Engine:
         return Step(plan, self._record(plan, ran))
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
-        outputs = self.scheduler.update(plan, ran.result)
+        measured = self.scheduler.measurements
+        outputs = self.scheduler.update(plan, ran.result, ran.began, ran.ended)
         self._order_moves()
         self.steps += 1
         self._took = ran.ended - ran.began
@@ -289,13 +286,10 @@ class Engine:
         if not self.has_work:
             self._expect()
         self.write_down()
-        self.recent.started(plan, ran.began)
-        if self.recent.ran(plan, ran.began, [ran.ended]) and (times := self.recent.times):
+        if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
-        if self._budget is not None and self._budget.ran(plan.num_tokens, self._took):
-            self.scheduler.limits = replace(self.scheduler.limits, token_budget=self._budget.tokens)
-        for output in outputs:
-            self.recent.stamp(output, ran.ended)
+        if (budget := self._budget) is not None and budget.ran(plan.num_tokens, self._took):
+            self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
     # --- the tier below the device
@@ -356,14 +350,41 @@ class Engine:
 
     def write_down(self) -> None:
         """Tell ledger and cache logs what can be found since the last time, and what no longer can."""
-        added, removed = self.scheduler.pool.take_changes()
-        if self._ledger is not None:
-            for published in added:
-                self._ledger.write(published)
-        if self.cache_log is not None:
-            self.cache_log.note([p.key for p in added], removed)
-        if self.tier_log is not None and self.scheduler.offload is not None:
-            self.tier_log.note(*self.scheduler.offload.tier.take_changes())
+        if self.scheduler.pool.changed:
+            added, removed = self.scheduler.pool.take_changes()
+            if self._ledger is not None:
+                for published in added:
+                    self._ledger.write(published)
+            if "device" in self.cache_logs:
+                self.cache_logs["device"].note([p.key for p in added], removed)
+        if "host" in self.cache_logs and self.scheduler.offload is not None:
+            self.cache_logs["host"].note(*self.scheduler.offload.tier.take_changes())
+
+    def log_cache(self) -> None:
+        """From now on it is kept what comes and goes in each tier of the cache."""
+        self.cache_logs = {"device": CacheLog()}
+        if self.scheduler.offload is not None:
+            self.cache_logs["host"] = CacheLog()
+
+    def stats(self) -> EngineStats:
+        scheduler, offload, mover = self.scheduler, self.scheduler.offload, self.mover
+        counters = scheduler.counters
+        block_bytes = mover.block_bytes if mover is not None else 0
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            used_blocks=scheduler.pool.used,
+            num_blocks=scheduler.pool.num_blocks,
+            preemptions=counters.preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            steps=self.steps,
+            busy=self.busy,
+            idle=self.idle,
+            prefix_loads=counters.prefix_loads,
+            stored_bytes=offload.stored_blocks * block_bytes if offload is not None else 0,
+            loaded_bytes=offload.loaded_blocks * block_bytes if offload is not None else 0,
+        )
 
     # --- ends and checks
 
@@ -387,5 +408,3 @@ class Engine:
         if self.step_thread is not None:
             self.step_thread.settle()
         self.runner.check()
-        held = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
-        assert len(self.recent) == held

@@ -25,16 +25,16 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
-from penstock.engine.ledger import ledger_of
 from penstock.engine.loop import Engine
 from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
+from penstock.sched.local.limits import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.local.offload import Offload
-from penstock.sched.local.sizing import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
@@ -58,7 +58,7 @@ class ModelledOptions:
         noise: standard deviation of a step's time, relative to it.
         seed: of the noise.
         max_model_len, max_num_seqs, max_num_batched_tokens, step_time_limit_ms: see `EngineOptions`; the limit is in
-            the device's own time, before the slowdown, and by default LIMIT_MS (sched/local/budget.py).
+            the device's own time, before the slowdown, and by default LIMIT_MS (sched/local/limits.py).
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
         prefix_cache: whether computed prefixes are found again.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.core.plan import SequenceStep, StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.core.sampling import GREEDY_BELOW
 from penstock.nn import ops
 
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
@@ -35,7 +36,8 @@ def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tup
     """
     reports = _Logprobs(logits, steps)
     tokens, finite = ops.argmax(logits)
-    rows = [row for row, step in enumerate(steps) if _adjust(logits[row], step, before) or not step.params.greedy]
+    adjusted = [_adjust(logits[row], step, before) for row, step in enumerate(steps)]
+    rows = [row for row, s in enumerate(steps) if adjusted[row] or s.params.temperature >= GREEDY_BELOW]
     if rows:
         index = torch.tensor(rows, device=logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]
@@ -54,7 +56,7 @@ def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
 
 def _draw(step: SequenceStep) -> ops.Draw:
     p = step.params
-    if p.greedy:
+    if p.temperature < GREEDY_BELOW:
         return GREEDY
     key = ops.row_key(step.seed, step.start + len(step.tokens))  # the position of the token that is sampled
     return ops.Draw(p.temperature, p.top_p, p.min_p, p.top_k, key)
@@ -62,7 +64,7 @@ def _draw(step: SequenceStep) -> ops.Draw:
 
 def _adjusted(step: SequenceStep) -> bool:
     p = step.params
-    return p.allowed_token_ids is not None or bool(step.banned) or bool(p.logit_bias) or p.penalised
+    return p.allowed_token_ids is not None or bool(step.banned) or bool(p.logit_bias) or step.history is not None
 
 
 def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
@@ -80,8 +82,7 @@ def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
     if p.logit_bias:
         index = torch.tensor(list(p.logit_bias), device=row.device)
         row[index] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
-    if p.penalised:
-        assert step.history is not None
+    if step.history is not None:
         history = torch.tensor(step.history, device=row.device)
         if step.history[-1] < 0:
             history = filled(history, before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from penstock.core.wire.engine import (
     Failed,
     Hello,
     Inspect,
+    Inspection,
     LinkFailed,
     LinkPeer,
     Ready,
@@ -38,11 +40,10 @@ from penstock.core.wire.engine import (
     UnlinkPeer,
     decode_command,
 )
-from penstock.engine import load
+from penstock.engine.cache_log import cache_news, whole_cache
 from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.load import snapshot
 from penstock.transfer.carrier import LinkDown, ReceivedMessage
 from penstock.transfer.transports import KVTransport
 
@@ -110,11 +111,11 @@ class EngineServer:
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
-        self._intake = Intake(ready.peer, ready.role, engine.scheduler, engine.recent, ready.vocab_size)
+        self._intake = Intake(ready.peer, ready.role, engine.scheduler, engine.add, ready.vocab_size)
         self._intake.frontends = self._clients.keys()
-        if times := engine.recent.learn(ready.device_model, ready.shape):
+        if times := engine.scheduler.measurements.learn(ready.device_model, ready.shape):
             engine.scheduler.predict_by(times)
-        load.open_logs(engine)
+        engine.log_cache()
         if transport is not None:
             self._transport = transport
             self._handoffs = self._intake.hand_off(transport, lease)
@@ -166,7 +167,7 @@ class EngineServer:
         if not stalled and engine.has_work and (not engine.tokens_in_flight or (thread is not None and thread.ready)):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at)
-        if self._changed or load.has_news(engine):
+        if self._changed or any(log.changed for log in engine.cache_logs.values()):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:
             due = min(due, self._ticked_at + self._tick_every)
@@ -249,7 +250,7 @@ class EngineServer:
             case Inspect():
                 while self._engine.tokens_in_flight and (step := self._engine.end(wait=True)):
                     self._ended(step)
-                self._send(client, load.inspection(self._engine, self._intake, {"clients": len(self._clients)}))
+                self._send(client, self._inspection())
             case Shutdown():
                 self._stopping = True
             case Enqueue():
@@ -312,7 +313,7 @@ class EngineServer:
         for client, state in self._clients.items():
             if state.kind != "master":
                 theirs.setdefault(client, [])
-        stats = load.stats(self._engine)
+        stats = self._engine.stats()
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
@@ -320,11 +321,11 @@ class EngineServer:
         """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
         in the cache."""
         self._snapshot_at, self._changed = now, False
-        news = load.cache_news(self._engine, self._incarnation)
+        news = cache_news(self._engine.cache_logs, self._incarnation)
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
-        seen, last = snapshot(self._intake), self._last_snapshot
+        seen, last = self._intake.snapshot(), self._last_snapshot
         if last is None or now - self._told_at >= REPORT_INTERVAL or seen != last:
             self._last_snapshot, self._told_at = seen, now
             self._snapshots += 1
@@ -335,8 +336,30 @@ class EngineServer:
                 self._send(client, delta)
 
     def _send_cache(self, client: str) -> None:
-        for delta in load.whole_cache(self._engine, self._incarnation):
+        for delta in whole_cache(self._engine.cache_logs, self._engine.scheduler, self._incarnation):
             self._send(client, delta)
+
+    def _inspection(self) -> Inspection:
+        """Run every `check`."""
+        scheduler, handoffs = self._engine.scheduler, self._handoffs
+        counts = {
+            "clients": len(self._clients),
+            "owners": len(self._intake),
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "migrating": scheduler.num_migrating,
+            "open_files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+            **scheduler.pool.counts(),
+            **(scheduler.offload.counts() if scheduler.offload is not None else {}),
+            **(handoffs.counts() if handoffs is not None else {}),
+            **self._engine.runner.counts(),
+        }
+        try:
+            self._engine.check()
+            self._intake.check()
+        except AssertionError as error:
+            return Inspection(self._incarnation, counts, str(error) or "an invariant")
+        return Inspection(self._incarnation, counts)
 
     def _send(self, client: str, event: Event) -> None:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])

@@ -61,6 +61,7 @@ class BlockPool:
         self._source = source
         self._added: dict[bytes, Published] = {}
         self._removed: set[bytes] = set()
+        self.changed = False  # whether there is something for `take_changes`
         self.num_blocks = self.unused
         assert len(self._ours) == self.num_blocks > 0
 
@@ -208,10 +209,10 @@ class BlockPool:
 
     def take_changes(self) -> tuple[list[Published], list[bytes]]:
         """What became findable since the last call, and the keys that no longer are."""
-        if not (self._added or self._removed):
+        if not self.changed:
             return [], []
         changes = list(self._added.values()), list(self._removed)
-        self._added, self._removed = {}, set()
+        self._added, self._removed, self.changed = {}, set(), False
         return changes
 
     # --- sharing with other instances
@@ -267,6 +268,7 @@ class BlockPool:
         self._named[block] = self._added[key] = published
         self._block[key] = block
         self._removed.discard(key)
+        self.changed = True
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
@@ -274,6 +276,7 @@ class BlockPool:
         del self._block[key]
         if self._added.pop(key, None) is None:
             self._removed.add(key)
+        self.changed = True
         return block
 
     def _renew(self, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.request import Request
 from penstock.core.sampling import ALL_LOGPROBS, SEED_BITS, SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
-from penstock.sched.local.group import check_length, check_width, most_beam_tokens
+from penstock.sched.local.beams import check_length, check_width, most_beam_tokens
 
 MAX_SALT_BYTES = 1024
 MOST_NAMED = 1 << 18  # tokens in the log-probabilities of a request that wants all: tens of megabytes, a second of work

@@ -40,8 +40,6 @@ from penstock.core.wire.engine import (
 from penstock.core.wire.handoff import PeerMessage, Push
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.load import snapshot
-from penstock.sched.local.recent import Recent
 from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
@@ -120,9 +118,9 @@ class SimInstance:
         assert (way is None) == (scheduler.offload is None)
         self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
-        self.intake = Intake(ready.peer, ready.role, scheduler, Recent())
+        self.intake = Intake(ready.peer, ready.role, scheduler)
         self.handoffs = self.intake.hand_off(carrier, lease)
-        if times := self.intake.recent.learn(ready.device_model, ready.shape):
+        if times := scheduler.measurements.learn(ready.device_model, ready.shape):
             scheduler.predict_by(times)
         self.steps = 0
         self.busy = 0.0
@@ -141,7 +139,7 @@ class SimInstance:
         self._snapshots = 0
         self._deltas = {"device": 0, "host": 0}  # by tier
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
-        self._told = snapshot(self.intake)  # the load as the master was told
+        self._told = self.intake.snapshot()  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
         self._idle_report = max(report_interval, IDLE_REPORT)
         self._says_so_at = inf  # when it says again that nothing has changed; inf unless nothing else can come of time
@@ -269,7 +267,6 @@ class SimInstance:
         if not plan.sequences:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
-        self.intake.recent.started(plan, now)
         alike = self._strides and not plan.work.prefills  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_due() if repeats else now
@@ -294,7 +291,7 @@ class SimInstance:
         self._record(now, stride)
         if stride.ends_somebody:
             self._record(now, stride.split(self.scheduler))
-        if times := self.intake.recent.times:
+        if times := self.scheduler.measurements.times:
             self.scheduler.predict_by(times)  # of steps in between nothing was to be predicted
         self.handoffs.progress(now)
 
@@ -307,11 +304,11 @@ class SimInstance:
         if stride.quiet:
             repeat(self.scheduler, stride.plan, len(ends))
         else:
-            outputs = update(self.scheduler, stride.plan, self.intake.news, self._draw)
+            outputs = update(self.scheduler, stride.plan, self.intake.news, self._draw, began, now)
             # that everybody has one more token is no news
             self._changed |= bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
             self._report(now, outputs)
-        self.intake.recent.ran(stride.plan, began, ends, before)
+        self.scheduler.measurements.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
         lengths = self._lengths
@@ -340,7 +337,6 @@ class SimInstance:
                     continue
                 owner.migrates = False
                 output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
-            self.intake.recent.stamp(output, now)
             if owner.told is not None:
                 output.start = owner.told
             owner.told = output.start + len(output.tokens)
@@ -390,7 +386,7 @@ class SimInstance:
         in the cache."""
         self._looked_at, self._changed = now, False
         if self._load is None:
-            self._load = snapshot(self.intake)
+            self._load = self.intake.snapshot()
         if self._load != self._told or now >= self._told_at + IDLE_REPORT:
             self._told, self._told_at = self._load, now
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))

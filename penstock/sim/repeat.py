@@ -74,7 +74,12 @@ def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
 
 
 def update(
-    scheduler: Scheduler, plan: StepPlan, news: Mapping[str, int], draw: Callable[[StepPlan], StepResult]
+    scheduler: Scheduler,
+    plan: StepPlan,
+    news: Mapping[str, int],
+    draw: Callable[[StepPlan], StepResult],
+    began: float,
+    ended: float,
 ) -> list[TokenOutput]:
     """`Scheduler.update`, without the outputs that are no news; each sequence without any draws what it drew last.
 
@@ -94,5 +99,5 @@ def update(
                 scheduler.kv.publish(sequence)
         else:
             alone = StepPlan((step,))
-            outputs += scheduler.update(alone, draw(alone))
+            outputs += scheduler.update(alone, draw(alone), began, ended)
     return outputs

@@ -18,8 +18,8 @@ from penstock.engine.host_tier import PinnedSlots, check_host_tier
 from penstock.engine.mover import Mover
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
+from penstock.sched.local.limits import host_blocks
 from penstock.sched.local.offload import Copied, Load, Store
-from penstock.sched.local.sizing import host_blocks
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

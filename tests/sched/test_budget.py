@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.local.budget import GRAIN, StepBudget
+from penstock.sched.local.limits import GRAIN, StepBudget
 
 
 @given(st.integers(1, 300), st.integers(300, 8192), st.floats(1e-6, 1e-2), st.floats(0, 0.05))

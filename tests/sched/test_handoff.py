@@ -127,13 +127,10 @@ class Node:
     def refuses(self, request, frontend):
         return "" if frontend == "frontend" else "not connected"
 
-    def spent(self, request_id):
-        return 0.0, 0.0
-
     def migrated(self, request_id):
         pass
 
-    def joined(self, now, request, frontend, generation, queue, prefill):
+    def joined(self, request, frontend, generation):
         self.joins += 1
 
     def failed(self, output):

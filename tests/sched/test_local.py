@@ -16,9 +16,8 @@ from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, SetRole
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler, make_local_policy
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.load import snapshot
-from penstock.sched.local.recent import LEARN_EVERY, WEIGHT, Recent
-from penstock.sched.local.sizing import fitting_blocks, sized
+from penstock.sched.local.limits import fitting_blocks, sized
+from penstock.sched.local.steps import LEARN_EVERY, WEIGHT
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.repeat import again, repeat, repeatable
 
@@ -38,9 +37,9 @@ def make_scheduler(policy="fcfs", blocks=40, sequences=8) -> Scheduler:
     return Scheduler(limits, BlockPool(range(blocks)), policy=make_local_policy(policy, TIMES, 256))
 
 
-def run(scheduler: Scheduler, plan: StepPlan) -> list[TokenOutput]:
+def run(scheduler: Scheduler, plan: StepPlan, began=0.0, ended=0.0) -> list[TokenOutput]:
     sampled = sum(s.sample for s in plan.sequences)
-    return scheduler.update(plan, StepResult([1] * sampled, [None] * sampled))
+    return scheduler.update(plan, StepResult([1] * sampled, [None] * sampled), began, ended)
 
 
 def test_pacing_of_another_name_is_refused():
@@ -53,7 +52,7 @@ def test_pacing_of_another_name_is_refused():
 
 @pytest.fixture
 def intake():
-    return Intake(LIFE, "any", make_scheduler(), Recent(), vocab_size=100)
+    return Intake(LIFE, "any", make_scheduler(), vocab_size=100)
 
 
 def enqueue(intake, frontend, asked, generation=0, to=7, **more):
@@ -122,7 +121,7 @@ def test_only_newer_decisions_about_the_role_count(intake):
     for role, generation, after in (("decode", 2, "decode"), ("prefill", 1, "decode"), ("prefill", 3, "prefill")):
         intake.obey("master", SetRole(7, role, generation))
         assert intake.role == after
-    assert (snapshot(intake).role, snapshot(intake).role_generation) == ("prefill", 3)
+    assert (intake.snapshot().role, intake.snapshot().role_generation) == ("prefill", 3)
 
 
 def test_who_takes_a_request_over_must_have_its_frontend(intake):
@@ -134,11 +133,10 @@ def test_who_takes_a_request_over_must_have_its_frontend(intake):
 
 def test_what_hand_offs_tell_is_kept(intake):
     reservation = intake.scheduler.reserve(request())
-    intake.scheduler.resume(reservation, [4], 0)
-    intake.joined(10.0, request(), "a", 2, queue=1.0, prefill=0.5)
+    sequence = intake.scheduler.resume(reservation, [4], 0, 10.0, (1.0, 0.5))
+    intake.joined(request(), "a", 2)
     intake.check()
-    assert intake.spent("r") == (1.0, 0.5)
-    sequence = intake.scheduler.sequence("r")
+    assert sequence.spent == (1.0, 0.5)
     intake.scheduler.cancel("r")
     intake.failed(TokenOutput("r", [], finish=FinishReason.ERROR, start=sequence.generated))
     intake.check()
@@ -151,40 +149,37 @@ def test_what_hand_offs_tell_is_kept(intake):
 
 
 def test_the_times_of_a_request_and_their_means():
-    recent, scheduler = Recent(), make_scheduler()
+    scheduler = make_scheduler()
     for name, arrival in (("one", 0.0), ("two", 1.0)):
         scheduler.add(request(name, output=3), now=arrival)
-        recent.arrived(name, arrival)
         plan = scheduler.schedule(arrival + 0.25)
-        recent.started(plan, arrival + 0.25)
+        began = arrival + 0.25
         for i, end in enumerate((1.0, 1.5, 2.0)):
             if i:
-                plan = scheduler.schedule(arrival + end - 0.5)
-            for output in run(scheduler, plan):
-                recent.stamp(output, arrival + end * (1 if name == "one" else 2))
-                if not i:
-                    assert recent.spent(name) == (0.25, 0.75 if name == "one" else 1.75)
+                plan = scheduler.schedule(began := arrival + end - 0.5)
+            (output,) = run(scheduler, plan, began, arrival + end * (1 if name == "one" else 2))
+            if not i:
+                assert scheduler.sequence(name).spent == (0.25, 0.75 if name == "one" else 1.75)
         assert output.timing.decode == (1.0 if name == "one" else 2.0)
-        assert (output.timing.queue, len(recent)) == (0.25, 0)
-    assert recent.ttft_ms == pytest.approx(1000 + WEIGHT * 1000)
-    assert recent.tpot_ms == pytest.approx(500 + WEIGHT * 500)
+        assert output.timing.queue == 0.25
+    assert scheduler.measurements.ttft_ms == pytest.approx(1000 + WEIGHT * 1000)
+    assert scheduler.measurements.tpot_ms == pytest.approx(500 + WEIGHT * 500)
 
 
-def decoding(recent: Recent, count=4) -> Scheduler:
+def decoding(count=4) -> Scheduler:
     """All that it has decodes."""
     scheduler = make_scheduler()
     for i in range(count):
         scheduler.add(request(f"r{i}", prompt=[i] * 40, output=500))
-        recent.arrived(f"r{i}", 0.0)
     run(scheduler, scheduler.schedule())
     return scheduler
 
 
 def test_steps_taken_together_are_measured_like_steps_taken_one_by_one():
-    together, alone = Recent(), Recent()
-    schedulers = decoding(together), decoding(alone)
-    for recent in (together, alone):
-        recent.learn(DEVICE, SHAPE)
+    schedulers = decoding(), decoding()
+    together, alone = (scheduler.measurements for scheduler in schedulers)
+    for measured in (together, alone):
+        measured.learn(DEVICE, SHAPE)
     now, rng = 0.0, random.Random(0)
     for _ in range(20):
         began = now
@@ -203,21 +198,21 @@ def test_steps_taken_together_are_measured_like_steps_taken_one_by_one():
 
 
 def test_factors_follow_what_steps_take():
-    recent = Recent()
-    scheduler = decoding(recent)
-    assert not recent.ran(scheduler.schedule(), 0.0, [0.1])  # nothing to hold it against
-    assert recent.learn(None, SHAPE) is None
-    assert recent.learn(DEVICE, SHAPE) == TIMES
+    scheduler = decoding()
+    measured = scheduler.measurements
+    assert not measured.ran(scheduler.schedule(), 0.0, [0.1])  # nothing to hold it against
+    assert measured.learn(None, SHAPE) is None
+    assert measured.learn(DEVICE, SHAPE) == TIMES
     now = 1.0
     for _ in range(400):
         plan = scheduler.schedule()
         kv_tokens = sum(s.start + 1 for s in plan.sequences)
         began = now + LEARN_EVERY
         now = began + 2 * TIMES.step_ms([], len(plan.sequences), kv_tokens) / 1e3
-        recent.ran(plan, began, [now])
+        measured.ran(plan, began, [now])
         run(scheduler, plan)
-    assert recent.times.step_ms([], 4, 2000) == pytest.approx(2 * TIMES.step_ms([], 4, 2000), rel=0.1)
-    assert recent.interval_ms == pytest.approx(4 * TIMES.step_ms([], 4, 2000), rel=0.2)  # what a pause counts at most
+    assert measured.times.step_ms([], 4, 2000) == pytest.approx(2 * TIMES.step_ms([], 4, 2000), rel=0.1)
+    assert measured.interval_ms == pytest.approx(4 * TIMES.step_ms([], 4, 2000), rel=0.2)  # what a pause counts at most
 
 
 # --- steps taken together

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.wire.engine import Snapshot
+from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.load import snapshot
 from penstock.service.events import FromEngine
 from penstock.service.master import Master
 from penstock.sim import cluster, instance
@@ -16,7 +16,7 @@ from tests.sim.scenarios import SPLIT, WORKLOAD, read, run
 
 def test_an_instance_measures_its_requests_and_its_steps():
     _, whole = run(read(WORKLOAD.replace("noise: 0.1", "noise: 0"), SPLIT))
-    seen = {name: snapshot(place.instance.intake) for name, place in whole.places.items()}
+    seen = {name: place.instance.intake.snapshot() for name, place in whole.places.items()}
     reads, goes_on = seen["prefill-0"], seen["decode-0"]
     assert reads.ttft_ms > 0
     assert goes_on.tpot_ms > 0
@@ -31,18 +31,19 @@ def test_a_request_that_is_handed_over_takes_the_times_it_spent_with_it(monkeypa
     spent, joined = {}, {}
 
     class Witness(Intake):
-        def spent(self, request_id):
-            spent[request_id] = super().spent(request_id)
-            return spent[request_id]
+        def joined(self, request, frontend, generation):
+            super().joined(request, frontend, generation)
+            joined[request.id] = self.scheduler.sequence(request.id).spent
 
-        def joined(self, now, request, frontend, generation, queue, prefill):
-            joined[request.id] = (queue, prefill)
-            super().joined(now, request, frontend, generation, queue, prefill)
+    def migrated(scheduler, request_id):
+        spent[request_id] = scheduler.sequence(request_id).spent
+        scheduler.cancel(request_id)
 
     monkeypatch.setattr(instance, "Intake", Witness)
+    monkeypatch.setattr(Scheduler, "migrated", migrated)
     run(read(WORKLOAD, SPLIT), scale=0.3)
     assert joined
-    assert all(spent[name] == times for name, times in joined.items())
+    assert all(spent[name] == pytest.approx(times) for name, times in joined.items())
     assert all(queue >= 0 and prefill > 0 for queue, prefill in joined.values())
 
 

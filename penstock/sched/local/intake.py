@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
-from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Refused, Role, SetRole
+from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Refused, Role, SetRole, Snapshot
 from penstock.sched.local.handoff import Carrier, Handoffs
-from penstock.sched.local.recent import Recent
 from penstock.sched.local.scheduler import Scheduler
 
 
@@ -33,12 +33,16 @@ class Owner:
     migrates: bool = False
 
 
+class Adds(Protocol):
+    def __call__(self, request: Request, *, migrates: bool, now: float) -> None: ...
+
+
 class Intake:
     """The requests of one life of an engine. It is the host of its hand-offs (`sched.local.handoff.Host`).
 
     Args:
         peer: this life; what is meant for another one is refused.
-        recent: measures the requests.
+        add: takes a request in; the engine's, where there is one around the scheduler.
         vocab_size: token ids are below it; None does not look.
 
     Attributes:
@@ -50,12 +54,13 @@ class Intake:
     """
 
     def __init__(
-        self, peer: Peer, role: Role, scheduler: Scheduler, recent: Recent, vocab_size: int | None = None
+        self, peer: Peer, role: Role, scheduler: Scheduler, add: Adds | None = None, vocab_size: int | None = None
     ) -> None:
         self.peer, self.role = peer, role
         self.role_generation = 0
         self.draining = False
-        self.scheduler, self.recent = scheduler, recent
+        self.scheduler = scheduler
+        self._add: Adds = add or scheduler.add
         self.frontends: Set[str] | None = None
         self.handoffs: Handoffs | None = None
         self.news: dict[str, int] = {}
@@ -101,10 +106,9 @@ class Intake:
         if request.params.use_beam_search:
             decode = None  # its beams are at home where its prompt is
         try:
-            self.scheduler.add(request, migrates=decode is not None, now=now)
+            self._add(request, migrates=decode is not None, now=now)
         except UserError as error:
             return Refused(life, request.id, str(error))
-        self.recent.arrived(request.id, now, len(request.generated))
         self._owner[request.id] = Owner(frontend, generation, migrates=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
@@ -146,6 +150,32 @@ class Intake:
         failed, self._failed = self._failed, []
         return failed
 
+    def snapshot(self) -> Snapshot:
+        """The load, without a sequence number, so that two can be compared."""
+        scheduler, measured = self.scheduler, self.scheduler.measurements
+        waiting, prefill, running = scheduler.tokens_due()
+        return Snapshot(
+            incarnation=self.peer.incarnation,
+            sequence=0,
+            role=self.role,
+            role_generation=self.role_generation,
+            draining=self.draining,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            migrating=scheduler.num_migrating,
+            waiting_tokens=waiting,
+            prefill_tokens=prefill,
+            running_tokens=running,
+            free_blocks=scheduler.pool.available,
+            reserved_blocks=scheduler.num_reserved_blocks,
+            num_blocks=scheduler.pool.num_blocks,
+            token_budget=scheduler.limits.token_budget,
+            ttft_ms=measured.ttft_ms,
+            tpot_ms=measured.tpot_ms,
+            interval_ms=measured.interval_ms,
+            factors=measured.factors,
+        )
+
     # --- what hand-offs tell
 
     def refuses(self, request: Request, frontend: str) -> str:
@@ -155,22 +185,14 @@ class Intake:
             return f"the frontend {frontend} is not connected"
         return self._unknown_tokens(request)
 
-    def spent(self, request_id: str) -> tuple[float, float]:
-        return self.recent.spent(request_id)
-
-    def joined(
-        self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
-    ) -> None:
+    def joined(self, request: Request, frontend: str, generation: int) -> None:
         self._owner[request.id] = Owner(frontend, generation)
-        self.recent.adopted(request.id, now, queue, prefill, len(request.generated))
 
     def migrated(self, request_id: str) -> None:
         if request_id in self._owner:
             self._forget(request_id)
-        self.recent.forget(request_id)
 
     def failed(self, output: TokenOutput) -> None:
-        self.recent.forget(output.request_id)
         self._failed.append(output)
 
     # --- inside
@@ -187,7 +209,6 @@ class Intake:
     def _let_go(self, request_id: str) -> None:
         self._forget(request_id)
         self.scheduler.cancel(request_id)
-        self.recent.forget(request_id)
 
     def _forget(self, request_id: str) -> Owner:
         self.news.pop(request_id, None)
@@ -211,5 +232,4 @@ class Intake:
             self.handoffs.check()
         here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
         assert len(self._owner) - len(self._failed) == here, "a request has no owner"
-        assert len(self.recent) == here, "a request is not measured"
         assert self.news.keys() <= self._owner.keys(), "nobody waits for news of a request"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.limits import Limits
-from penstock.sched.local.look_ahead import InFlightSteps
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, blocks_for
+from penstock.sched.local.steps import InFlightSteps
 
 
 class KVManager:
@@ -98,6 +99,45 @@ class KVManager:
             return 0
         spare = self.pool.unused - (have - len(sequence.blocks)) - self.promised(running)
         return goal - have if goal - have <= spare else 0
+
+    def victims(
+        self,
+        missing: int,
+        hit: list[int],
+        running: list[Sequence],
+        lower: Iterable[Sequence],
+        places: int,
+    ) -> list[Sequence] | None:
+        """Those of `lower`, from the last in rank on, without whom one more sequence fits; None when none are enough.
+
+        Args:
+            missing: blocks that it needs besides `hit`, which it found in the cache.
+            running: all that run.
+            lower: those of them that would give way to it.
+            places: that must become free among those that run at once; less than one when there are enough.
+        """
+        needed = missing + sum(map(self.pool.idle, hit))
+        victims: list[Sequence] = []
+        if self._fits_without(victims, needed, hit, running, places):
+            return victims
+        for victim in sorted(lower, key=attrgetter("rank"), reverse=True):
+            victims.append(victim)
+            if self._fits_without(victims, needed, hit, running, places):
+                break
+        else:
+            return None
+        for victim in [v for v in victims if v.storing]:  # it holds on to most of what it has: perhaps in vain
+            others = [v for v in victims if v is not victim]
+            if self._fits_without(others, needed, hit, running, places):
+                victims = others
+        return victims
+
+    def _fits_without(
+        self, victims: list[Sequence], needed: int, hit: list[int], running: list[Sequence], places: int
+    ) -> bool:
+        if places > sum([v.rows for v in victims]):
+            return False
+        return needed <= self.room_without(victims, hit, running)
 
     def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
         """Blocks that could be handed out if these victims ran no longer, beside what all others of `running` still

@@ -1,8 +1,25 @@
-"""What bounds a scheduler, and what it counts."""
+"""What bounds a scheduler: how large its steps and sequences may be, and how that is found.
+
+`Limits` are given; `StepBudget` finds how many tokens a step may hold while steps run; `sized` says for a modelled
+device how much KV cache there is and how long steps are, for a process and for a simulated engine alike.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from penstock.core.device import DeviceModel, ModelShape
+from penstock.core.errors import ConfigError
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.local.sequence import blocks_for
+from penstock.sched.steptime import StepTime
+
+LIMIT_MS = 100.0  # that a step may take, for streams that go on beside prompts
+CPU_LIMIT_MS = 500.0  # on a CPU, which in 100 ms computes so few prompt tokens that prefill is a tenth slower
+GRAIN = 64  # tokens: what is found is a multiple of it
+WORTH = 1.125  # a step's time is not known to better than that
+MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
+MOST_TOKENS = 8192  # in a step, however fast the device is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +52,122 @@ class Counters:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
     prefix_loads: int = 0  # those of them that were loaded from a tier below the device
+
+
+class StepBudget:
+    """The greatest number of tokens whose step stays within a time limit (xLLM, section 3.3).
+
+    Only steps that were as large as they might be tell something. It begins with the least and at most doubles with
+    each of them, so that nothing has to be measured before the first request. Noise only adds to a step's time, so it
+    takes two steps in a row beyond the limit to make it smaller.
+
+    Args:
+        low, high: its bounds; at least `low` and GRAIN whatever that takes.
+        limit: seconds.
+
+    Attributes:
+        tokens: now.
+        high: as given.
+    """
+
+    def __init__(self, low: int, high: int, limit: float) -> None:
+        assert 1 <= low <= high
+        low = max(low, min(GRAIN, high))
+        self.tokens = low
+        self.high = high
+        self._low, self._limit = low, limit
+        self._slow = 0.0  # what the last of these steps took, when that was too long
+
+    def ran(self, tokens: int, seconds: float) -> bool:
+        """A step of so many tokens has run. Returns whether `tokens` has changed."""
+        before = self.tokens
+        if tokens < before:
+            return False
+        if seconds > self._limit:
+            if self._slow:
+                self._set(before * max(0.5, self._limit / min(seconds, self._slow)))
+            self._slow = 0.0 if self._slow else seconds
+            return self.tokens != before
+        self._slow = 0.0
+        room = min(2.0, self._limit / seconds if seconds else 2.0)
+        if room >= WORTH:
+            self._set(before * room)
+        return self.tokens != before
+
+    def _set(self, tokens: float) -> None:
+        self.tokens = min(max(int(tokens) // GRAIN * GRAIN, self._low), self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """
+    Attributes:
+        num_blocks: of KV cache.
+        token_budget: tokens in one step at most.
+    """
+
+    num_blocks: int
+    token_budget: int
+
+
+def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
+    """KV blocks that fit beside the weights; none when these do not fit themselves."""
+    free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
+    return max(0, free) // (shape.kv_bytes_per_token * BLOCK_TOKENS)
+
+
+def host_blocks(memory: int | None, block_bytes: int, *, prefix_cache: bool) -> int:
+    """KV blocks of a tier in the host's memory; 0 where none is asked for.
+
+    Args:
+        memory: bytes; None asks for none.
+
+    Raises:
+        ConfigError: not even one fits, or nobody would find it.
+    """
+    if memory is None:
+        return 0
+    option = "host-cache-memory"
+    if not prefix_cache:
+        size = f"{memory / 2**30:.1f} GiB"
+        raise ConfigError(f"{option}: {size} without prefix caching, allowed only with enable-prefix-caching", option)
+    if memory < block_bytes:
+        raise ConfigError(
+            f"{option}: {memory / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
+            f"{block_bytes / 2**20:.1f} MiB",
+            option,
+        )
+    return memory // block_bytes
+
+
+def sized(
+    device: DeviceModel,
+    shape: ModelShape,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_blocks: int | None,
+    max_num_batched_tokens: int | None,
+    step_time_limit_ms: float | None,
+) -> Sizes:
+    """What is asked for, where something is asked for; else all KV cache that fits and could be used, and steps as long
+    as the limit allows for a prompt.
+
+    Raises:
+        ConfigError: its field names the option, and its message does not.
+    """
+    fitting = fitting_blocks(device, shape)
+    num_blocks = min(fitting, max_num_seqs * blocks_for(max_model_len)) if kv_blocks is None else kv_blocks
+    if num_blocks > fitting:
+        raise ConfigError(f"{num_blocks}, allowed are up to {fitting} beside the weights", "kv-blocks")
+    if blocks_for(max_model_len) > num_blocks:
+        raise ConfigError(f"{max_model_len} tokens need more KV than the {num_blocks} blocks there", "max-model-len")
+    budget = max_num_batched_tokens
+    if budget is None:
+        high = max(min(MOST_TOKENS, max_model_len), max_num_seqs)
+        limit_ms = LIMIT_MS if step_time_limit_ms is None else step_time_limit_ms
+        budget = StepTime(device, shape).largest_prefill(limit_ms, max_num_seqs, high)
+    if budget < max_num_seqs:
+        # less, and not every running sequence could get a token in every step
+        raise ConfigError(f"{budget}, allowed is at least max-num-seqs ({max_num_seqs})", "max-num-batched-tokens")
+    return Sizes(num_blocks, budget)

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
-from penstock.sched.local.sequence import Sequence
+from penstock.sched.local.sequence import Sequence, StoreHold
 from penstock.sched.steptime import StepTime
 
 MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
@@ -57,20 +57,6 @@ class Load(NamedTuple):
     number: int
     moves: tuple[Copied, ...]
     seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class StoreHold:
-    """On the blocks of a sequence that are being copied.
-
-    Attributes:
-        stores: under way.
-        blocks: held for them since the sequence has let go of them, and all before them too: whoever holds a block
-            holds its parents (`BlockPool`).
-    """
-
-    stores: int = 0
-    blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

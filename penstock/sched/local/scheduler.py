@@ -12,28 +12,61 @@ blocks are set aside for it (`reserve`), filled by whoever carries them, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
-from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
-from penstock.sched.local.group import BeamGroup, check_group, make_sequence
+from penstock.sched.local.beams import BeamGroup, check_group
 from penstock.sched.local.kv_manager import KVManager
 from penstock.sched.local.limits import Counters, Limits
-from penstock.sched.local.look_ahead import InFlightSteps
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
-from penstock.sched.local.residents import Residents, rank
-from penstock.sched.local.sequence import Reservation, Sequence, blocks_for, standing_of
-from penstock.sched.local.step_builder import StepBuilder
+from penstock.sched.local.sequence import Queue, Reservation, Sequence, blocks_for, standing_of
+from penstock.sched.local.steps import InFlightSteps, Measurements
 from penstock.sched.steptime import StepTime
 
-_turn = attrgetter("turn")
+_turn, _rank = attrgetter("turn"), attrgetter("rank")
 _ONLINE = (1,)  # every turn of an online sequence is less
+
+
+class StepBuilder:
+    """A step while it is being filled.
+
+    Attributes:
+        budget: tokens that are left.
+        grants: positions that each sequence goes on by.
+        fresh: blocks that each was given.
+        short: a running sequence had to give up its blocks.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.grants: dict[Sequence, int] = {}
+        self.fresh: dict[Sequence, list[int]] = {}
+        self.short = False
+
+    def forget(self, sequence: Sequence) -> None:
+        """It does not run in this step after all; to be said before it is preempted."""
+        if count := self.grants.pop(sequence, 0):
+            self.budget += sequence.cost(count)
+        self.fresh.pop(sequence, None)
+
+    def plan(self, released: list[str]) -> StepPlan:
+        """
+        Args:
+            released: see `StepPlan`.
+        """
+        return StepPlan(
+            tuple([s.step(count) for s, count in self.grants.items()]),
+            tuple([block for blocks in self.fresh.values() for block in blocks]),
+            tuple(released),
+        )
 
 
 class Scheduler:
@@ -41,7 +74,7 @@ class Scheduler:
 
     plan = schedule(now); result = run(plan); outputs = update(plan, result)
 
-    One more step may be scheduled while a plan runs: see `sched.local.look_ahead`. Then `add` and `cancel` may come at
+    One more step may be scheduled while a plan runs: see `sched.local.steps`. Then `add` and `cancel` may come at
     any time.
 
     Times are seconds of one clock, whatever it is; who sets no deadlines may leave them out.
@@ -73,20 +106,26 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload)
         self._prefix_cache = prefix_cache
-        here = self._here = Residents(self.kv, limits, self._policy, self._in_flight, self.counters)
-        self._sequences, self._running, self._waiting = here.sequences, here.running, here.waiting
-        self._migrating, self._reserved, self._awaiting = here.migrating, here.reserved, here.awaiting
+        self.measurements = Measurements()
+        # a sequence is in one of these, or `ending` with the step in flight
+        self._running: list[Sequence] = []
+        self._waiting = Queue()
+        self._loading: Mapping[str, Sequence] = {} if offload is None else offload.waiting  # unknown to the policy
+        self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
+        self._sequences: dict[str, Sequence] = {}  # all of them
+        self._reserved: list[Reservation] = []  # for those that are still to come from other instances
+        self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: whose clock of tokens is to be started
         self._arrivals = 0
 
     @property
     def num_running(self) -> int:
-        return self._here.num_running
+        return len(self._running) + len(self._in_flight.ending)
 
     @property
     def num_waiting(self) -> int:
         """Those that wait for blocks to be loaded included."""
-        return self._here.num_waiting
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_migrating(self) -> int:
@@ -99,7 +138,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        return bool(self._running or self._waiting or self._in_flight.ending or self._awaiting)
+        return bool(self._running or self._waiting or self._in_flight.ending or self._loading)
 
     @property
     def held_back(self) -> bool:
@@ -125,8 +164,15 @@ class Scheduler:
         return self._sequences.get(request_id)
 
     def tokens_due(self) -> tuple[int, int, int]:
-        """See `Residents.tokens_due`."""
-        return self._here.tokens_due()
+        """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
+        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in self._loading.values()])
+        held, prefill = 0, 0
+        for sequence in (*self._running, *self._in_flight.ending.values()):
+            held += sequence.computed
+            pending = sequence.pending
+            if pending > 1:
+                prefill += pending
+        return waiting, prefill, held + sum([s.computed for s in self._migrating.values()])
 
     def add(self, request: Request, *, migrates: bool = False, now: float = 0.0) -> None:
         """Take a request in.
@@ -158,10 +204,13 @@ class Scheduler:
         sequence.migrates = migrates
         standing = sequence.standing
         if not self._load(sequence, (s for s in self._waiting if s.standing <= standing)):
-            self._here.enqueue(sequence)
+            self._enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
-        sequence = make_sequence(request, self._arrivals, now, self.root, self.limits)
+        if request.params.use_beam_search:
+            sequence: Sequence = BeamGroup(request, self._arrivals, now, self.root, self.limits)
+        else:
+            sequence = Sequence(request, self._arrivals, now, self.root)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._policy.join(sequence)
@@ -178,7 +227,7 @@ class Scheduler:
         if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
             if not (self._migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
                 self._running.remove(sequence)
-            self._here.let_go(sequence)
+            self._let_go(sequence)
         else:
             self._waiting.remove(sequence)
         return True
@@ -211,7 +260,7 @@ class Scheduler:
         """It has waited for blocks."""
         if sequence is not None:
             self._policy.join(sequence)
-            self._here.enqueue(sequence)
+            self._enqueue(sequence)
 
     # --- coming from and going to other instances
 
@@ -270,11 +319,11 @@ class Scheduler:
         # those who wait here already come first
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
-        victims = self._here.victims(missing + ahead, hit, offline)
+        victims = self._victims(missing + ahead, hit, offline)
         if victims is None or (victims and self._in_flight.hold_back()):
             return None
         for victim in victims:
-            self._here.preempt(victim)
+            self._preempt(victim)
         self.pool.hold(hit)
         reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
         self._reserved.append(reservation)
@@ -285,8 +334,19 @@ class Scheduler:
         self._reserved.remove(reservation)
         self.pool.release(reservation.blocks)
 
-    def resume(self, reservation: Reservation, tokens: list[int], cached_tokens: int) -> Sequence:
-        """The KV of all that was to be read has arrived, and `tokens` were sampled there: it runs from here on."""
+    def resume(
+        self,
+        reservation: Reservation,
+        tokens: list[int],
+        cached_tokens: int,
+        now: float = 0.0,
+        spent: tuple[float, float] = (0.0, 0.0),
+    ) -> Sequence:
+        """The KV of the whole prompt has arrived, and `tokens` were sampled there: it runs from here on.
+
+        Args:
+            spent: see `Sequence.spent`.
+        """
         assert tokens
         assert reservation.request.id not in self._sequences
         self._reserved.remove(reservation)
@@ -294,6 +354,8 @@ class Scheduler:
         sequence.computed = len(sequence.tokens)
         sequence.tokens += tokens
         sequence.prompt_logprobs = None  # they left with the first token
+        queue, prefill = spent
+        sequence.added, sequence.started, sequence.answered = now - prefill - queue, now - prefill, now
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
         sequence.published = reservation.have
@@ -305,29 +367,30 @@ class Scheduler:
 
     # --- steps
 
-    def schedule(self, now: float = 0.0, wait: float = 0.0) -> StepPlan:
+    def schedule(self, now: float = 0.0, delay: Callable[[], float] = float) -> StepPlan:
         """The next step; empty when nothing has work, or when all room is held by what leaves, comes or is in flight.
 
         Args:
-            wait: seconds until it can begin.
+            delay: tells how many seconds it will be until the step can begin.
         """
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
         decoding: list[Sequence] = []
-        reading: list[Sequence] = []
+        prefilling: list[Sequence] = []
         for sequence in self._running:
-            (decoding if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
-        allowance = self._policy.begin(now + wait, decoding, reading, self._waiting)
+            (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
+        allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
         builder = StepBuilder(self.limits.token_budget)
         self._decode(builder, allowance.decoding)
-        self._fill(builder, allowance, reading)
+        self._fill(builder, allowance, prefilling)
         if not builder.grants:
             held = self._migrating or self._reserved or self._in_flight
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
-        return builder.plan(self._here.take_released())
+        released, self._released = self._released, []
+        return builder.plan(released)
 
     def launch(self, plan: StepPlan) -> None:
         """A runner has it: until its `update`, nothing that it may touch becomes anybody else's."""
@@ -342,7 +405,7 @@ class Scheduler:
         while self._in_flight:
             for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:  # of which nobody knows what is in them
-                    self._here.preempt(sequence)
+                    self._preempt(sequence)
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """Nothing touches the plan's blocks any longer. Returns the sequences that it has computed something for."""
@@ -353,7 +416,7 @@ class Scheduler:
             self.pool.release(blocks)
         return flight.sequences
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+    def update(self, plan: StepPlan, result: StepResult, began: float = 0.0, ended: float = 0.0) -> list[TokenOutput]:
         """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
         outputs = []
         computed = self._land(plan)
@@ -363,35 +426,30 @@ class Scheduler:
             sequence = computed.get(step.request_id)
             if sequence is None:
                 continue
-            if sequence.id in result.broken:
-                self.cancel(sequence.id)  # its blocks of this step were not published
-                outputs.append(TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated))
-                continue
-            if step.candidates:
+            if sequence.started is None:
+                sequence.started = began
+            if step.request_id in result.broken:  # its blocks of this step are not published
+                output = TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated)
+            elif step.candidates:
                 assert isinstance(sequence, BeamGroup)
-                outputs += self._search_on(sequence, step, result)
-                continue
-            sequence.computed = step.start + len(step.tokens)
-            if sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
-            if sequence.computed // BLOCK_TOKENS != sequence.published:
+                told = sequence.advance(step, result)
                 self.kv.publish(sequence)
-            if token is None:
-                continue
-            request, tokens = sequence.request, sequence.tokens
-            generated = len(tokens) - len(request.prompt)
-            tokens.append(token)
-            if sequence.first is None:
-                self._answered.append(sequence)
-            output = TokenOutput(request.id, [token], None if logprobs is None else [logprobs])
-            output.cached_tokens = sequence.cached_tokens or 0
-            output.start = generated
-            if sequence.prompt_logprobs is not None:
-                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-            if token in request.stop_ids:
-                output.finish, output.stop_token = FinishReason.STOP, token
-            elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
-                output.finish = FinishReason.LENGTH
+                if sequence.first is None:
+                    self._answered.append(sequence)
+                if told is None:
+                    continue
+                output = told
+            else:
+                sequence.computed = step.start + len(step.tokens)
+                if sequence.prompt_logprobs is not None:
+                    sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
+                if sequence.computed // BLOCK_TOKENS != sequence.published:
+                    self.kv.publish(sequence)
+                if token is None:
+                    continue
+                output = self._append(sequence, token, logprobs)
+            if sequence.answered is None or output.finish is not None:
+                self.measurements.stamp(sequence, output, ended)
             if output.finish is not None:
                 self.cancel(sequence.id)
             elif sequence.migrates:
@@ -400,44 +458,51 @@ class Scheduler:
             outputs.append(output)
         return outputs
 
-    def _search_on(self, group: BeamGroup, step: SequenceStep, result: StepResult) -> list[TokenOutput]:
-        output = group.advance(step, result)
-        self.kv.publish(group)
-        if group.first is None:
-            self._answered.append(group)
-        if output is None:
-            return []
-        if output.finish is not None:
-            self.cancel(group.id)
-        return [output]
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        """A sampled token becomes part of the output, and perhaps ends it."""
+        request, tokens = sequence.request, sequence.tokens
+        generated = len(tokens) - len(request.prompt)
+        tokens.append(token)
+        if sequence.first is None:
+            self._answered.append(sequence)
+        output = TokenOutput(request.id, [token], None if logprobs is None else [logprobs])
+        output.cached_tokens = sequence.cached_tokens or 0
+        output.start = generated
+        if sequence.prompt_logprobs is not None:
+            output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        if token in request.stop_ids:
+            output.finish, output.stop_token = FinishReason.STOP, token
+        elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
+            output.finish = FinishReason.LENGTH
+        return output
 
     # --- filling a step
 
-    def _fill(self, builder: StepBuilder, allowance: Allowance, reading: list[Sequence]) -> None:
+    def _fill(self, builder: StepBuilder, allowance: Allowance, prefilling: list[Sequence]) -> None:
         """Spend what is left of the budget on prompts, running and waiting alike, in order of their turns."""
-        reading.sort(key=_turn, reverse=True)
+        prefilling.sort(key=_turn, reverse=True)
         admitting = True
         if allowance.gaps:
-            admitting = self._read_on(builder, allowance, reading, admitting, _ONLINE)
+            admitting = self._prefill(builder, allowance, prefilling, admitting, _ONLINE)
             self._decode(builder, allowance.held_back())
-        self._read_on(builder, allowance, reading, admitting)
+        self._prefill(builder, allowance, prefilling, admitting)
 
-    def _read_on(
+    def _prefill(
         self,
         builder: StepBuilder,
         allowance: Allowance,
-        reading: list[Sequence],
+        prefilling: list[Sequence],
         admitting: bool,
         before: tuple[float, ...] | None = None,
     ) -> bool:
         """Of turns below `before`, when that is given. Returns whether the next in the queue may still be admitted."""
         waiting = self._waiting
-        while builder.budget and (reading or (admitting and waiting)):
-            runs = bool(reading) and (not admitting or not waiting or reading[-1].turn < waiting.head.turn)
-            if before is not None and (reading[-1] if runs else waiting.head).turn >= before:
+        while builder.budget and (prefilling or (admitting and waiting)):
+            runs = bool(prefilling) and (not admitting or not waiting or prefilling[-1].turn < waiting.head.turn)
+            if before is not None and (prefilling[-1] if runs else waiting.head).turn >= before:
                 break
             if runs:
-                sequence = reading.pop()
+                sequence = prefilling.pop()
                 most = min(sequence.pending, builder.budget)
                 count = allowance.chunk(sequence, sequence.computed, most)
                 if count and self._grant_running(builder, sequence, count):
@@ -468,9 +533,9 @@ class Scheduler:
             builder.short = True
             if self._in_flight.hold_back():
                 return False
-            victim = max(self._running, key=rank)
+            victim = max(self._running, key=_rank)
             builder.forget(victim)
-            self._here.preempt(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         self._grant(builder, sequence, count)
@@ -501,12 +566,12 @@ class Scheduler:
         # together would starve each other
         standing = sequence.standing
         lower = (s for s in self._running if s.standing > standing)
-        victims = self._here.victims(sequence.demand - len(hit), hit, lower, sequence.rows)
+        victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None or (victims and self._in_flight.hold_back()):
             return False
         for victim in victims:
             builder.forget(victim)
-            self._here.preempt(victim)
+            self._preempt(victim)
         if victims:  # their tokens are left over
             count = allowance.chunk(sequence, cached, min(rest, builder.budget))
         self._waiting.remove(sequence)
@@ -521,6 +586,57 @@ class Scheduler:
         allowance.granted(sequence, cached, count)
         return True
 
+    # --- who gives way to whom
+
+    def _victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
+        """See `KVManager.victims`; the one that comes takes so many places."""
+        return self.kv.victims(missing, hit, self._running, lower, self._crowd + rows - self.limits.max_sequences)
+
+    @property
+    def _crowd(self) -> int:
+        """Sequences that run here or soon will, or that may yet stay; of a beam search as many as it is wide."""
+        here = sum([s.rows for s in self._running]) + len(self._in_flight.ending)
+        return here + len(self._migrating) + len(self._reserved)
+
+    def _preempt(self, victim: Sequence) -> None:
+        """It gives up its blocks, and waits."""
+        self._running.remove(victim)
+        self._let_go(victim)
+        victim.restart()
+        self._enqueue(victim)
+        self.counters.preemptions += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Of its blocks: it is about to go, or to wait."""
+        self.kv.let_go(sequence)
+        self._released.append(sequence.id)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """It waits from now on."""
+        self._policy.wait(sequence, lambda s: len(self.kv.prefix_hit(s)) * BLOCK_TOKENS)
+        self._waiting.add(sequence)
+
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
-        self._here.check()
+        self.pool.check()
+        assert self._crowd <= self.limits.max_sequences
+        assert self.num_running + self.num_waiting + len(self._migrating) == len(self._sequences)
+        holding = [*self._running, *self._in_flight.ending.values(), *self._migrating.values()]
+        assert {*holding, *self._waiting, *self._loading.values()} == set(self._sequences.values())
+        self._waiting.check()
+        self._in_flight.check()
+        owners: list[Sequence | Reservation] = [*holding, *self._reserved]
+        held = [*(owner.blocks for owner in owners), *self._in_flight.kept]
+        holders = Counter(block for blocks in held for block in blocks)
+        transfers = Counter(block for s in holding for block in s.blocks[: s.transferring])
+        if self.offload is not None:
+            self.offload.check()
+            holders += self.offload.holders()
+        self.pool.check_holders(holders)
+        self.pool.check_transfers(transfers)
+        for s in holding:
+            assert s.transferring <= len(s.blocks)
+            assert s.blocks
+            assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
+            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1)
+            assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"

@@ -1,17 +1,19 @@
-"""A sequence is its tokens and one count: how many of them are computed (architecture, idea 1)."""
+"""A sequence is its tokens and one count: how many of them are computed (architecture, idea 1). And the queue of those
+that wait."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.request import Request, TokenLogprobs
 from penstock.kv.keys import salted
 
-if TYPE_CHECKING:
-    from penstock.sched.local.offload import StoreHold
+_turn = attrgetter("turn")
 
 
 def blocks_for(tokens: int) -> int:
@@ -24,6 +26,20 @@ def standing_of(request: Request) -> tuple[bool, int]:
     return request.offline, request.priority
 
 
+@dataclass(slots=True, eq=False)
+class StoreHold:
+    """On the blocks of a sequence that are being copied.
+
+    Attributes:
+        stores: under way.
+        blocks: held for them since the sequence has let go of them, and all before them too: whoever holds a block
+            holds its parents (`BlockPool`).
+    """
+
+    stores: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
 class Sequence:
     """One request on its way through an engine. Times are seconds of the engine's clock.
 
@@ -33,13 +49,15 @@ class Sequence:
         rank: (offline, priority, order of arrival); whoever is last gives up its blocks first.
         turn: its place among those whose prompts are to be prefilled, the least first; the policy says what it means.
         arrived: when its client sent it.
+        added, started, answered: when it came to this engine, first ran, and had its first token, wherever that was
+            sampled; None before that.
         ttft, tpot: its targets in seconds; inf without.
         first: what the deadlines of its tokens are counted from: when the first was sampled here. None before that:
             then its next token is due like a first one, also when others were generated elsewhere.
         tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
-            (`sched.local.look_ahead`); when it draws a token, the last of `tokens` is a placeholder.
+            (`sched.local.steps`); when it draws a token, the last of `tokens` is a placeholder.
         special: it asks for something that steps of most sequences need not be told.
         guided: what may be sampled next depends on which tokens were sampled.
         prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
@@ -55,6 +73,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "added",
+        "answered",
         "arrived",
         "blocks",
         "cached_tokens",
@@ -73,6 +93,7 @@ class Sequence:
         "request",
         "root",
         "special",
+        "started",
         "store_hold",
         "tokens",
         "tpot",
@@ -88,7 +109,9 @@ class Sequence:
         self.request = request
         self.rank = (*standing_of(request), number)
         self.turn: tuple[float, ...] = self.rank
-        self.arrived = now - request.waited
+        self.added, self.arrived = now, now - request.waited
+        self.started: float | None = None
+        self.answered: float | None = None
         self.ttft = inf if request.ttft_ms is None else request.ttft_ms / 1e3
         self.tpot = inf if request.tpot_ms is None else request.tpot_ms / 1e3
         self.first: float | None = None
@@ -144,6 +167,13 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def spent(self) -> tuple[float, float]:
+        """Seconds that it waited, and seconds from then to its first token, which it has."""
+        assert self.started is not None
+        assert self.answered is not None
+        return self.started - self.added, self.answered - self.started
 
     # --- what it takes
 
@@ -247,3 +277,45 @@ class Reservation:
     keys: list[bytes]
     blocks: list[int]
     have: int
+
+
+class Queue:
+    """Whoever waits holds no block. Turns are unique, and change only through `move`."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []  # the next is the first: of some thousands, that is taken in no time
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def head(self) -> Sequence:
+        return self._sequences[0]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_turn)
+
+    def remove(self, sequence: Sequence) -> None:
+        place = bisect_left(self._sequences, sequence.turn, key=_turn)
+        assert self._sequences[place] is sequence
+        del self._sequences[place]
+
+    def move(self, sequence: Sequence, turn: tuple[float, ...]) -> None:
+        """Give a sequence another turn, whether it waits or is being read."""
+        waits = not sequence.blocks
+        if waits:
+            self.remove(sequence)
+        sequence.turn = turn
+        if waits:
+            self.add(sequence)
+
+    def check(self) -> None:
+        turns = [s.turn for s in self._sequences]
+        assert turns == sorted(set(turns)), "the queue is out of order"
+        for s in self._sequences:
+            assert not s.blocks
+            assert not s.transferring
+            assert s.computed == 0

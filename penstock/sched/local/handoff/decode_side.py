@@ -222,8 +222,9 @@ class DecodeSide:
             return True
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
-        self._scheduler.resume(r, commit.tokens, commit.cached_tokens)
-        self._host.joined(self._now, r.request, incoming.frontend, lease.generation, commit.queue, commit.prefill)
+        spent = commit.queue, commit.prefill
+        self._scheduler.resume(r, commit.tokens, commit.cached_tokens, self._now, spent)
+        self._host.joined(r.request, incoming.frontend, lease.generation)
         self._carrier.send(incoming.sender, Committed(lease))
         return True
 

@@ -35,17 +35,11 @@ class Host(Protocol):
         """Why a request can never run here for that frontend; "" when it can."""
         ...
 
-    def spent(self, request_id: str) -> tuple[float, float]:
-        """Seconds that a request waited, and read its prompt."""
-        ...
-
     def migrated(self, request_id: str) -> None:
         """Another engine runs it now."""
         ...
 
-    def joined(
-        self, now: float, request: Request, frontend: str, generation: int, queue: float, prefill: float
-    ) -> None:
+    def joined(self, request: Request, frontend: str, generation: int) -> None:
         """A request runs here now; its tokens go to that frontend."""
         ...
 

@@ -201,7 +201,7 @@ class PrefillSide:
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
-        queue, prefill = self._host.spent(sequence.id)
+        queue, prefill = sequence.spent
         sampled = sequence.tokens[len(sequence.request.context) :]
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
         self._carrier.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))

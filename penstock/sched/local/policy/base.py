@@ -8,13 +8,14 @@ allowance has held back; then offline prompts. What a local policy decides chang
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-from penstock.sched.local.queue import Queue
-from penstock.sched.local.sequence import Sequence
+from penstock.sched.local.sequence import Queue, Sequence
 from penstock.sched.steptime import StepTime
 
 
+@dataclass
 class Allowance:
     """What one step may hold; this one all that the token budget holds, offline decodes beside all others.
 
@@ -23,10 +24,8 @@ class Allowance:
         gaps: whether everything offline comes after everything online.
     """
 
-    gaps = False
-
-    def __init__(self, decoding: list[Sequence]) -> None:
-        self.decoding = decoding
+    decoding: list[Sequence]
+    gaps: ClassVar[bool] = False
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt are to be computed, after `cached` that are; perhaps none."""
@@ -68,12 +67,20 @@ class LocalPolicy(Protocol):
         """
         ...
 
-    def begin(self, now: float, decoding: list[Sequence], reading: list[Sequence], queue: Queue) -> Allowance:
-        """A step begins. Turns may be changed now, through the queue.
+    def begin(
+        self,
+        now: float,
+        delay: Callable[[], float],
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+        queue: Queue,
+    ) -> Allowance:
+        """A step is filled. Turns may be changed now, through the queue.
 
         Args:
+            delay: tells how many seconds it will be until the step begins.
             decoding: running sequences that lack one token.
-            reading: those that lack more.
+            prefilling: those that lack more.
             queue: those that wait.
         """
         ...

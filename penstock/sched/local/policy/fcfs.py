@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.sched.local.policy.base import Allowance
-from penstock.sched.local.queue import Queue
-from penstock.sched.local.sequence import Sequence
+from penstock.sched.local.sequence import Queue, Sequence
 from penstock.sched.steptime import StepTime
 
 
@@ -27,5 +26,12 @@ class Fcfs:
     def wait(self, sequence: Sequence, cached: Callable[[Sequence], int]) -> None:
         sequence.turn = sequence.rank
 
-    def begin(self, now: float, decoding: list[Sequence], reading: list[Sequence], queue: Queue) -> Allowance:
+    def begin(
+        self,
+        now: float,
+        delay: Callable[[], float],
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+        queue: Queue,
+    ) -> Allowance:
         return Allowance(decoding)

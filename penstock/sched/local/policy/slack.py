@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
+from typing import ClassVar
 
 from penstock.sched.local.policy.base import Allowance
-from penstock.sched.local.queue import Queue
-from penstock.sched.local.sequence import Sequence
+from penstock.sched.local.sequence import Queue, Sequence
 from penstock.sched.steptime import StepTime
 
 MARGIN = 0.9  # of the least slack: predictions err, and a late token cannot be had back
@@ -120,7 +120,7 @@ class _Paid(Allowance):
             still are.
     """
 
-    gaps = True
+    gaps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -238,10 +238,18 @@ class Slack:
         else:
             sequence.turn = self._give_up(sequence)
 
-    def begin(self, now: float, decoding: list[Sequence], reading: list[Sequence], queue: Queue) -> Allowance:
+    def begin(
+        self,
+        now: float,
+        delay: Callable[[], float],
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+        queue: Queue,
+    ) -> Allowance:
         times = self._times
-        if times is None or not self._targeted or not (reading or queue or self._offline):
+        if times is None or not self._targeted or not (prefilling or queue or self._offline):
             return Allowance(decoding)
+        now += delay()
         held: list[Sequence] = []
         if self._offline:
             held = [s for s in decoding if s.offline]
@@ -266,7 +274,7 @@ class Slack:
     def _review(self, now: float, times: StepTime, decodes: _Decodes, queue: Queue) -> None:
         """Put those behind who cannot all be read in time."""
         self._review_at = now + RETHINK
-        for sequence in [s for s in self._hopeful if _is_read(s)]:
+        for sequence in [s for s in self._hopeful if _is_prefilled(s)]:
             del self._hopeful[sequence]
         speed = _Speed(times, decodes)
         work = 0.0
@@ -302,12 +310,12 @@ class Slack:
 
     def _favour(self, now: float, queue: Queue) -> None:
         """One at a time."""
-        if self._favoured is not None and _is_read(self._favoured):
+        if self._favoured is not None and _is_prefilled(self._favoured):
             self._favoured = None
         if self._favoured is not None or now < self._favour_at:
             return
         self._favour_at = now + RETHINK
-        for sequence in [s for s in self._late if _is_read(s)]:
+        for sequence in [s for s in self._late if _is_prefilled(s)]:
             del self._late[sequence]
         longest = min(self._late, key=self._late.__getitem__, default=None)
         if longest is not None and self._late[longest] <= now:
@@ -316,7 +324,7 @@ class Slack:
             queue.move(longest, _turn(longest, _OVERDUE))
 
 
-def _is_read(sequence: Sequence) -> bool:
+def _is_prefilled(sequence: Sequence) -> bool:
     return bool(sequence.blocks) and sequence.pending == 1
 
 

@@ -1,4 +1,6 @@
-"""Steps on their way, so that the next one can be scheduled while one still runs (xLLM, section 4.1).
+"""The steps of one engine: those in flight, and what was measured of those that have ended.
+
+Steps in flight let the next one be scheduled while one still runs (xLLM, section 4.1):
 
     plan = schedule(); launch(plan)               the runner has it
     look_ahead(); then = schedule(); launch(then)    while the runner computes `plan`
@@ -21,13 +23,24 @@ preempting somebody, it is held back instead, and nothing is scheduled ahead unt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
+from operator import sub
 
+from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.request import Timing, TokenOutput
+from penstock.sched.factors import FactorLearner
 from penstock.sched.local.sequence import Sequence
+from penstock.sched.steptime import StepTime
 
 MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
+WEIGHT = 0.1  # of the newest value in a mean
+LEARN_EVERY = 0.05  # seconds between two steps that predictions are held against: that is enough, and not for nothing
+CHECK_EVERY = 0.5  # the same once they are right
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +184,106 @@ class InFlightSteps:
                         assert (sequence.tokens[-1] < 0) == step.sample
 
 
+class Measurements:
+    """What lately was, for the master's snapshots and to predict steps by.
+
+    Means are exponentially weighted, in milliseconds, and None before there is a value. Times are seconds of the
+    engine's clock.
+
+    Attributes:
+        ttft_ms, tpot_ms: of its own requests.
+        interval_ms: between the ends of two steps with decodes.
+        factors: see `StepTime`.
+        times: predicts its steps with them; None when nothing is known to begin with.
+    """
+
+    def __init__(self) -> None:
+        self.ttft_ms: float | None = None
+        self.tpot_ms: float | None = None
+        self.interval_ms: float | None = None
+        self.factors: dict[str, float] = {}
+        self.learner: FactorLearner | None = None
+        self._times: StepTime | None = None
+        self._learn_at = -inf
+        self._last_step: float | None = None
+
+    def learn(self, device: DeviceModel | None, shape: ModelShape | None) -> StepTime | None:
+        """From now on measured steps are held against those of such a device. Returns what predicts them at first;
+        None when nothing is known to begin with."""
+        if device is not None and shape is not None:
+            self.learner, self._times = FactorLearner(device, shape), StepTime(device, shape)
+        return self._times
+
+    @property
+    def times(self) -> StepTime | None:
+        times = self._times
+        if times is not None and times.factors is not self.factors:
+            times = self._times = StepTime(times.device, times.shape, self.factors)
+        return times
+
+    def stamp(self, sequence: Sequence, output: TokenOutput, now: float) -> None:
+        """A sequence has its first output, or its last, which then says where its time went, if all of it was here."""
+        before = len(sequence.request.generated)
+        if sequence.answered is None:
+            sequence.answered = now
+            if not before:  # else its first token came elsewhere
+                self.ttft_ms = _mean(self.ttft_ms, (now - sequence.added) * 1e3)
+        if output.finish is None:
+            return
+        decode = now - sequence.answered
+        if not before:
+            queue, prefill = sequence.spent
+            output.timing = Timing(queue=queue, prefill=prefill, decode=decode)
+        if output.start > before:  # tokens after the first
+            self.tpot_ms = _mean(self.tpot_ms, decode / (output.start - before) * 1e3)
+
+    def ran(self, plan: StepPlan, began: float, ends: Items[float], after: int = 0) -> bool:
+        """A step has run, or several that only decode, one right after the other.
+
+        Args:
+            plan: of the first.
+            ends: of each.
+            after: steps of that plan that were recorded before.
+
+        Returns:
+            Whether `times` has changed.
+        """
+        learner, start, learned = self.learner, 0, False
+        prefills, decodes, kv_tokens, rows = plan.work
+        while start < len(ends):
+            learn = len(ends) if learner is None else bisect_left(ends, self._learn_at, start)
+            stop = min(learn + 1, len(ends))
+            if decodes:
+                self._note_intervals(began, ends[start:stop])
+            last_began, began = ends[stop - 2] if stop - start > 1 else began, ends[stop - 1]
+            self._last_step = began
+            if learner is not None and learn < len(ends):
+                self._learn_at = began + (CHECK_EVERY if learner.settled else LEARN_EVERY)
+                kv_tokens_then = kv_tokens + (after + learn) * decodes
+                learner.observe(prefills, decodes, kv_tokens_then, rows, (began - last_began) * 1e3)
+                learned = True
+            start = stop
+        if learner is not None and learned:
+            self.factors = learner.factors
+        return learned
+
+    def _note_intervals(self, began: float, ends: Items[float]) -> None:
+        """From the end of one step to the end of the next, or twice what the step took where there was a pause."""
+        last, mean = self._last_step, self.interval_ms
+        if last is not None:
+            mean = _mean(mean, min(ends[0] - last, 2 * (ends[0] - began)) * 1e3)
+        gaps = map(sub, ends[1:], ends)
+        if mean is None and len(ends) > 1:
+            mean = next(gaps) * 1e3
+        for gap in gaps:
+            mean += WEIGHT * (gap * 1e3 - mean)
+        self.interval_ms = mean
+
+
 def placeholder(row: int) -> int:
     """Stands for the token of that row of the step's draws before the one that computes it: -1 - row."""
     return -1 - row
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + WEIGHT * (value - before)
