@@ -1,4 +1,4 @@
-"""Options to an engine that can run: load, size, connect."""
+"""Builds an engine from its options: loads the model, sizes the KV cache, connects the parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_TOKENS = 8192  # in a step, however fast the device is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a user may decide about an engine; None leaves it to the engine.
+    """An engine's options; None leaves the choice to the engine.
 
     Attributes:
         model: a Hugging Face checkpoint folder.
@@ -103,7 +103,7 @@ class Built:
     pool: KVPool | None
 
     def close(self) -> None:
-        """Let go of the KV memory; nothing runs afterwards."""
+        """Release the KV memory; the engine cannot be used afterwards."""
         self.engine.close()
         self.runner.cache.close()
         if self.pool is not None:
@@ -138,7 +138,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     asked = options.kv_cache_memory
     wanted = model_len
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
-    # what a previous life left in the KV pool server is not free, and is ours again: this one is made as large
+    # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
@@ -216,7 +216,7 @@ def _open_cache(
 
 
 def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool) -> BlockPool:
-    """With what a previous life of this engine had computed, where there was one."""
+    """A block pool with the blocks inherited from this engine's previous incarnation, if any."""
     if pool is None:
         return BlockPool(range(num_blocks))
     blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.client)

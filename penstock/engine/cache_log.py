@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CacheLog:
-    """Nets what comes and goes, so that it never grows beyond what the cache holds and held when last asked.
+    """Additions and removals cancel each other, so the log is bounded by the cache's contents now and when last taken.
 
     Attributes:
         changed: whether there may be something to take.
@@ -55,7 +55,7 @@ class CacheLog:
 
 
 def cache_news(logs: Mapping[str, CacheLog], incarnation: int) -> list[CacheDelta]:
-    """What came and went in each tier since the last time."""
+    """Additions and removals in each tier since the last call."""
     return [
         CacheDelta(incarnation, log.sequence, *changes, tier=tier)
         for tier, log in logs.items()
@@ -66,7 +66,7 @@ def cache_news(logs: Mapping[str, CacheLog], incarnation: int) -> list[CacheDelt
 def whole_cache(logs: Mapping[str, CacheLog], scheduler: Scheduler, incarnation: int) -> list[CacheDelta]:
     """Everything that can be found in each tier, numbered like the last of its deltas, so that the next one follows it.
 
-    Whoever else listens misses what would have been in the next one, and will see the gap.
+    Other listeners miss part of the next delta, and will see the gap.
     """
     deltas = []
     for tier, log in logs.items():
@@ -78,7 +78,7 @@ def whole_cache(logs: Mapping[str, CacheLog], scheduler: Scheduler, incarnation:
 
 
 class PoolLedger:
-    """The records of a pool that other lives can attach to."""
+    """The records of a shared pool, for later incarnations."""
 
     def __init__(self, pool: KVPool, records: Records) -> None:
         self._memory = pool.memory
@@ -96,5 +96,5 @@ class PoolLedger:
 
 
 def ledger_of(pool: KVPool | None) -> PoolLedger | None:
-    """None where blocks end with the process."""
+    """None where blocks do not outlive the process."""
     return None if pool is None or pool.client is None else PoolLedger(pool, pool.client.records)

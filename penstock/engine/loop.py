@@ -1,4 +1,4 @@
-"""The engine: a scheduler that decides, a runner that computes, and the time that both took."""
+"""The engine: a scheduler, a runner, and the loop that joins them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.offload import Load, Store
 
-SHORT = 5e-3  # seconds: for shorter steps, another thread costs more than it hides
+SHORT = 5e-3  # seconds; for shorter steps a second thread costs more than it saves
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
-LOOK_AGAIN = 0.5  # seconds after which whoever waits for moves looks at everything
+LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
 
 
 class Computes(Protocol):
@@ -32,7 +32,7 @@ class Computes(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def counts(self) -> dict[str, int]:
-        """What it holds and did, for whoever inspects the engine."""
+        """Its resources and totals, for inspection."""
         ...
 
     def check(self) -> None:
@@ -41,7 +41,7 @@ class Computes(Protocol):
 
 
 class Expects(Protocol):
-    """Who prepares blocks before they are used."""
+    """Prepares blocks before they are used."""
 
     @property
     def size(self) -> int:
@@ -49,40 +49,40 @@ class Expects(Protocol):
         ...
 
     def use(self, blocks: Sequence[int]) -> bool:
-        """These are used from now on. Returns whether it is time to tell of others."""
+        """These blocks are in use. Returns whether more should be announced."""
         ...
 
     def expect(self, coming: Iterable[int], *, hurry: bool = False) -> None:
-        """These are next: soon, with hurry; else nothing runs any more."""
+        """These blocks are next; with hurry soon, else when nothing runs."""
         ...
 
 
 class Ledger(Protocol):
-    """Where it is written down what blocks hold, for a next life of this engine."""
+    """Records block contents for the engine's next incarnation."""
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """These will be written anew."""
+        """These blocks will be overwritten."""
         ...
 
     def write(self, published: Published) -> None:
-        """This block is full."""
+        """Record a full block."""
         ...
 
 
 class Moves(Protocol):
-    """Who carries blocks between the device and the tier below it."""
+    """Copies blocks between the device and the tier below it."""
 
     @property
     def block_bytes(self) -> int:
-        """What a block counts for."""
+        """Bytes of a block."""
         ...
 
     def give(self, orders: Iterable[Store | Load]) -> None:
-        """Carry these out, beside whatever is computed."""
+        """Start these copies, beside the steps."""
         ...
 
     def take(self) -> list[Moved]:
-        """What is over since the last call. Does not wait."""
+        """The orders completed since the last call. Does not wait."""
         ...
 
     def fileno(self) -> int:
@@ -94,17 +94,17 @@ class Moves(Protocol):
         ...
 
     def settle(self) -> None:
-        """Return when everything that was given is over."""
+        """Wait until all orders are completed."""
         ...
 
     def close(self) -> None:
-        """Carry nothing any longer, and let go of the memory."""
+        """Stop copying and release the memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a runner made of a step, and when, in seconds of the engine's clock."""
+    """A step's result and its times, in seconds of the engine's clock."""
 
     result: StepResult
     began: float
@@ -113,7 +113,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that has ended, and what it brought."""
+    """An ended step and its outputs."""
 
     plan: StepPlan
     outputs: list[TokenOutput]
@@ -130,8 +130,8 @@ class Engine:
     Args:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
-        reserve: prepares blocks; None where that is nothing to anybody.
-        mover: carries out what the scheduler's tier wants to be moved; None where there is none.
+        reserve: prepares blocks; None where blocks need no preparation.
+        mover: copies blocks for the scheduler's tier; None without a tier.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
             (`sched.local.steps`); for runners that know placeholders. Without it a step is computed in `end`.
         short: seconds; when the last step took less, the next one is computed in `end` all the same.
@@ -139,7 +139,7 @@ class Engine:
     Attributes:
         steps: that have ended.
         busy: seconds that they took.
-        idle: seconds between them in which the runner did nothing although there was work.
+        idle: seconds between them without computation although there was work.
         cache_logs: what came and went on the device and in the tier below it, by the tier's name; empty where nobody
             asks.
     """
@@ -174,7 +174,7 @@ class Engine:
         self._flying: deque[StepPlan] = deque()
         self._given = False  # whether the thread has these
         self._began = 0.0  # the first of them, as far as is known
-        self._given_up_at: dict[int, float] = {}  # loads, and when nobody waits for them any longer
+        self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
 
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Tokens of the steps that are being computed now, or will be without anybody's doing."""
+        """Tokens of the steps in flight."""
         return sum(plan.num_tokens for plan in self._flying) if self._given else 0
 
     def add(self, request: Request, *, migrates: bool = False, now: float | None = None) -> None:
@@ -193,13 +193,12 @@ class Engine:
         self._order_moves()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Let requests go. Ids that are not here are passed over: they may have just finished."""
+        """Cancel requests. Unknown ids are ignored: they may have just finished."""
         for request_id in request_ids:
             self.scheduler.cancel(request_id)
 
     def step(self) -> tuple[list[TokenOutput], int]:
-        """Run one step to its end. Returns what it brought, and how many tokens it computed; 0 when there is no room to
-        work, or nothing but waiting for moves."""
+        """Run one step to its end. Returns its outputs and how many tokens it computed; 0 when no step can run."""
         while self.begin():
             pass
         if self.mover is not None and not self._flying and self.awaits_moves:
@@ -210,7 +209,7 @@ class Engine:
         return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
 
     def begin(self) -> StepPlan | None:
-        """Schedule the next step. None when the runner has enough to do, or when there is no work or no room."""
+        """Schedule the next step. None when enough steps are in flight, or when there is no work or no room."""
         self.move()
         step_thread = self.step_thread if self._took >= self.short else None
         if self._flying and (step_thread is None or not self._given or not self.scheduler.look_ahead()):
@@ -253,7 +252,7 @@ class Engine:
     def end(self, *, wait: bool = False) -> Step | None:
         """The oldest step in flight. None when there is none, or when it has not ended and is not to be waited for.
 
-        Raises whatever the runner did; then the steps in flight have never been.
+        Raises what the runner raised; the steps in flight are then undone.
         """
         if not self._flying:
             return None
@@ -296,7 +295,7 @@ class Engine:
 
     @property
     def awaits_moves(self) -> bool:
-        """Whether it is for moves, and for nothing else, that no step can run; to be asked when none can."""
+        """Whether only moves prevent a step; for when none can run."""
         scheduler, offload = self.scheduler, self.scheduler.offload
         if offload is None or offload.idle:
             return False
@@ -310,8 +309,8 @@ class Engine:
         return min(self._given_up_at.values(), default=inf)
 
     def move(self) -> None:
-        """Take what came of moves, and have those begun that are wanted. `begin` and `end` do so too; whoever sleeps
-        when nothing is computed calls it when `mover` has something."""
+        """Handle completed moves, and start the wanted ones. `begin` and `end` do so too; a loop that waits without a
+        step in flight calls it when `mover` has something."""
         if self.mover is None:
             return
         over = self.mover.take()
@@ -331,7 +330,7 @@ class Engine:
             self.write_down()
 
     def _order_moves(self) -> None:
-        """After whatever may have made the scheduler want some."""
+        """Start the moves that the scheduler wants."""
         if self.mover is None:
             return
         assert self.scheduler.offload is not None
@@ -349,7 +348,7 @@ class Engine:
     # --- who is told
 
     def write_down(self) -> None:
-        """Tell ledger and cache logs what can be found since the last time, and what no longer can."""
+        """Pass changes of the prefix cache to the ledger and the cache logs."""
         if self.scheduler.pool.changed:
             added, removed = self.scheduler.pool.take_changes()
             if self._ledger is not None:
@@ -389,14 +388,14 @@ class Engine:
     # --- ends and checks
 
     def settle(self) -> None:
-        """Return when nobody computes or moves anything any longer. What came of it can still be had."""
+        """Wait for all computation and moves. Their results can still be taken."""
         if self.step_thread is not None:
             self.step_thread.settle()
         if self.mover is not None:
             self.mover.settle()
 
     def close(self) -> None:
-        """Nothing touches the cache's memory any longer. The engine is not used again."""
+        """Stop all access to the cache's memory; the engine cannot be used afterwards."""
         if self.step_thread is not None:
             self.step_thread.settle()
         if self.mover is not None:

@@ -1,8 +1,8 @@
 """An engine of a modelled device: real scheduling, blocks and wire; digests for KV, and steps as long as they would be.
 
-What it computes is `core.digest`, over the digests that are in the blocks at that moment, so a block that is not what
-it should be changes the text. How long a step takes is `sched.steptime`, with seeded noise: what is left of that after
-the arithmetic is slept. No torch here: such a process starts in well under a second.
+It computes `core.digest` over the digests in the blocks, so a wrong block changes the text. A step's duration is that
+of `sched.steptime`, with seeded noise; the runner sleeps for the rest of it. No torch here: such a process starts in
+well under a second.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
 log = logging.getLogger("penstock.engine")
 PREFIX = "modelled:"
 BLOCK_BYTES = 4096  # a page, of which the digests take an eighth
-LATE_SHARE = 0.05  # of modelled time; beyond it the pace is not to be believed
+LATE_SHARE = 0.05  # of modelled time; beyond it a warning is logged
 REPORT_EVERY = 30.0  # modelled seconds between two looks at it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledOptions:
-    """What a user may decide about an engine of a modelled device; None leaves it to the engine.
+    """Options of a modelled device's engine; None leaves the choice to the engine.
 
     Attributes:
         model: a Hugging Face folder, of which only config.json, generation_config.json and tokenizer.json are read.
@@ -98,7 +98,7 @@ class BuiltModelled:
     pool: KVPool
 
     def close(self) -> None:
-        """Let go of the KV memory; nothing runs afterwards."""
+        """Release the KV memory; the engine cannot be used afterwards."""
         self.engine.close()
         self.runner.close()
         self.pool.close()
@@ -179,7 +179,7 @@ class Pacing:
     Attributes:
         modelled: what all steps should have taken.
         late_steps, late: steps whose arithmetic alone took longer, and by how much together.
-        overslept: by how much the system woke us too late, together.
+        overslept: total delay of wake-ups.
     """
 
     steps: int = 0
@@ -198,7 +198,7 @@ class PacedRunner:
     """Runs plans in the time that a device would take. All it computes with are the plan and the digests in the pool.
 
     Of how a token is to be sampled, only the seed and whether the draw is greedy matter; penalties and the like would
-    need logits, and there are none. The model is sure of itself: every token's probability is reported as 1.
+    need logits, and there are none. Every token's probability is reported as 1.
 
     Args:
         memory: the pool; each block begins with BLOCK_TOKENS digests of 8 bytes.
@@ -267,10 +267,10 @@ class PacedRunner:
         }
 
     def check(self) -> None:
-        """It holds nothing that could be lost."""
+        """Nothing to check."""
 
     def close(self) -> None:
-        """Let go of the memory. The runner is not used again."""
+        """Release the memory; the runner cannot be used afterwards."""
         del self._digests
 
     def _begin(self, plan: StepPlan) -> float:
@@ -305,7 +305,7 @@ class PacedRunner:
             self._report()
 
     def _report(self) -> None:
-        """Warn when the time since the last look cannot be believed."""
+        """Warn when steps since the last check took much longer than modelled."""
         new, old = self.pacing, self._reported
         modelled = new.modelled - old.modelled
         late, overslept = new.late - old.late, new.overslept - old.overslept

@@ -1,7 +1,7 @@
-"""Where the wire ends: commands in, steps, events out. One thread, the only owner of the engine.
+"""The engine's server: commands in, steps, events out. One thread, which owns the engine.
 
-Frontends enqueue and get tokens, the master gets snapshots of the load and of the cache, other engines hand requests
-over. What is meant for an earlier life of this engine is refused.
+Frontends enqueue requests and get tokens, the master gets snapshots and cache deltas, other engines hand requests over.
+Commands for another incarnation are refused.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from penstock.transfer.carrier import LinkDown, ReceivedMessage
 from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
-REPORT_INTERVAL = 0.5  # seconds between signs of life while idle
+REPORT_INTERVAL = 0.5  # seconds between reports while idle
 SNAPSHOT = 0.05  # seconds between snapshots while the load changes
-STALLED = 0.005  # seconds to wait when there is work and no room for it
+STALLED = 0.005  # seconds to wait when there is work but no room
 
 
 @dataclass(slots=True)
 class _Client:
-    """Somebody who said Hello."""
+    """A registered frontend or master."""
 
     kind: str
     incarnation: int
@@ -63,7 +63,7 @@ class _Client:
 
 
 class EngineServer:
-    """Serves whoever said hello. Tokens go straight to the frontend that owns the request.
+    """Serves registered clients. Tokens go directly to the frontend that owns the request.
 
     Args:
         address: a ZMQ endpoint to bind, such as ipc:///run/engine.sock.
@@ -77,7 +77,7 @@ class EngineServer:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a router drops what does not fit, and a token must not be dropped
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that came back is the same client
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting client keeps its identity
         self._socket.bind(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -85,12 +85,12 @@ class EngineServer:
         self._transport: KVTransport | None = None
         self._handoffs: Handoffs | None = None
         self._stopping = False
-        self._changed = True  # something has, since the masters were told
+        self._changed = True  # since the last snapshot
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
         self._snapshot_at = self._ticked_at = self._told_at = self._looked_at = self._beat = clock.now()
 
-    # --- life
+    # --- start and end
 
     def run(
         self,
@@ -101,10 +101,10 @@ class EngineServer:
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """Serve until told to shut down, or until `orphaned` says that nobody is left to serve.
+        """Serve until `Shutdown`, or until `orphaned` returns True.
 
         Args:
-            transport: the way to other engines; without one this engine neither hands over nor takes over.
+            transport: the transport to other engines; None without hand-offs.
             lease: seconds of silence after which a hand-off is over.
             beat: called in every turn in which nothing is computed beside it, and with the number of tokens that are to
                 be computed when a step begins or ends.
@@ -127,14 +127,14 @@ class EngineServer:
         try:
             self._serve(orphaned)
         finally:
-            engine.settle()  # whoever gets its blocks next finds nobody writing to them
+            engine.settle()  # no writes to its blocks after this
 
     def _serve(self, orphaned: Callable[[], bool]) -> None:
         engine = self._engine
         looked = self._beat = self._clock.now() - REPORT_INTERVAL
         stalled = False
         while not self._stopping:
-            if not engine.tokens_in_flight:  # else a turn proves nothing of the step
+            if not engine.tokens_in_flight:  # else a turn of the loop says nothing about the step
                 self._beat_with(0)
             self._receive(self._patience(stalled))
             engine.move()
@@ -151,7 +151,7 @@ class EngineServer:
                     return
 
     def fail(self, message: str) -> None:
-        """Tell everybody that this engine is about to end."""
+        """Tell all clients that this engine is about to end."""
         for client in self._clients:
             self._send(client, Failed(message))
 
@@ -174,7 +174,7 @@ class EngineServer:
         return max(0.0, due - self._clock.now())
 
     def _step(self) -> bool:
-        """Begin what may begin, and report what has ended; False when there was no room to work."""
+        """Start steps and report ended ones; False when there was no room."""
         self._begin()
         step = self._engine.end()
         if step is not None:
@@ -185,7 +185,7 @@ class EngineServer:
 
     def _ended(self, step: Step) -> None:
         self._beat_with(self._engine.tokens_in_flight)
-        # that everybody has one more token is no news
+        # one more token for each is no change of the load
         self._changed |= bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
         self._report(step.outputs, step.plan.num_tokens)
         if self._handoffs is not None:
@@ -198,7 +198,7 @@ class EngineServer:
             self._beat_with(max(plan.num_tokens, self._engine.tokens_in_flight))
 
     def _miss_clients(self, now: float) -> None:
-        """Give up whoever has been silent for too long; to be called when everything that has arrived was read."""
+        """Drop clients that were silent for too long; call it when all messages have been read."""
         if now - self._looked_at < REPORT_INTERVAL:
             return
         self._looked_at = now
@@ -207,7 +207,7 @@ class EngineServer:
             self._drop_client(client)
 
     def _on_clock(self, now: float) -> None:
-        """What is done by the clock."""
+        """Periodic work."""
         if self._handoffs is not None and now - self._ticked_at >= self._tick_every:
             self._ticked_at = now
             self._handoffs.tick(now)
@@ -288,14 +288,14 @@ class EngineServer:
             self._send_cache(client)
 
     def _drop_client(self, client: str) -> None:
-        """Its requests have nobody who wants them."""
+        """Drop a client's requests."""
         del self._clients[client]
         self._intake.drop_client(client)
 
     def _on_peer(self, arrival: ReceivedMessage | LinkDown) -> None:
         assert self._handoffs is not None
         if isinstance(arrival, LinkDown):
-            # a peer that ends is everyday life, and the master says what it means; a refusal needs somebody to act
+            # the end of a peer is normal, and the master handles it; a refusal needs an operator
             log.log(logging.WARNING if arrival.refused else logging.INFO, "%s", arrival.message)
             self._handoffs.lost(arrival.peer, for_good=arrival.refused)
             for client, state in self._clients.items():
@@ -307,7 +307,7 @@ class EngineServer:
     # --- events
 
     def _report(self, outputs: list[TokenOutput], step_tokens: int) -> None:
-        """Send every frontend its outputs, and the load to all."""
+        """Send outputs to their frontends, and the load to all."""
         self._beat = self._clock.now()
         theirs = self._intake.address(outputs)
         for client, state in self._clients.items():
@@ -318,8 +318,7 @@ class EngineServer:
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
     def _tell_masters(self, now: float) -> None:
-        """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
-        in the cache."""
+        """Send masters the load when it changed or is due, and the cache's deltas."""
         self._snapshot_at, self._changed = now, False
         news = cache_news(self._engine.cache_logs, self._incarnation)
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
@@ -366,5 +365,5 @@ class EngineServer:
 
 
 def _name(identity: bytes) -> str:
-    """Of a client, whatever it calls itself: every byte is a letter."""
+    """A client's name: its identity decoded as Latin-1."""
     return identity.decode("latin-1")

@@ -1,11 +1,11 @@
-"""Who holds which block, and which blocks can be found again by their prefix key.
+"""The block pool: the holders of each block, and the prefix cache.
 
-A block that an instance has is in exactly one of four places:
+A block of an instance is in exactly one of four states:
 
-    free     nobody holds it and it holds nothing worth finding
+    free     not held; its content is void
     held     sequences hold it (`holders`), or a hand-off in progress does (`transfers`); a full one may have a key,
              so that others can join
-    idle     nobody holds it, but it has a key: found again by a prefix hit, or evicted when room is needed
+    idle     not held, but it has a key: found by a prefix hit, or evicted when blocks are needed
     spent    nobody here holds it and it has no key, but another instance may be reading it: it goes back to where
              blocks come from, and another one comes in its stead
 
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 
 class BlockSource(Protocol):
-    """Where blocks come from and go back to: the host's pool, or a stand-in."""
+    """The source of blocks: the host's KV pool, or a substitute."""
 
     def exchange(self, give: Sequence[int], want: int) -> list[int]:
         """Give up blocks and get `want` others, never fewer; at most as many as were given up."""
@@ -31,7 +31,7 @@ class BlockSource(Protocol):
 
 
 class Published(NamedTuple):
-    """A block that became findable."""
+    """A block that was added to the prefix cache."""
 
     block: int
     key: bytes
@@ -43,15 +43,15 @@ class BlockPool:
 
     Args:
         blocks: their ids, any numbers.
-        source: takes blocks that other instances may be reading, and gives others; None when nobody shares.
+        source: takes blocks that other instances may be reading, and gives others; None without sharing.
     """
 
     def __init__(self, blocks: Iterable[int], source: BlockSource | None = None) -> None:
-        # of a range that nobody shares most are never touched: these are not written down one by one
+        # most blocks of an unshared range are never used: they are not listed one by one
         self._fresh = blocks if isinstance(blocks, range) and source is None else range(0)  # free, below all of `_free`
         self._free = [] if self._fresh else list(blocks)[::-1]  # a stack: the block used last is the warmest
         self._ours: range | set[int] = self._fresh or set(self._free)
-        self._holders: dict[int, int] = {}  # of those that somebody has held
+        self._holders: dict[int, int] = {}  # of blocks that have been held
         self._transfers: dict[int, int] = {}
         self._named: dict[int, Published] = {}  # every block with a key
         self._block: dict[bytes, int] = {}
@@ -77,7 +77,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with a holder."""
         return self.num_blocks - self.available
 
     @property
@@ -100,7 +100,7 @@ class BlockPool:
         return found
 
     def owns(self, block: int) -> bool:
-        """Whether it is one of ours, in whatever state."""
+        """Whether the block belongs to this pool."""
         return block in self._ours
 
     def agrees(self, block: int, key: bytes) -> bool:
@@ -168,7 +168,7 @@ class BlockPool:
             self._transfers[block] = self._transfers.get(block, 0) + 1
 
     def end_transfer(self, blocks: Sequence[int]) -> None:
-        """The opposite, given from head to tail."""
+        """Undo `begin_transfer`, given from head to tail."""
         for block in reversed(blocks):
             self._transfers[block] -= 1
             if not self._transfers[block]:
@@ -189,7 +189,7 @@ class BlockPool:
         if known is None:
             self._name(Published(block, key, parent))
             return block
-        if known == block:  # another sequence that got the same block handed over was quicker
+        if known == block:  # another sequence with the same handed-over block published it first
             return block
         assert block not in self._named
         self.hold([known])
@@ -208,7 +208,7 @@ class BlockPool:
         self._free = [block for block in self._free if block not in self._idle]
 
     def take_changes(self) -> tuple[list[Published], list[bytes]]:
-        """What became findable since the last call, and the keys that no longer are."""
+        """Keys added to and removed from the prefix cache since the last call."""
         if not self.changed:
             return [], []
         changes = list(self._added.values()), list(self._removed)
@@ -218,8 +218,8 @@ class BlockPool:
     # --- sharing with other instances
 
     def offer(self, block: int) -> None:
-        """Another instance was told of this block: once let go here it goes back to the source, to be used by nobody
-        before the other one has let go too."""
+        """Another instance was told of this block: once released here it goes back to the source, which reuses it only
+        after the other one has released it too."""
         assert self._is_held(block)
         if self._source is not None:
             self._offered.add(block)
@@ -252,7 +252,7 @@ class BlockPool:
         return self._holders.get(block, 0) > 0 or block in self._transfers
 
     def _let_go(self, block: int) -> None:
-        """No sequence holds it any more; perhaps a hand-off does."""
+        """The last sequence has released it; a hand-off may still need it."""
         if block in self._transfers:
             return
         if block in self._named:
@@ -280,7 +280,7 @@ class BlockPool:
         return block
 
     def _renew(self, count: int) -> list[int]:
-        """Others for some of the spent blocks."""
+        """Exchange some of the spent blocks."""
         assert self._source is not None
         given, self._spent = self._spent[:count], self._spent[count:]
         blocks = self._source.exchange(given, count)
@@ -289,12 +289,12 @@ class BlockPool:
         return blocks
 
     def _trade(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
-        """Other blocks are ours in the stead of these."""
+        """Replace these blocks by others."""
         assert isinstance(self._ours, set)
         self._ours.difference_update(mine)
         self._offered.difference_update(mine)
         for block in mine:
-            self._holders.pop(block, None)  # an inherited one that nobody wanted has none
+            self._holders.pop(block, None)  # an inherited block that was never held has none
         assert self._ours.isdisjoint(theirs)
         self._ours.update(theirs)
 

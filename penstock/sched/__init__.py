@@ -1,1 +1,1 @@
-"""Decisions, and nothing but decisions: no tensors, no clock, no I/O."""
+"""Scheduling decisions: no tensors, no clock, no I/O."""

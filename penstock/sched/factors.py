@@ -1,4 +1,4 @@
-"""What a device's steps really take, beside what its data sheet says: factors for `StepTime`, learned while it runs.
+"""Learned factors for `StepTime`: measured step times relative to those predicted from the data sheet.
 
 Every part has one factor while it is small enough that memory bounds it, and one for when arithmetic does; what every
 step has, and the links between devices, have one each. They are fitted by recursive least squares on relative errors:
@@ -7,7 +7,7 @@ with x the shares of the predicted time and A what is known about the factors so
     A <- A - (1 - MEMORY) * (A x)(A x)' / (x' A x) + x x'
     f <- f + A^-1 x * (measured / predicted - 1)
 
-so what is old is forgotten only in the direction that a new step says something about. A factor that a step hardly
+so old steps are forgotten only in the direction that a new step informs about. A factor that a step hardly
 depends on is not moved by it at all.
 """
 
@@ -25,14 +25,14 @@ from penstock.core.device import DeviceModel, ModelShape
 from penstock.sched.steptime import PARTS, StepTime
 
 BOUNDS = (0.2, 20.0)
-OVERHEAD_BOUNDS = (0.2, 100.0)  # no data sheet names it, and a CPU's is a hundred times a GPU's
+OVERHEAD_BOUNDS = (0.2, 100.0)  # not in data sheets; a CPU's is a hundred times a GPU's
 MEMORY = 0.98  # what is left of one step's weight after another like it
 TRUST = 0.05  # in the factors being 1, in steps that consist of one part alone
-EXCITED = 0.02  # share of a step's time from which on it says something about a factor
-WARM_UP = 5  # steps after a change that say nothing: something is being compiled, captured or paged in
-OUTLIER = 6.0  # mean gaps; a step that is further off is an accident
-LEAST_OUTLIER = 0.5  # and so far off, as a share of its predicted time, it has to be at least
-BELIEVED = 8  # accidents in a row are none
+EXCITED = 0.02  # share of a step's time from which on it informs about a factor
+WARM_UP = 5  # steps ignored after a change: something is being compiled, captured or paged in
+OUTLIER = 6.0  # mean gaps; a step that is further off is an outlier
+LEAST_OUTLIER = 0.5  # the least gap of an outlier, as a share of its predicted time
+BELIEVED = 8  # outliers in a row that are accepted as a change
 WINDOW = 256  # steps
 SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
 NAMES = (
@@ -97,7 +97,7 @@ class FactorLearner:
         return len(self._gaps) >= SETTLED_STEPS and self._mean_gap is not None and self._mean_gap < SETTLED_GAP
 
     def changed(self) -> None:
-        """Something was loaded, compiled or captured anew: the next WARM_UP steps say nothing."""
+        """Something was loaded, compiled or captured: ignore the next WARM_UP steps."""
         self._warming = WARM_UP
 
     def observe(
@@ -108,7 +108,7 @@ class FactorLearner:
         logit_rows: int | None,
         measured_ms: float,
     ) -> None:
-        """A step that was done. Those that failed are not reported.
+        """Learn from a successful step.
 
         Args:
             prefills, decodes, kv_tokens, logit_rows: as in `StepTime.parts`.

@@ -171,7 +171,7 @@ _FACTORS = tuple((part, f"{part}:compute", f"{part}:memory") for part in PARTS) 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicts steps of one model on one device. New ones cost nothing until they are asked: factors change often.
+    """Predicts steps of one model on one device. Creation is cheap, since factors change often.
 
     Attributes:
         factors: what measured time is of the roofline, 1 where nothing is named: "PART:compute" and "PART:memory" for

@@ -1,7 +1,7 @@
 """A deployment, described by one YAML file: a model, the instances that run it, and how the clients reach them.
 
-What each setting may be is in the tables that `parse` is given, which the command line makes of the same options as its
-flags. What is here is which sections there are, and what goes together.
+The allowed values of each setting are in the tables given to `parse`, which the command line makes of the same options
+as its flags. This module knows the sections, and which settings are compatible.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Transport:
     """How engines hand requests over to each other.
 
     Attributes:
-        faults: what goes wrong on the way on purpose; for tests.
+        faults: injected faults; for tests.
     """
 
     kind: str
@@ -103,12 +103,12 @@ class Deployment:
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         policy: a name in `bundles.STEADY`.
-        priorities: what each priority may be worth to requests without targets.
-        lease: seconds that a hand-off may hear nothing from its other side.
+        priorities: targets that each priority implies, for requests without any.
+        lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
-        orphans: seconds that the KV pool server holds the blocks of an engine that died; None without such a server.
-        warnings: about settings that are allowed and probably not meant.
+        orphans: seconds that the KV pool server keeps the blocks of a failed engine; None without such a server.
+        warnings: about settings that are allowed but probably a mistake.
     """
 
     model: str
@@ -212,7 +212,7 @@ class _Parser:
         return found
 
     def _faults(self, spot: Spot | None) -> dict[str, Any] | None:
-        """Only what is given, because what is not does not happen."""
+        """The faults that are given."""
         spots = self.file.section(spot, [*_names(self.tables.faults), "partition"])
         faults = self.file.values(spots, self.tables.faults)
         if "partition" in spots:
@@ -288,8 +288,7 @@ class _Parser:
             seen.add(group.name)
 
     def _check_roles(self, groups: Sequence[Group]) -> None:
-        """What is prefilled in the role "prefill" must go on somewhere, and what "decode" goes on with must be
-        prefilled."""
+        """The role "prefill" needs instances that decode, and "decode" needs instances that prefill."""
         roles = {group.role for group in groups}
         for role, other in (("decode", "prefill"), ("prefill", "decode")):
             if role in roles and not roles & {other, "any"}:
@@ -300,7 +299,7 @@ class _Parser:
                 )
 
     def _check_devices(self, groups: Sequence[Group]) -> None:
-        """What needs memory of the host, and what must be the same everywhere."""
+        """Settings that need KV in the host's memory, and settings that must be equal for all groups."""
         for group, spots in zip(groups, self.group_spots, strict=True):
             device = spots.get("device", spots[""])
             if not group.shares_memory:

@@ -1,4 +1,4 @@
-"""A user's request to the sequences that engines run: checked against the model, seeded, one per output."""
+"""A user's request to sequences, one per output: checks it against the model and resolves seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.sched.local.beams import check_length, check_width, most_beam_tokens
 
 MAX_SALT_BYTES = 1024
-MOST_NAMED = 1 << 18  # tokens in the log-probabilities of a request that wants all: tens of megabytes, a second of work
+MOST_NAMED = 1 << 18  # tokens in the log-probabilities of a request for all of them: tens of megabytes, 1 s of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def make_sequences(
 
     Raises:
         InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
-            like; there may come to be no token that may be sampled; or a beam search is wider or longer than what runs.
+            like; a state without any allowed token is possible; or a beam search is too wide or too long.
         PromptTooLong: it leaves no room for one output token.
     """
     _check_prompt(prompt, limits)
@@ -113,7 +113,7 @@ def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:
 
 
 def check_salt(salt: object) -> None:
-    """Raises `InvalidRequest` unless `salt` may be a `cache_salt` that somebody gave."""
+    """Raises `InvalidRequest` unless `salt` is a valid `cache_salt`."""
     try:
         fits = isinstance(salt, str) and 1 <= len(salt.encode()) <= MAX_SALT_BYTES
     except UnicodeEncodeError:
@@ -142,7 +142,7 @@ def check_room(prompt_tokens: int, asked: int | None, max_model_len: int, field:
 
 
 def check_named(prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
-    """Raises `InvalidRequest` when log-probabilities of the whole vocabulary are wanted in more places than is sane."""
+    """Raises `InvalidRequest` when log-probabilities of the whole vocabulary are asked for at too many positions."""
     rooms = [max(0, max_model_len - len(prompt)) for prompt in prompts]
     for field, wanted, places in (
         ("prompt_logprobs", params.prompt_logprobs, [len(prompt) - 1 for prompt in prompts]),
@@ -175,7 +175,7 @@ def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int)
 def _check_choice(
     params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...], limits: ModelLimits
 ) -> None:
-    """Some token may be sampled whatever came before."""
+    """Check that some token is always allowed."""
     if not params.min_tokens and not bad_words:
         return
     banned = {word[-1] for word in bad_words} | (stop_ids if params.min_tokens else set())

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
-LOOK_CLOSELY = 1.0  # seconds between two looks at whether they get on
+LOOK_CLOSELY = 1.0  # seconds between two checks of their progress
 LAST_WORDS = 500  # characters
 STDERR = 2
-MOVED = 0.1  # seconds of CPU that are work; threads that only answer the wire use less while anything is believed of it
-LONGEST_LOOK = 2.0  # seconds that count between two looks: whoever looks may itself have been stopped
+MOVED = 0.1  # seconds of CPU that count as progress; threads that only poll use less
+LONGEST_LOOK = 2.0  # most seconds counted between two checks: the checker itself may have been stopped
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
@@ -110,7 +110,7 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
-    """A frontend's `ServerOptions`, without the API keys. Each draws its own seeds for requests without one."""
+    """A frontend's `ServerOptions`, without the API keys. Each frontend chooses seeds of its own."""
     options = {key: value for key, value in deployment.server.items() if key not in ("served_model_name", "api_key")}
     if options["seed"] is not None:
         options["seed"] += number
@@ -122,7 +122,7 @@ def _server(deployment: Deployment, directory: Path, listener: socket.socket, nu
 
 
 class _Voice:
-    """What a process writes to standard error, on its way to ours."""
+    """Copies a process's standard error to the launcher's."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -132,7 +132,7 @@ class _Voice:
 
     def last_words(self) -> str:
         """The last line; ask when it has ended."""
-        self._thread.join(1.0)  # not for longer: somebody whom it started may hold the pipe
+        self._thread.join(1.0)  # not for longer: a child of the process may hold the pipe
         return self._last.decode(errors="replace").strip()[:LAST_WORDS]
 
     def _carry(self) -> None:
@@ -140,7 +140,7 @@ class _Voice:
         with self._process.stderr as lines:
             for line in lines:
                 self._last = line if line.strip() else self._last
-                with contextlib.suppress(OSError):  # nobody reads ours
+                with contextlib.suppress(OSError):  # standard error is closed
                     os.write(STDERR, line)
 
 
@@ -183,7 +183,7 @@ class Watch:
         self._quiet = self._still = self._stopped = 0.0  # seconds since the last sign of each kind
 
     def beats(self, now: float, beat: Beat) -> bool:
-        """Whether there was a new beat since the last look; then there is nothing more to ask."""
+        """Whether there was a new heartbeat since the last check; then it makes progress."""
         if self._beat is not None and beat.number == self._beat.number:
             return False
         self._at, self._beat, self._seen = now, beat, None
@@ -191,7 +191,7 @@ class Watch:
         return True
 
     def trouble(self, now: float, vitals: Vitals) -> str:
-        """Why it is taken for dead although it runs; "" as long as it is not. To be asked when there was no beat."""
+        """Why it counts as hung; "" while it does not. For checks without a new heartbeat."""
         assert self._beat is not None
         passed, self._at = min(now - self._at, LONGEST_LOOK), now
         self._quiet += passed
@@ -210,11 +210,11 @@ class Watch:
 
 
 class Launcher:
-    """Runs programs until a signal, or until one of them cannot be kept running.
+    """Runs programs until a signal, or until one of them fails for good.
 
     Args:
         environments: kind -> environment of its processes, where it is not this process's own.
-        listeners: of the frontends; closed when these have ended for good, so that nobody waits for an answer.
+        listeners: of the frontends; closed when these have ended for good, so that clients are refused.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Launcher:
         self._listeners = listeners
 
     def run(self) -> int:
-        """Returns the exit code: 0 after SIGTERM or SIGINT, else what the supervisor ended with. Nothing is left."""
+        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._signals.append(number))
@@ -255,15 +255,15 @@ class Launcher:
         return self._supervisor.exit_code
 
     def step(self) -> list[tuple[str, str]]:
-        """Look at the processes and do what is due; call it every `LOOK` seconds. Returns who has ended since, each
-        with a sentence that says how, and what follows."""
+        """Check the processes and act; call it every `LOOK` seconds. Returns those that ended since, each with a
+        sentence on how, and what follows."""
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
         return ended
 
     def close(self) -> None:
-        """Whatever still runs is killed."""
+        """Kill the remaining processes."""
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -272,7 +272,7 @@ class Launcher:
             self._zmq.destroy(linger=0)
 
     def _look(self) -> list[tuple[str, str]]:
-        """Tell the supervisor what has happened since the last look."""
+        """Report changes since the last check to the supervisor."""
         now = self._clock.now()
         ended = []
         while self._signals:
@@ -292,7 +292,7 @@ class Launcher:
                 expected = self._supervisor.stopping
                 voice = self._voices.pop(name, None)
                 sentence = self._supervisor.exited(name, code, now, voice.last_words() if voice is not None else "")
-                if sentence != self._supervisor.failure:  # which is told at the end
+                if sentence != self._supervisor.failure:  # which is logged at the end
                     log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
                 ended.append((name, sentence))
         if now - self._watched_at >= LOOK_CLOSELY:
@@ -304,7 +304,7 @@ class Launcher:
         return ended
 
     def _watch(self, now: float) -> None:
-        """Tell the supervisor who does not get on."""
+        """Report processes that hang to the supervisor."""
         for name, watch in self._watches.items():
             heartbeat = self._programs[name].heartbeat
             assert heartbeat is not None

@@ -1,6 +1,6 @@
-"""The master: knows every instance, decides where each sequence runs, and carries no token.
+"""The master: knows every instance and decides where each sequence runs. No token passes through it.
 
-A pure controller: what happened goes into `tick`, what is to be done comes out. A pump drives it (`master_pump.py`).
+A pure controller: `tick` takes events and returns actions. `master_pump.py` drives it.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class Master:
     """
     Args:
         instances: all there can be.
-        rng: for policies that draw lots.
+        rng: for randomised policies.
         incarnation: of this master.
         fleet: what scaling may do; None when nothing is ever started or stopped.
-        recorder: is told every decision.
+        recorder: gets every decision.
 
     Attributes:
-        joined: what it tells a frontend that makes itself known.
-        index: who has which prefix, for policies that look at that; empty for others.
-        wake: when `tick` is to be called although nothing has happened; inf for never.
+        joined: the answer to a frontend that registers.
+        index: which instance has which prefix, for policies that use it; empty for others.
+        wake: when `tick` is to be called without an event; inf for never.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Master:
         self.wake = inf
         self._endpoints = {endpoint.name: endpoint for endpoint in instances}
         self._sessions: dict[str, InstanceSession] = {}
-        self._touched: set[str] = set()  # sessions of which something has changed
+        self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
         self._mesh = Mesh(self._sessions, everybody=policies.roles is not None and policies.roles.dynamic)
         self._policies, self._rng, self._recorder = policies, rng, recorder
@@ -111,7 +111,7 @@ class Master:
         self._frontend_incarnations: dict[str, int] = {}
         self._queue = Queue()  # online
         self._backlog = Queue(shown=SHOWN)  # offline
-        self._untold: list[Key] = []  # in one of them, whose frontends were not told
+        self._untold: list[Key] = []  # queued ones, whose frontends have not been sent `Queued`
         self._in_flight: dict[Key, Tracked] = {}
         self._rates = RateWindow()
         self._roles: dict[str, Role] = {}  # that it decided on
@@ -125,7 +125,7 @@ class Master:
         return len(self._queue) + len(self._backlog)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
-        """What to do about what happened, or about time going on. Call it now and then, with or without an event.
+        """Handle an event, or the passing of time. Call it periodically, with or without an event.
 
         Args:
             now: seconds; never goes back.
@@ -142,7 +142,7 @@ class Master:
         except Exception:
             if not actions:
                 raise
-            self.wake = now  # what was decided before is not lost with it; the next tick fails with nothing to lose
+            self.wake = now  # actions decided before the error are returned; the next tick raises it
         return actions
 
     def _by_the_clock(self, now: float) -> list[Action]:
@@ -186,7 +186,7 @@ class Master:
             )  # counted by an earlier master
             return []
         if snapshot.role_generation < session.role_generation:
-            return [self._set_role(session)]  # it has not heard, or the message was lost
+            return [self._set_role(session)]  # the command was lost or is late
         session.role, session.role_generation = snapshot.role, snapshot.role_generation  # decided before this master
         return self._mesh.connect(session)
 
@@ -225,7 +225,7 @@ class Master:
                     self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
                 joined = msgspec.structs.replace(self.joined, waiting=self.waiting)
-                return [*refused, ToFrontend(name, joined)]  # with the protocol: it leaves by itself
+                return [*refused, ToFrontend(name, joined)]  # with the protocol, on which it ends itself
             case Place():
                 return self._enqueue(now, name, message)
             case Begun(request_ids=request_ids):
@@ -238,7 +238,7 @@ class Master:
         return []
 
     def _forget_silent_frontends(self, now: float) -> list[Action]:
-        """One that was only slow hears that what it has in the queue is over, and does not wait for it for ever."""
+        """A frontend that was only slow is told that its queued sequences are refused."""
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
         if not gone:
             return []
@@ -254,7 +254,7 @@ class Master:
         return told
 
     def _forget(self, now: float, frontends: set[str]) -> None:
-        """What they placed is over."""
+        """End their sequences."""
         for key in [
             key for held in (self._in_flight, self._queue, self._backlog) for key in held if key[0] in frontends
         ]:
@@ -303,14 +303,14 @@ class Master:
         )
 
     def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
-        """Tokens of a prompt that are in each instance's cache, and how many of them are not on its device."""
+        """For each instance, a prompt's cached tokens, and how many of them are not on its device."""
         found = self.index.match(place.keys)
         hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in found.items()}
         loads = self.index.loads(place.keys, found)
         return hits, {name: min(blocks * BLOCK_TOKENS, hits[name]) for name, blocks in loads.items()}
 
     def _decide(self, now: float, actions: list[Action]) -> None:
-        """Ask for decisions until there is none to be had, and add what they come to."""
+        """Ask the policy for decisions until it returns none, and add their actions."""
         if not (self._queue or self._backlog):
             return
         while self._queue or self._backlog:
@@ -352,7 +352,7 @@ class Master:
         return ToFrontend(key[0], placed)
 
     def _hold(self, now: float, later: Later) -> list[Action]:
-        """Tell those whose sequences begin to wait that they were heard."""
+        """Send `Queued` for sequences that begin to wait."""
         actions: list[Action] = []
         for key in self._untold:
             queued = self._queue.get(key) or self._backlog.get(key)
@@ -388,7 +388,7 @@ class Master:
                 )
 
     def _refuse_hopeless(self, now: float) -> list[Action]:
-        """Nobody is left who could hold these."""
+        """Refuse sequences that no instance could hold."""
         able, shortest = self._roster.able(now), self._roster.shortest
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
@@ -452,7 +452,7 @@ class Master:
         return actions
 
     def _retire(self, now: float) -> list[Action]:
-        """Those that have drained may go."""
+        """Stop instances that have drained."""
         return [StopInstance(s.name) for s in self._sessions.values() if s.draining and s.drained]
 
     def _why_nobody(self, now: float, place: Place) -> str:
@@ -478,7 +478,7 @@ class Master:
         return "draining" if session.leaving else "ready"
 
     def check(self) -> None:
-        """Raise AssertionError unless every sequence in flight is counted once on each side."""
+        """Raise AssertionError unless every placed sequence is counted once on each side."""
         for session in self._sessions.values():
             homes = {key for key, flight in self._in_flight.items() if flight.home is session}
             assert session.homes.keys() == homes, "requests are miscounted"

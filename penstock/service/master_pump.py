@@ -35,14 +35,14 @@ TICK = 0.1  # seconds
 
 
 class MasterPump:
-    """Carries what happens to the master, and what it wants to the engines.
+    """Delivers events to the master, and its actions to the engines.
 
     Args:
         channels: to every instance, by name.
-        recording: where what the master's recorder holds is written; closed with the pump.
+        recording: the recorder's file; closed with the pump.
 
     Attributes:
-        deliver: carries what it wants to say to frontends; set by whoever has the way to them.
+        deliver: sends messages to frontends; set by the owner of the connection.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MasterPump:
             channel.close()
 
     def handle(self, happening: Happening | None) -> None:
-        """Act on what happened, or on time going on."""
+        """Handle an event, or the passing of time."""
         for action in self.master.tick(self._clock.now(), happening):
             match action:
                 case ToEngine(name, command):
@@ -173,7 +173,7 @@ class LocalPlacement:
         self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
 
     def tick(self, now: float) -> None:
-        pass  # the master does not die before this does
+        pass  # the master is in this process
 
     async def close(self) -> None:
         if self._renewing is not None:

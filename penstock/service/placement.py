@@ -27,7 +27,7 @@ from penstock.service.channel import MasterChannel
 from penstock.service.instances import ChannelLost
 
 log = logging.getLogger("penstock.frontend")
-PATIENCE = 5.0  # seconds that an answer may take; a master that died is back by then
+PATIENCE = 5.0  # seconds that an answer may take; a failed master is back by then
 
 Answer = Placed | NoPlace | Queued
 Answered = Callable[[Answer], None]
@@ -36,7 +36,7 @@ Answered = Callable[[Answer], None]
 class Placement(Protocol):
     @property
     def trouble(self) -> str:
-        """Why nothing can be placed now; "" when it can."""
+        """Why no sequence can be placed now; "" when one can."""
 
     @property
     def wants_keys(self) -> bool:
@@ -44,27 +44,27 @@ class Placement(Protocol):
 
     @property
     def since(self) -> float:
-        """When the master was first heard that is asked now: it may only just begin to know the instances."""
+        """When the current master was first heard; it may not know all instances yet."""
 
     @property
     def waiting(self) -> int:
-        """Sequences without a place: of this frontend, and of the others when the master last said how many."""
+        """Sequences without a placement: this frontend's, and the others' as last reported by the master."""
 
     def start(self, answered: Answered) -> None:
         """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns. After
         `Queued` there is another one."""
 
     def ask(self, place: Place) -> None:
-        """The answer comes as soon as there is one, and always unless the sequence is over before."""
+        """Ask for a placement. There is always an answer, unless the sequence ends before."""
 
     def begun(self, request_ids: Sequence[str]) -> None:
         """The first tokens of these have come."""
 
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
-        """These sequences are over, and so are questions about them."""
+        """These sequences have ended; their questions are dropped."""
 
     def tick(self, now: float) -> None:
-        """Time goes on; call it a few times a second."""
+        """Handle time-outs; call it a few times a second."""
 
     async def close(self) -> None: ...
 
@@ -86,7 +86,8 @@ class _Question:
 
 
 class RemotePlacement:
-    """The master is another process. What it has not answered when it dies or falls silent is asked again of the next.
+    """The master is another process. Questions that it has not answered when it fails or falls silent are asked again
+    of the next incarnation.
 
     Attributes:
         wants_keys: as the master said last.
@@ -111,7 +112,7 @@ class RemotePlacement:
 
     @property
     def trouble(self) -> str:
-        """A master that is away for less than `PATIENCE` is none: what is asked meanwhile waits."""
+        """An absence of the master of less than `PATIENCE` is no trouble: questions wait."""
         away = self._absent and self._clock.now() - self._absent_since > PATIENCE
         return f"the master cannot be asked: {self._absent}" if away else ""
 
@@ -139,7 +140,7 @@ class RemotePlacement:
         self._queued.pop(request_id, None)
 
     def tick(self, now: float) -> None:
-        """What was asked in vain for too long has its answer from here."""
+        """Refuse questions that have timed out."""
         if not self._absent and now - self._heard > PATIENCE:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
         while self._asked:
@@ -154,7 +155,7 @@ class RemotePlacement:
         self._channel.close()
 
     def _miss(self, reason: str) -> None:
-        """There is no master now."""
+        """The master is lost."""
         log.warning("the master has gone: %s", reason)
         self._absent, self._absent_since = reason, self._clock.now()
         for question in self._queued.values():
@@ -184,7 +185,7 @@ class RemotePlacement:
                 self._pass_on(message)
 
     def _pass_on(self, answer: Answer) -> None:
-        """Unless it is the answer to an earlier question."""
+        """Pass an answer on, unless it is to an earlier question."""
         request_id = answer.request_id
         question = self._asked.get(request_id) or self._queued.get(request_id)
         if question is not None and question.place.generation == answer.generation:

@@ -25,10 +25,10 @@ from penstock.sched.cluster.xllm import make_xllm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    """Everything about a cluster that is decided and not configured.
+    """The policies of a cluster.
 
     Attributes:
-        priorities: what a priority is worth as targets, for requests that come without; None leaves them without.
+        priorities: targets by priority, for requests without any; None leaves them without.
     """
 
     dispatch: DispatchPolicy

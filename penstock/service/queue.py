@@ -35,10 +35,10 @@ class Tracked:
 
 
 class Queue(dict[Key, Tracked]):
-    """In order of arrival. Whoever comes again has to be taken out before.
+    """Sequences in order of arrival. One that asks again must be removed before.
 
     Args:
-        shown: of how many, the first, policies are told; None is all.
+        shown: how many of the first ones policies see; None is all.
     """
 
     def __init__(self, shown: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Queue(dict[Key, Tracked]):
         self._order: list[int] = []  # their numbers, which rise
         self._numbers: dict[Key, int] = {}
         self._came = 0
-        self._longest = 0  # tokens of the longest that has come since nobody was here
+        self._longest = 0  # tokens of the longest since the queue was last empty
         self._picky: dict[Key, None] = {}  # those that exclude an instance
 
     @property
@@ -64,7 +64,7 @@ class Queue(dict[Key, Tracked]):
         return self._demands
 
     def doubtful(self, shortest: int) -> Iterable[Key]:
-        """Those for which not every instance will do.
+        """Those that some instance cannot take.
 
         Args:
             shortest: no instance takes fewer tokens.

@@ -9,7 +9,7 @@ SURE = 1.0  # seconds after which a measured pace is better than the last one
 
 
 class RateMeter:
-    """How fast something goes while there is any of it to do, over the last `WINDOW` seconds."""
+    """The rate of some work while there is any, over the last `WINDOW` seconds."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, float]] = deque()  # when, how much
@@ -18,17 +18,17 @@ class RateMeter:
         self._last = 0.0
 
     def begin(self, now: float) -> None:
-        """There is something to do. Harmless when there was before."""
+        """Work is available. No effect if it was before."""
         if self._since is None:
             self._since = now
 
     def count(self, now: float, amount: float) -> None:
-        """So much was done."""
+        """Count work done."""
         self._done.append((now, amount))
         self._sum += amount
 
     def rest(self, now: float) -> None:
-        """There is nothing left to do."""
+        """No work is left."""
         self._last = self.rate(now)
         self._done.clear()
         self._sum, self._since = 0.0, None

@@ -1,6 +1,6 @@
-"""The flight recorder: what the master saw and decided, and what became of it.
+"""The flight recorder: the master's views and decisions, and their outcomes.
 
-In memory it is a bounded ring of references to what is immutable anyway, so that recording costs next to nothing.
+In memory it is a bounded ring of references to immutable objects, so recording is cheap.
 `recording.py` turns entries into records, `recorder_file.py` writes and reads them.
 """
 
@@ -68,7 +68,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence is over; without an outcome when it got no answer to its end."""
+    """A sequence has ended; without an outcome when its answer is incomplete."""
 
     now: float
     request_id: str
@@ -81,7 +81,7 @@ Entry = Decided | Held | Moved | Ended
 
 
 class Recorder(Protocol):
-    """Writes down what is decided, and what became of it."""
+    """Records decisions and their outcomes."""
 
     def decided(
         self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
@@ -125,7 +125,7 @@ class FlightRecorder:
         self._add(Ended(now, request_id, frontend, outcome))
 
     def since(self, total: int) -> list[Entry]:
-        """What is still there of the entries after the first `total`."""
+        """The remaining entries after the first `total`."""
         new = min(self.total - total, len(self.entries))
         return list(islice(reversed(self.entries), new))[::-1]
 

@@ -1,7 +1,7 @@
 """The flight recorder's file: FILE, and FILE.1 from before the last rotation.
 
-After `MAGIC` come frames: length and CRC-32 of a record, 4 bytes each, little-endian, and the record. A crash tears the
-last frame at most, and what is not whole is neither read nor written behind.
+After `MAGIC` come frames: length and CRC-32 of a record, 4 bytes each, little-endian, and the record. A crash damages
+the last frame at most; an incomplete frame is not read, and overwritten.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecorderFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is new. When that fails the log says so, and nothing is written any more: requests go on."""
+        """Write new entries. After a failure, which is logged, nothing more is written; serving continues."""
         new, behind = self._recorder.since(self._written), self._recorder.total - self._written
         self._written += behind
         if self._failed or not new:
@@ -91,7 +91,7 @@ class RecorderFile:
         self.flush()
         try:
             self._file.close()
-        except OSError as error:  # what a full disk did not take before
+        except OSError as error:  # left by an earlier write to a full disk
             log.error("the flight recorder could not write its end: %s: %s", self._path, error)
 
     def _open(self) -> None:

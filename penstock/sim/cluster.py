@@ -55,7 +55,7 @@ class Cluster:
     Args:
         policies: of the master.
         requests: that come, in order of arrival.
-        rng: for policies that draw lots.
+        rng: for randomised policies.
         noises: a numpy Generator of step times for each instance, by number.
         local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
         recorder: is told what the master decides.

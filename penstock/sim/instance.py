@@ -305,7 +305,7 @@ class SimInstance:
             repeat(self.scheduler, stride.plan, len(ends))
         else:
             outputs = update(self.scheduler, stride.plan, self.intake.news, self._draw, began, now)
-            # that everybody has one more token is no news
+            # one more token for each is no change of the load
             self._changed |= bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
             self._report(now, outputs)
         self.scheduler.measurements.ran(stride.plan, began, ends, before)
@@ -382,8 +382,7 @@ class SimInstance:
             self._tell_master(now)
 
     def _tell_master(self, now: float) -> None:
-        """The load when more has happened than that everybody got tokens, or a while has passed, and what came and went
-        in the cache."""
+        """Send masters the load when it changed or is due, and the cache's deltas."""
         self._looked_at, self._changed = now, False
         if self._load is None:
             self._load = self.intake.snapshot()

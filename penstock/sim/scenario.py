@@ -1,7 +1,7 @@
 """What is simulated: instances, policy, traffic, limits, and what goes wrong; from one YAML file.
 
-What each setting may be is in the tables that `parse` is given, which the command line makes of the same options as its
-flags. What is here is which sections there are, and what goes together.
+The allowed values of each setting are in the tables given to `parse`, which the command line makes of the same options
+as its flags. This module knows the sections, and which settings are compatible.
 """
 
 from __future__ import annotations
@@ -337,8 +337,7 @@ class _Parser:
         return tuple(group for _, group in pairs)
 
     def _check_roles(self, pairs: Sequence[tuple[Spot, InstanceGroup]]) -> None:
-        """What is prefilled in the role "prefill" must go on somewhere, and what "decode" goes on with must be
-        prefilled."""
+        """The role "prefill" needs instances that decode, and "decode" needs instances that prefill."""
         roles = {group.role for _, group in pairs}
         for at, group in pairs:
             other = {"prefill": "decode", "decode": "prefill"}.get(group.role)

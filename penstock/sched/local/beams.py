@@ -1,14 +1,14 @@
-"""Beam search: which continuations live on, which have ended, and when it is over. Pure, and deterministic to the last
-tie.
+"""Beam search: which continuations go on, which are finished, and when the search ends. Pure, and deterministic also
+for ties.
 
-Each step every live beam brings its likeliest continuations. Those that end with a stop token are finished; of all
-others the `width` best live on. A beam is one node of a tree, so to branch copies nothing. Where the KV of its tokens
-lies is a list of integers (`Beam.rows`): the row that computed each of them. Nothing is ever moved for it.
+In each step every running beam brings its likeliest continuations. Those that end with a stop token are finished; of
+all others the `width` best continue. A beam is one node of a tree, so to branch copies nothing. Where the KV of its
+tokens lies is a list of integers (`Beam.rows`): the row that computed each of them. Nothing is ever moved for it.
 
 To the scheduler a search is one sequence whose steps after the prompt have several rows (`BeamGroup`). Its prompt is
 prefilled, found in the cache and published like any other; after it every step brings each beam one token. Its blocks
-are the prompt's and then those of a region that all beams write into (`core.plan.Branches`), so it grows and lets go
-like any other sequence too.
+are the prompt's and then those of a region that all beams write into (`core.plan.Branches`), so it grows and is freed
+like any other sequence.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class BeamGroup(Sequence):
         self.restart()
 
     def restart(self) -> None:
-        # nobody has been told anything but that the prompt was read, and the same results will follow
+        # no result was reported yet, and the same results will follow
         self.reached = max(self.reached, len(self.tokens))
         super().restart()
         del self.tokens[len(self.request.prompt) :]

@@ -1,6 +1,6 @@
-"""What an engine does about what it is told: takes requests in, lets them go, remembers whose they are.
+"""Handles an engine's commands: admits and cancels requests, and knows their owners.
 
-Pure: whoever carries the messages, a socket's server or a simulated one, hands them in and sends what comes back.
+Pure: a server or the simulator passes the messages in and sends the results.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.sched.local.scheduler import Scheduler
 
 @dataclass(slots=True)
 class Owner:
-    """Who gets a request's tokens, and which attempt they belong to.
+    """The frontend that owns a request, and the attempt.
 
     Attributes:
-        told: tokens of the output that he knows of; kept by whoever does not report every step. None before the first
-            report.
-        migrates: he expects that the request is handed over after its first token, and has not seen that it is not.
+        told: tokens of the output that were reported to it; kept by servers that do not report every step. None before
+            the first report.
+        migrates: the frontend expects a hand-off after the first token.
     """
 
     frontend: str
@@ -38,19 +38,18 @@ class Adds(Protocol):
 
 
 class Intake:
-    """The requests of one life of an engine. It is the host of its hand-offs (`sched.local.handoff.Host`).
+    """The requests of one incarnation of an engine. It is the host of its hand-offs (`sched.local.handoff.Host`).
 
     Args:
-        peer: this life; what is meant for another one is refused.
+        peer: this incarnation; commands for others are refused.
         add: takes a request in; the engine's, where there is one around the scheduler.
         vocab_size: token ids are below it; None does not look.
 
     Attributes:
         role: which work the master means it for.
-        frontends: the names of those that are connected; None where everybody is.
+        frontends: the connected ones' names; None to accept all.
         handoffs: None where it takes no part in any.
-        news: request id -> the position of its next token of which its owner is to hear; kept by whoever does not
-            report every step and knows when outputs end.
+        news: request id -> the position of its next token to report; kept by servers that do not report every step.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Intake:
         return self._owner[request_id]
 
     def owners(self) -> Iterable[tuple[str, Owner]]:
-        """Every request that is here, and whose it is."""
+        """All requests, with their owners."""
         return self._owner.items()
 
     def hand_off(self, carrier: Carrier, lease: float) -> Handoffs:
@@ -85,10 +84,10 @@ class Intake:
         self.handoffs = Handoffs(self.scheduler, carrier, self, lease)
         return self.handoffs
 
-    # --- what it is told
+    # --- commands
 
     def enqueue(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
-        """Take a request in, or say why not."""
+        """Admit a request, or say why not."""
         request, generation, life = command.request, command.generation, self.peer.incarnation
         if command.to != life:
             message = f"meant for incarnation {command.to} of {self.peer.name}, this is {life}"
@@ -104,7 +103,7 @@ class Intake:
         if decode is not None and (decode.name == self.peer.name or self.handoffs is None):
             decode = None
         if request.params.use_beam_search:
-            decode = None  # its beams are at home where its prompt is
+            decode = None  # beam searches are not handed over
         try:
             self._add(request, migrates=decode is not None, now=now)
         except UserError as error:
@@ -117,7 +116,7 @@ class Intake:
         return None
 
     def obey(self, frontend: str, command: Cancel | SetRole | Drain) -> None:
-        """What is meant for another life is passed over, and so is what an older decision was about."""
+        """Commands for another incarnation and outdated decisions are ignored."""
         if command.to != self.peer.incarnation:
             return
         match command:
@@ -130,14 +129,14 @@ class Intake:
                 self.draining = True
 
     def drop_client(self, frontend: str) -> None:
-        """It has gone, and nobody else wants its requests."""
+        """A client was lost: cancel its requests."""
         if self.handoffs is not None:
             self.handoffs.drop_client(frontend)
         for request_id in [r for r, owner in self._owner.items() if owner.frontend == frontend]:
             self._let_go(request_id)
 
     def address(self, outputs: Iterable[TokenOutput]) -> dict[str, list[TokenOutput]]:
-        """The outputs of each frontend, with the attempt that they belong to. Who has ended is forgotten."""
+        """The outputs of each frontend, with their attempts. Ended requests are removed."""
         theirs: dict[str, list[TokenOutput]] = {}
         for output in outputs:
             owner = self._owner[output.request_id] if output.finish is None else self._forget(output.request_id)
@@ -226,7 +225,7 @@ class Intake:
         return f"prompt: token id {wrong}, allowed are 0 to {self._vocab_size - 1}"
 
     def check(self) -> None:
-        """Raise AssertionError unless everything that is here is somebody's."""
+        """Raise AssertionError unless every request has an owner."""
         self.scheduler.check()
         if self.handoffs is not None:
             self.handoffs.check()

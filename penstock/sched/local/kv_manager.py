@@ -1,4 +1,4 @@
-"""Which blocks sequences hold: found in the cache, for what they compute next, and to be found by others."""
+"""The KV manager: the blocks of sequences, found in the prefix cache, allocated for steps, and published."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.sched.local.steps import InFlightSteps
 
 
 class KVManager:
-    """The pool as a scheduler's sequences use it. It decides nothing: who gets blocks from whom is the scheduler's.
+    """The pool as a scheduler's sequences use it. Preemption is decided by the scheduler.
 
     Args:
         prefix_cache: whether anything can be found.
-        in_flight: whose blocks stay held, whoever lets go of them.
+        in_flight: whose blocks stay held until they have landed.
         offload: None without a tier below the device.
     """
 
@@ -35,7 +35,7 @@ class KVManager:
         return self.pool.match(self._keys(sequence))
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks that it may find: never of all its tokens, since the last one's output is wanted, and none
+        """The prefix keys that may be matched: never of all its tokens, since the last one's output is needed, and none
         while every position's is."""
         if not self._prefix_cache or sequence.prompt_logprobs is not None:
             return []
@@ -60,7 +60,7 @@ class KVManager:
         return self.offload.begin(sequence, self._keys(sequence), room)
 
     def admit(self, sequence: Sequence, hit: list[int]) -> None:
-        """It goes on from the blocks that it has found."""
+        """Admit it with the blocks that were found."""
         self.pool.hold(hit)
         sequence.blocks = hit
         sequence.computed = len(hit) * BLOCK_TOKENS
@@ -126,7 +126,7 @@ class KVManager:
                 break
         else:
             return None
-        for victim in [v for v in victims if v.storing]:  # it holds on to most of what it has: perhaps in vain
+        for victim in [v for v in victims if v.storing]:  # most of its blocks stay held for the store
             others = [v for v in victims if v is not victim]
             if self._fits_without(others, needed, hit, running, places):
                 victims = others
@@ -164,7 +164,7 @@ class KVManager:
         return promised
 
     def publish(self, sequence: Sequence) -> None:
-        """What it has computed can be found by others."""
+        """Publish its full blocks to the prefix cache."""
         full = sequence.findable // BLOCK_TOKENS
         if full == sequence.published or not self._prefix_cache:
             return

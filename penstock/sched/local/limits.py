@@ -24,7 +24,7 @@ MOST_TOKENS = 8192  # in a step, however fast the device is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one step and one sequence may be.
+    """Limits of a step and of a sequence.
 
     Attributes:
         token_budget: tokens computed in one step, at most; at least `max_sequences`, so that no decode is left out.
@@ -57,7 +57,7 @@ class Counters:
 class StepBudget:
     """The greatest number of tokens whose step stays within a time limit (xLLM, section 3.3).
 
-    Only steps that were as large as they might be tell something. It begins with the least and at most doubles with
+    Only full steps are measured. It begins with the least and at most doubles with
     each of them, so that nothing has to be measured before the first request. Noise only adds to a step's time, so it
     takes two steps in a row beyond the limit to make it smaller.
 

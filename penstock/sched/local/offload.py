@@ -1,15 +1,15 @@
-"""Copies of the cache's blocks in a tier below the device, and loading them instead of computing what they hold.
+"""Offloading: copies of blocks in a tier below the device, loaded instead of being recomputed.
 
 Full blocks are copied to the tier when they can be found for the first time, so what is on the device is also below it
 (xLLM, section 3.4); what could not be copied then, because too much was on its way or the copy of what comes before it
 had gone, is copied when it is used next.
 
 A sequence whose prefix goes on in the tier waits outside the queue while that is loaded, if loading is quicker than
-computing and there is room for the sequence. Then it queues like any other, finds the blocks in the cache, and nothing
-else knows of the tier. What cannot be loaded is computed.
+computing and there is room for the sequence. Then it queues like any other and finds the blocks in the cache. What
+cannot be loaded is computed.
 
-Nothing is moved here. `take_orders` says what is to be moved; whoever moves it says what came of it (`stored`,
-`loaded`), and may say that a load takes too long (`give_up`).
+This module moves no bytes. `take_orders` returns what to move; the mover reports results (`stored`, `loaded`), and may
+report that a load takes too long (`give_up`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Load(NamedTuple):
 class _Loading:
     """
     Attributes:
-        sequence: who waits for it; None when nobody does any longer.
+        sequence: the one that waits for it; None when it no longer waits.
         blocks: of the prefix, in order, each held once for this.
         keys: of all of them.
         root: parent of the first one's key.
@@ -147,7 +147,7 @@ class Offload:
             self._pool.hold(store_hold.blocks)
 
     def stored(self, number: int, *, whole: bool = True) -> None:
-        """A store is over; without `whole` nothing of it can be used."""
+        """A store has ended; without `whole` it failed."""
         store, store_hold = self._stores.pop(number)
         for _, _, key in store.moves:
             self.tier.written(key, whole=whole)
@@ -213,7 +213,7 @@ class Offload:
         self.waiting[sequence.id] = sequence
 
     def loaded(self, number: int, good: int, seconds: float | None = None) -> Sequence | None:
-        """A load is over. Returns who waited for it, and is to queue now.
+        """A load has ended. Returns the sequence that waited for it, which is to queue now.
 
         Args:
             good: of its blocks, from the first on; the next one was not what had been stored, if there is a next one.
@@ -242,7 +242,7 @@ class Offload:
         return load.sequence
 
     def give_up(self, number: int) -> Sequence | None:
-        """A load takes too long: whoever waits for it, and is returned, computes what he needs."""
+        """A load takes too long: the waiting sequence, which is returned, computes instead."""
         load = self._loads.get(number)
         if load is None or load.sequence is None:
             return None
@@ -250,7 +250,7 @@ class Offload:
         return self.stop_waiting(load.sequence.id)
 
     def stop_waiting(self, request_id: str) -> Sequence | None:
-        """It waits no longer, and is returned if it did. What is on its way for it arrives all the same."""
+        """The sequence stops waiting, and is returned if it did. Its load continues."""
         sequence = self.waiting.pop(request_id, None)
         for load in self._loads.values() if sequence is not None else ():
             if load.sequence is sequence:
@@ -258,7 +258,7 @@ class Offload:
         return sequence
 
     def _is_quicker(self, tokens: int, cached: int) -> bool:
-        """Whether so many tokens are loaded sooner than computed. Where nobody knows what computing takes, they are."""
+        """Whether so many tokens are loaded sooner than computed. Without a prediction of computing, they are."""
         if self._times is None:
             return True
         compute = self._times.prefill_ms(tokens, cached, budget=max(tokens, 1)) / 1e3
@@ -274,7 +274,7 @@ class Offload:
         return tokens * seconds / loaded if loaded else 0.0
 
     def _forget(self) -> None:
-        """A little of what was measured: so a way that was slow once is tried again some time."""
+        """Decay the measurement, so that a tier that was slow is tried again."""
         tokens, seconds = self._measured
         self._measured = KEPT * tokens, KEPT * seconds
 

@@ -7,7 +7,7 @@ one takes blocks from the last in rank, which goes back to waiting with its toke
 longer in the cache.
 
 A sequence may leave for another instance once its prompt is read (`migrates`), and one may come from another instance:
-blocks are set aside for it (`reserve`), filled by whoever carries them, and then it runs (`resume`).
+blocks are set aside for it (`reserve`), filled by the transfer, and then it runs (`resume`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ONLINE = (1,)  # every turn of an online sequence is less
 
 
 class StepBuilder:
-    """A step while it is being filled.
+    """Builds a step's plan.
 
     Attributes:
         budget: tokens that are left.
@@ -52,7 +52,7 @@ class StepBuilder:
         self.short = False
 
     def forget(self, sequence: Sequence) -> None:
-        """It does not run in this step after all; to be said before it is preempted."""
+        """Remove a sequence from the step; call it before preempting it."""
         if count := self.grants.pop(sequence, 0):
             self.budget += sequence.cost(count)
         self.fresh.pop(sequence, None)
@@ -77,11 +77,11 @@ class Scheduler:
     One more step may be scheduled while a plan runs: see `sched.local.steps`. Then `add` and `cancel` may come at
     any time.
 
-    Times are seconds of one clock, whatever it is; who sets no deadlines may leave them out.
+    Times are seconds of any one clock; without deadlines they may be omitted.
 
     Args:
         root: parent of every first block's prefix key; equal for instances that may exchange blocks.
-        policy: a fresh one; first come, first served by default.
+        policy: a new one; first come, first served by default.
         offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
     """
@@ -115,7 +115,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # all of them
         self._reserved: list[Reservation] = []  # for those that are still to come from other instances
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
-        self._answered: list[Sequence] = []  # since the last plan: whose clock of tokens is to be started
+        self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
         self._arrivals = 0
 
     @property
@@ -151,7 +151,7 @@ class Scheduler:
         return self._policy.steady
 
     def predict_by(self, times: StepTime) -> None:
-        """Whoever paces by predicted steps predicts them so from now on."""
+        """Set the step-time model of the local policy."""
         self._policy.predict_by(times)
         if self.offload is not None:
             self.offload.predict_by(times)
@@ -160,7 +160,7 @@ class Scheduler:
         return request_id in self._sequences
 
     def sequence(self, request_id: str) -> Sequence | None:
-        """To look at."""
+        """A sequence by id."""
         return self._sequences.get(request_id)
 
     def tokens_due(self) -> tuple[int, int, int]:
@@ -175,7 +175,7 @@ class Scheduler:
         return waiting, prefill, held + sum([s.computed for s in self._migrating.values()])
 
     def add(self, request: Request, *, migrates: bool = False, now: float = 0.0) -> None:
-        """Take a request in.
+        """Add a request.
 
         Args:
             migrates: once its first token is sampled it runs no further until it is told to `stay`, or has `migrated`.
@@ -217,14 +217,14 @@ class Scheduler:
         return sequence
 
     def cancel(self, request_id: str) -> bool:
-        """Let a request go, wherever it is. False when it is not here (any more)."""
+        """Cancel a request in any state. False when it is not here."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
             return True
         self._policy.leave(sequence)
-        if sequence.blocks:  # whoever runs or leaves holds one, and nobody else does
+        if sequence.blocks:  # running and migrating sequences hold blocks, others do not
             if not (self._migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
                 self._running.remove(sequence)
             self._let_go(sequence)
@@ -242,12 +242,12 @@ class Scheduler:
         return True
 
     def stored(self, number: int, *, whole: bool = True) -> None:
-        """A store is over; see `Offload.stored`."""
+        """A store has ended; see `Offload.stored`."""
         assert self.offload is not None
         self.offload.stored(number, whole=whole)
 
     def loaded(self, number: int, good: int, seconds: float | None = None) -> None:
-        """A load is over; see `Offload.loaded`."""
+        """A load has ended; see `Offload.loaded`."""
         assert self.offload is not None
         self._queue(self.offload.loaded(number, good, seconds))
 
@@ -257,7 +257,7 @@ class Scheduler:
         self._queue(self.offload.give_up(number))
 
     def _queue(self, sequence: Sequence | None) -> None:
-        """It has waited for blocks."""
+        """Queue it after waiting for blocks."""
         if sequence is not None:
             self._policy.join(sequence)
             self._enqueue(sequence)
@@ -265,7 +265,7 @@ class Scheduler:
     # --- coming from and going to other instances
 
     def stay(self, request_id: str) -> None:
-        """Nobody takes it: it goes on here."""
+        """It is not handed over: it continues here."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
@@ -274,21 +274,21 @@ class Scheduler:
             self._running.append(sequence)
 
     def migrated(self, request_id: str) -> None:
-        """Another instance has it."""
+        """Another instance has taken it over: remove it."""
         assert request_id in self._migrating
         self.cancel(request_id)
 
     def migrating(self, request_id: str) -> bool:
-        """Whether its prompt is read and it waits for another instance to have it."""
+        """Whether it is prefilled and waits for its hand-off."""
         return request_id in self._migrating
 
     def begin_transfer(self, sequence: Sequence, blocks: int) -> None:
-        """So many of its leading blocks are being sent; they stay as they are while the sequence holds them."""
+        """Its leading `count` blocks are being sent, and do not change while the sequence holds them."""
         self.pool.begin_transfer(sequence.blocks[sequence.transferring : blocks])
         sequence.transferring = max(sequence.transferring, blocks)
 
     def end_transfer(self, request_id: str) -> None:
-        """Nothing of it is sent any longer. Ends by itself when the sequence lets go of its blocks."""
+        """Its transfer has ended. Implied when the sequence frees its blocks."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self.pool.end_transfer(sequence.blocks[: sequence.transferring])
@@ -316,7 +316,7 @@ class Scheduler:
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
-        # those who wait here already come first
+        # waiting sequences come first
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
         victims = self._victims(missing + ahead, hit, offline)
@@ -330,7 +330,7 @@ class Scheduler:
         return reservation
 
     def unreserve(self, reservation: Reservation) -> None:
-        """It will not come."""
+        """Cancel a reservation."""
         self._reserved.remove(reservation)
         self.pool.release(reservation.blocks)
 
@@ -393,7 +393,7 @@ class Scheduler:
         return builder.plan(released)
 
     def launch(self, plan: StepPlan) -> None:
-        """A runner has it: until its `update`, nothing that it may touch becomes anybody else's."""
+        """A runner has the plan: until its `update`, its blocks get no other owner."""
         self._in_flight.launch(plan, self._sequences)
 
     def look_ahead(self) -> bool:
@@ -401,14 +401,14 @@ class Scheduler:
         return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
 
     def abandon(self) -> None:
-        """The runner has failed and touches nothing any longer. What was in flight is computed again."""
+        """The runner has failed and stopped. The steps in flight are computed again."""
         while self._in_flight:
             for sequence in self._land(self._in_flight.first).values():
-                if sequence.blocks:  # of which nobody knows what is in them
+                if sequence.blocks:  # whose contents are unknown
                     self._preempt(sequence)
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
-        """Nothing touches the plan's blocks any longer. Returns the sequences that it has computed something for."""
+        """The plan's blocks are no longer in use. Returns the sequences that it computed."""
         flight = self._in_flight.land(plan, self._running)
         if flight is None:
             return self._sequences
@@ -417,7 +417,7 @@ class Scheduler:
         return flight.sequences
 
     def update(self, plan: StepPlan, result: StepResult, began: float = 0.0, ended: float = 0.0) -> list[TokenOutput]:
-        """Record a finished step. A sequence that was cancelled meanwhile is passed over."""
+        """Record a finished step. A sequence that was cancelled meanwhile is skipped."""
         outputs = []
         computed = self._land(plan)
         sampled = iter(zip(result.tokens, result.logprobs, strict=True))
@@ -508,7 +508,7 @@ class Scheduler:
                 if count and self._grant_running(builder, sequence, count):
                     allowance.granted(sequence, sequence.computed, count)
             else:
-                # nobody is admitted in a step that had to preempt: the victim would come straight back
+                # no admission in a step that preempted: the victim would be admitted again
                 admitting = not builder.short and self._admit(builder, allowance, waiting.head)
         return admitting
 
@@ -572,7 +572,7 @@ class Scheduler:
         for victim in victims:
             builder.forget(victim)
             self._preempt(victim)
-        if victims:  # their tokens are left over
+        if victims:  # their tokens are available again
             count = allowance.chunk(sequence, cached, min(rest, builder.budget))
         self._waiting.remove(sequence)
         self._running.append(sequence)
@@ -599,7 +599,7 @@ class Scheduler:
         return here + len(self._migrating) + len(self._reserved)
 
     def _preempt(self, victim: Sequence) -> None:
-        """It gives up its blocks, and waits."""
+        """Preempt it: free its blocks, and queue it."""
         self._running.remove(victim)
         self._let_go(victim)
         victim.restart()
@@ -607,12 +607,12 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Of its blocks: it is about to go, or to wait."""
+        """Free its blocks."""
         self.kv.let_go(sequence)
         self._released.append(sequence.id)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """It waits from now on."""
+        """Queue it."""
         self._policy.wait(sequence, lambda s: len(self.kv.prefix_hit(s)) * BLOCK_TOKENS)
         self._waiting.add(sequence)
 

@@ -1,5 +1,5 @@
-"""A sequence is its tokens and one count: how many of them are computed (architecture, idea 1). And the queue of those
-that wait."""
+"""A sequence: its tokens, and the count of computed ones, which covers prefill, decode and recompute. And the queue of
+those that wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks_for(tokens: int) -> int:
 
 
 def standing_of(request: Request) -> tuple[bool, int]:
-    """Who takes room from whom: the greater gives way to the less."""
+    """Preemption order: the greater gives way to the less."""
     return request.offline, request.priority
 
 
@@ -41,7 +41,7 @@ class StoreHold:
 
 
 class Sequence:
-    """One request on its way through an engine. Times are seconds of the engine's clock.
+    """One request in an engine. Times are seconds of the engine's clock.
 
     Attributes:
         rows: places that it takes among those that run at once.
@@ -58,7 +58,7 @@ class Sequence:
         computed: the KV of tokens[:computed] is in `blocks`.
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
             (`sched.local.steps`); when it draws a token, the last of `tokens` is a placeholder.
-        special: it asks for something that steps of most sequences need not be told.
+        special: it has parameters that most sequences' steps do not need.
         guided: what may be sampled next depends on which tokens were sampled.
         prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
         root: parent of its first block's prefix key.
@@ -201,12 +201,12 @@ class Sequence:
         return self.computed
 
     def restart(self) -> None:
-        """It was preempted, and holds nothing any longer."""
+        """Reset it after preemption: it holds no blocks."""
         self.computed = self.published = self.kept = 0
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
-    # --- what it is told and tells
+    # --- commands and tells
 
     @property
     def due(self) -> float:
@@ -260,7 +260,7 @@ class Sequence:
         return step
 
     def start_clock(self, now: float) -> None:
-        """The tokens that it has count as if the last of them had been sampled now, right in time."""
+        """Start its token clock: as if its last token had been sampled now, on time."""
         self.first = now if self.tpot == inf else now - self.tpot * (self.generated - 1)
 
 
@@ -280,7 +280,7 @@ class Reservation:
 
 
 class Queue:
-    """Whoever waits holds no block. Turns are unique, and change only through `move`."""
+    """Waiting sequences hold no blocks. Turns are unique, and change only through `move`."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []  # the next is the first: of some thousands, that is taken in no time

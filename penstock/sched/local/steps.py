@@ -9,16 +9,16 @@ Steps in flight let the next one be scheduled while one still runs (xLLM, sectio
 `look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, who gets a
 token, and who thereby reaches its greatest length. A token that is still to be sampled stands in its sequence as a
 placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
-place. `update` takes all that back and records what has really been. So a scheduler knows at any time one state only,
-and schedules ahead by the same rules.
+place. `update` takes all that back and records what has really been. So the scheduler has a single state, and schedules
+ahead by the same rules.
 
-What is wrong about the future is let go: a sequence that a stop token ends, or that is cancelled, is in the step after
-that all the same, and what it computes there is passed over. That is one token at most.
+A sequence that a stop token ends, or that is cancelled, is still in the step after that, whose result for it is
+dropped: one token at most.
 
 Blocks are safe without any order between threads: what a step in flight reads or writes stays held until it has landed,
 also when its sequence has let go of it. Only then it may be written by whoever gets it next, be it a later step, a
-block that arrives from another instance, or another process. Where that would have to be hurried, as room is made by
-preempting somebody, it is held back instead, and nothing is scheduled ahead until nothing is in flight.
+block that arrives from another instance, or another process. Preemption, which needs blocks at once, is held back until
+nothing is in flight, and nothing is scheduled ahead meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.sched.steptime import StepTime
 
 MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
 WEIGHT = 0.1  # of the newest value in a mean
-LEARN_EVERY = 0.05  # seconds between two steps that predictions are held against: that is enough, and not for nothing
+LEARN_EVERY = 0.05  # seconds between two steps that are compared with predictions, which costs time
 CHECK_EVERY = 0.5  # the same once they are right
 
 
@@ -49,7 +49,7 @@ class InFlightStep:
 
     Attributes:
         sequences: that it computes, those without that have let go of their blocks meanwhile.
-        counted: its outcome counts already.
+        counted: its outcome is counted ahead.
         kept: blocks that were let go of and that it may touch, to be released when it has landed.
     """
 
@@ -78,7 +78,7 @@ class InFlightSteps:
     def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> None:
         assert len(self._in_flight) < MOST
         if not self._in_flight:
-            self._wanted = False  # whoever did has had his chance
+            self._wanted = False  # a preemption that waited could have run
         self._in_flight.append(InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
 
     def look_ahead(self, running: list[Sequence], longest: int) -> bool:
@@ -119,7 +119,7 @@ class InFlightSteps:
             self.ending[sequence.id] = sequence
 
     def land(self, plan: StepPlan, running: list[Sequence]) -> InFlightStep | None:
-        """A step has ended: take back what was counted of it ahead. None when it was not launched."""
+        """A step has ended: undo its look-ahead. None when it was not launched."""
         if not self._in_flight:
             return None
         flight = self._in_flight.pop(0)
@@ -153,11 +153,11 @@ class InFlightSteps:
 
     @property
     def held_back(self) -> bool:
-        """Whether somebody wants to preempt and must wait until nothing is in flight."""
+        """Whether a preemption waits until nothing is in flight."""
         return self._wanted and bool(self._in_flight)
 
     def hold_back(self) -> bool:
-        """Somebody wants to preempt. Returns whether that must wait."""
+        """Ask to preempt. Returns whether it must wait."""
         self._wanted = True
         return self.held_back
 

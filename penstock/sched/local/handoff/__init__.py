@@ -1,15 +1,15 @@
-"""Requests that change instances between prompt and output (HFX and xLLM 3.2's migration; RTP-LLM's allocate, load,
-generate).
+"""Prefill-decode hand-offs: requests that change instances after their prompt (HFX and xLLM 3.2's migration; RTP-LLM's
+allocate, load, generate).
 
-Two state machines, `prefill_side` and `decode_side`, that talk in `core.wire.handoff` over a carrier that may lose,
-delay, double and reorder. What keeps them right:
+Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a carrier that
+may lose, delay, duplicate and reorder them. Invariants:
 
-- The decoder sets room aside first, under a lease; whoever hears nothing for the lease's time ends it.
-- The decoder's word is final and true for ever: after `Committed` it owns the request, after `Rejected` or `Release`
-  it holds nothing under that lease and never will. It remembers which leases are over.
-- The prefiller lets go only after that word. Without one it does not go on either: after `Commit` was sent only the
-  decoder knows who owns the request, so silence until the deadline ends the request here with an error.
-- Before `Commit` was sent the prefiller may change its mind: it then decodes where it is.
+- The decode side first reserves blocks, under a lease; a side that receives nothing for the lease's time ends it.
+- The decode side's answer is final: after `Committed` it owns the request, after `Rejected` or `Release` it holds
+nothing under that lease and never will. It remembers ended leases. - The prefill side frees its blocks only after that
+answer. Without one it does not continue either: after `Commit` only the decode side knows the owner, so silence until
+the deadline ends the request here with an error.
+- Before `Commit` the prefill side may cancel the hand-off and decode itself.
 """
 
 from __future__ import annotations
@@ -54,43 +54,42 @@ class Handoffs:
     def busy(self) -> bool:
         return bool(self.prefill_side or self.decode_side)
 
-    # --- what the engine tells
+    # --- called by the engine
 
     def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        """A request that was added with `migrates` shall go on at `peer`."""
+        """Hand over a request, added with `migrates`, to `peer`."""
         self.prefill_side.begin(request, generation, frontend, peer)
 
     def started(self, now: float, plan: StepPlan) -> None:
-        """A step is about to run: room is asked for whose prompt it begins."""
+        """A step is about to run: reserve blocks for requests whose prefill it begins."""
         self.prefill_side.started(now, (s.request_id for s in plan.sequences))
 
     def progress(self, now: float) -> None:
-        """A step has run: send what is full, commit what has its first token, and make room that had to wait."""
+        """A step has run: push full blocks, commit requests with a first token, and handle deferred reservations."""
         self.prefill_side.progress(now)
         self.decode_side.progress(now)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
-        """The frontend that gave it does not want it any longer, in attempts up to `generation`; the scheduler is told
-        by the caller."""
+        """The frontend has cancelled attempts up to `generation`; the caller informs the scheduler."""
         self.prefill_side.cancel(request_id, frontend, generation)
         self.decode_side.cancel(request_id, frontend, generation)
 
     def drop_client(self, frontend: str) -> None:
-        """A frontend has gone, and with it everybody who wanted its requests."""
+        """A frontend was lost: drop its requests."""
         self.prefill_side.drop_client(frontend)
         self.decode_side.drop_client(frontend)
 
     def supersede(self, request_id: str) -> None:
-        """The request begins here anew, so it will not be taken over."""
+        """The request starts here again, so it will not be taken over."""
         self.decode_side.supersede(request_id)
 
     def lost(self, peer: Peer, for_good: bool) -> None:
-        """The link to a peer is down; `for_good` when that life of it is over."""
+        """The link to a peer is down; `for_good` when that incarnation has ended."""
         self.prefill_side.lost(peer, for_good)
         self.decode_side.lost(peer)
 
     def tick(self, now: float) -> None:
-        """Ask again, renew, and end what is overdue; to be called several times in a lease."""
+        """Repeat messages, renew leases, and end overdue ones; call it several times in a lease."""
         self.prefill_side.tick(now)
         self.decode_side.tick(now)
 
@@ -117,7 +116,7 @@ class Handoffs:
     # --- looking
 
     def promised(self, request_id: str) -> bool:
-        """Whether the decoder of a request has room for it."""
+        """Whether the decode side has reserved blocks for a request."""
         return self.prefill_side.promised(request_id)
 
     def counts(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The end that takes a request over and goes on with it."""
+"""The decode side of hand-offs: takes requests over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage, s
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation
 
-REMEMBER = 8  # leases' time that the end of one is remembered
+REMEMBER = 8  # in leases: how long the end of one is remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class _Incoming:
 
 
 class DecodeSide:
-    """All requests that are on their way here, and the memory of those that were."""
+    """All requests being handed over to this engine, and ended leases."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
         self._scheduler = scheduler
@@ -44,13 +44,13 @@ class DecodeSide:
         self._lease = lease
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
-        self._later: list[tuple[Peer, Reserve]] = []  # for which room can be made when no step is in flight
+        self._later: list[tuple[Peer, Reserve]] = []  # deferred until no step is in flight
         self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
         return len(self._incoming)
 
-    # --- what the engine tells
+    # --- called by the engine
 
     def progress(self, now: float) -> None:
         """A step has run."""
@@ -139,13 +139,13 @@ class DecodeSide:
         again, incoming.commit = incoming.commit is not None, commit
         if self._try_finish(incoming):
             return
-        # blocks may travel on other sockets than this message: ask for them when nothing has come for a while
+        # blocks may arrive on other sockets after this message: ask for them after a pause
         if again and incoming.quiet:
             self._carrier.send(peer, Missing(incoming.lease, self._missing(incoming)))
         incoming.quiet = True
 
     def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
-        """The prefiller has let go."""
+        """The prefill side has ended the lease."""
         self._now = now
         incoming = self._incoming.get(lease.request_id)
         if incoming is None or incoming.lease != lease or not same_life(incoming.sender, peer):
@@ -162,7 +162,7 @@ class DecodeSide:
     # --- inside
 
     def _heard(self, now: float, lease: Lease, peer: Peer) -> _Incoming | None:
-        """The hand-off of a lease, which lives on; when there is none, its end is told (again)."""
+        """The hand-off of a lease, which is renewed; if it has ended, the answer is repeated."""
         self._now = now
         incoming = self._incoming.get(lease.request_id)
         if incoming is not None and incoming.lease == lease:
@@ -179,7 +179,7 @@ class DecodeSide:
         return None
 
     def _reserve(self, message: Reserve) -> tuple[Reservation | None, str]:
-        """Room for a request, or why there is none."""
+        """Reserve blocks for a request, or say why not."""
         request_id = message.lease.request_id
         if request_id in self._incoming or self._scheduler.holds(request_id):
             return None, "this request is here already"
@@ -191,7 +191,7 @@ class DecodeSide:
             return None, str(error)
 
     def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
-        """The block that holds what was pushed, ours and held once for this; None when it cannot be believed."""
+        """The block with the pushed content, held once for this; None when it is invalid."""
         pool = self._scheduler.pool
         if self._carrier.shares and pool.owns(push.block):
             # it was handed over before, as part of another request
@@ -229,7 +229,7 @@ class DecodeSide:
         return True
 
     def _end(self, incoming: _Incoming, reason: str, tell: bool = True) -> None:
-        """Give the room back; the lease is over for good."""
+        """Free the reserved blocks; the lease has ended."""
         del self._incoming[incoming.lease.request_id]
         self._scheduler.unreserve(incoming.reservation)
         self._close(incoming.lease, committed=False)

@@ -1,4 +1,4 @@
-"""What both ends of a hand-off need of the engine around them."""
+"""The interfaces that both sides of a hand-off need from their engine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Host(Protocol):
         ...
 
     def migrated(self, request_id: str) -> None:
-        """Another engine runs it now."""
+        """Another engine has taken the request over."""
         ...
 
     def joined(self, request: Request, frontend: str, generation: int) -> None:
-        """A request runs here now; its tokens go to that frontend."""
+        """A request was taken over; its tokens go to that frontend."""
         ...
 
     def failed(self, output: TokenOutput) -> None:
-        """A request has ended here with an error."""
+        """A request has failed here."""
         ...
 
 

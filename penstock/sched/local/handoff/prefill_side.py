@@ -1,4 +1,4 @@
-"""The end that has read the prompt and gives the request away."""
+"""The prefill side of hand-offs: gives requests away after their prompt."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RETRIES = 10  # parts of a lease from the first question to the second; then dou
 
 
 class _State(Enum):
-    QUEUED = auto()  # the prompt has not begun: nobody need keep room for it yet
+    QUEUED = auto()  # its prefill has not begun: no reservation yet
     ASKING = auto()
-    STREAMING = auto()  # room was promised
+    STREAMING = auto()  # blocks are reserved
     COMMITTING = auto()
 
 
@@ -32,7 +32,7 @@ class _Outgoing:
     Attributes:
         retry_at: when to ask again; `pause`: how long to wait after that.
         push_again_at: when blocks may be sent once more, however often the decoder asks.
-        heard: when the decoder last said something of it; when it was asked, before that.
+        heard: when the decode side last answered; before that, when it was asked.
         pushed: blocks that the decoder has or was sent.
         lacking: blocks that the decoder asked for last, after the commit.
         deadline: by which an answer must have come, once the prompt is read.
@@ -53,7 +53,7 @@ class _Outgoing:
 
 
 class PrefillSide:
-    """All requests that are on their way from here."""
+    """All requests being handed over from this engine."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
         self.completed = self.abandoned = 0
@@ -68,11 +68,11 @@ class PrefillSide:
         return len(self._outgoing)
 
     def promised(self, request_id: str) -> bool:
-        """Whether the decoder of a request has room for it."""
+        """Whether the decode side has reserved blocks for a request."""
         out = self._outgoing.get(request_id)
         return out is not None and out.state in (_State.STREAMING, _State.COMMITTING)
 
-    # --- what the engine tells
+    # --- called by the engine
 
     def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
         self._outgoing[request.id] = _Outgoing(Lease(request.id, generation), request, frontend, peer)
@@ -139,7 +139,7 @@ class PrefillSide:
                     self.completed += 1
 
     def on_refusal(self, now: float, peer: Peer, lease: Lease, reason: str) -> bool:
-        """The decoder holds nothing. Ask again while the prompt is being read, else decode here."""
+        """The decode side refused. Ask again during the prefill, else decode here."""
         out = self._of(lease, peer)
         if out is None:
             return False
@@ -235,7 +235,7 @@ class PrefillSide:
                 self._ask(now, out)
 
     def _renew(self) -> None:
-        """The decoder answers each, so that silence is noticed before anything is committed."""
+        """The decode side answers each, so that a failure is noticed before the commit."""
         by_peer: dict[Peer, list[Lease]] = {}
         for out in self._outgoing.values():
             if out.state in (_State.STREAMING, _State.COMMITTING):
@@ -244,13 +244,13 @@ class PrefillSide:
             self._carrier.send(peer, Renew(leases))
 
     def _stay(self, out: _Outgoing, reason: str) -> None:
-        """It decodes here; only before a commit was sent, or after the decoder said no."""
+        """Decode here; only before a commit was sent, or after a refusal."""
         self._abandon(out, reason)
         self._scheduler.stay(out.lease.request_id)
 
     def _fail(self, out: _Outgoing) -> None:
-        """Nobody knows who owns the request: it ends here. The frontend knows whether tokens come from there, and else
-        has it go on elsewhere."""
+        """The owner is unknown: end the request here. The frontend sees whether the other side sends tokens, and else
+        recovers it."""
         sequence = self._scheduler.sequence(out.lease.request_id)
         assert sequence is not None
         self._abandon(out, "no answer")

@@ -1,4 +1,4 @@
-"""How an engine paces its work: which prompts are read next, and how fast, beside what decodes."""
+"""Local policies: which prompts are prefilled next, and how much of them, beside the decodes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.policy.slack import Slack
 from penstock.sched.steptime import StepTime
 
-# each is made of what predicts steps, None as long as nothing does, and of the tokens that a step may hold
+# arguments: the step-time model or None, and the token budget
 LOCAL_POLICIES: dict[str, Callable[[StepTime | None, int], LocalPolicy]] = {
     "fcfs": lambda times, most: Fcfs(),
-    "priority": lambda times, most: Fcfs(),  # what others call it when priorities count; here they always do
+    "priority": lambda times, most: Fcfs(),  # vLLM's name for fcfs with priorities, which are always respected here
     "slack": Slack,
 }
 
 
 def make_local_policy(name: str, times: StepTime | None, most: int) -> LocalPolicy:
-    """A fresh one. Raises ConfigError for a name that nothing has."""
+    """A new local policy. Raises ConfigError for an unknown name."""
     if name not in LOCAL_POLICIES:
         raise ConfigError(f"scheduling-policy: {name!r}, allowed are {', '.join(LOCAL_POLICIES)}", "scheduling-policy")
     return LOCAL_POLICIES[name](times, most)

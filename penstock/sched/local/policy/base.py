@@ -1,4 +1,4 @@
-"""Whose prompt is read next, and how much of a step is there for prompts and for offline work.
+"""The interface of local policies: the order of prompts, and the share of a step for prompts and for offline work.
 
 Every step the scheduler asks once for an `Allowance` and fills the step by it: the allowance's decoding sequences get
 their one token; then online prompts, running and waiting alike, get chunks in the order of their `turn`; then what the
@@ -28,11 +28,11 @@ class Allowance:
     gaps: ClassVar[bool] = False
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
-        """How many of the next `most` tokens of a prompt are to be computed, after `cached` that are; perhaps none."""
+        """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
         return most
 
     def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
-        """They will be."""
+        """These tokens are granted."""
 
     def held_back(self) -> Iterable[Sequence]:
         """Offline decodes that may have their token now, as all that is online has what it can have in this step."""
@@ -48,15 +48,15 @@ class LocalPolicy(Protocol):
         ...
 
     def predict_by(self, times: StepTime) -> None:
-        """So steps are predicted from now on."""
+        """Use this step-time model from now on."""
         ...
 
     def join(self, sequence: Sequence) -> None:
-        """It is here."""
+        """A sequence was added."""
         ...
 
     def leave(self, sequence: Sequence) -> None:
-        """It is not here any longer."""
+        """A sequence was removed."""
         ...
 
     def wait(self, sequence: Sequence, cached: Callable[[Sequence], int]) -> None:

@@ -1,14 +1,13 @@
-"""Slack pays (architecture, idea 8): a step is as long as the least slack of what decodes in it allows.
+"""Slack-based scheduling: a step may be as long as the least slack of its decodes allows.
 
-A decoding sequence's next token is due at `first + tpot * generated`, so time that it did not need earlier is still
-its own. The least of these slacks, less a margin, is what a step may take: prompts get what fits into it beside the
-decodes. A sequence that is late already counts as if it had one TPOT for every step: what it lost is lost, and it loses
-no more.
+A decoding sequence's next token is due at `first + tpot * generated`, so unused time accumulates. The least of these
+slacks, less a margin, is what a step may take: prompts get what fits into it beside the
+decodes. A sequence that is late already counts as if it had one TPOT for every step: it falls no further behind.
 
-Prompts are read in the order of their deadlines, as far as these can be kept. Where they cannot all be, the longest are
-put behind the others until the rest can (Moore and Hodgson: as few as possible are late), first those of lower
-priority; they and those without a target follow in order of rank. The one among these that has waited beyond all
-patience has a share of every step, one at a time: so each is read some day, and the others barely notice.
+Prompts are prefilled in the order of their deadlines, as far as these can be kept. Where they cannot all be, the
+longest are put behind the others until the rest can (Moore and Hodgson: as few as possible are late), first those of
+lower priority; they and those without a target follow in order of rank. One at a time, the longest waiting of these
+beyond `PATIENCE` gets a share of every step, so that none starves.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
 it.
@@ -27,12 +26,12 @@ from penstock.sched.local.policy.base import Allowance
 from penstock.sched.local.sequence import Queue, Sequence
 from penstock.sched.steptime import StepTime
 
-MARGIN = 0.9  # of the least slack: predictions err, and a late token cannot be had back
-FLOOR = 32  # prompt tokens in a step, however little slack there is: decodes that ask for too much stop nobody else
-RETHINK = 0.05  # seconds after which it is looked anew who will be late, if nothing comes or goes
-PATIENCE = 5.0  # TTFT targets that one who is late anyway waits at most before he has his share
-PATIENT_TTFT = 2.0  # seconds: stands for the target of those who have none
-SHARE = 1 / 8  # of a step's tokens, for the one who waited too long
+MARGIN = 0.9  # of the least slack, for errors of prediction
+FLOOR = 32  # prompt tokens in a step, however little slack there is
+RETHINK = 0.05  # seconds between reviews of which prompts will be late, without arrivals or ends
+PATIENCE = 5.0  # in TTFT targets: how long a late prompt waits before it gets its share
+PATIENT_TTFT = 2.0  # seconds; assumed for prompts without a target
+SHARE = 1 / 8  # of a step's tokens, for a prompt that waited too long
 WORK_TOKENS = 2048  # of a prompt in a step, for predictions of how long many prompts take: a usual budget
 
 _OVERDUE, _KEPT, _LATE = range(3)  # in this order; the second part of a turn
@@ -40,7 +39,7 @@ _OVERDUE, _KEPT, _LATE = range(3)  # in this order; the second part of a turn
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """One that may be read in time.
+    """A prompt that may meet its deadline.
 
     Attributes:
         cached: its tokens in the prefix cache when it began to wait.
@@ -89,7 +88,7 @@ class _Decodes:
 
 
 class _Speed:
-    """How fast prompts are read beside decodes: in steps of a usual size while slack is left, and then by what each
+    """Prefill speed beside decodes: in steps of a usual size while slack is left, and then by what each
     TPOT pays for."""
 
     def __init__(self, times: StepTime, decodes: _Decodes) -> None:
@@ -112,7 +111,7 @@ class _Speed:
 
 
 class _Paid(Allowance):
-    """What slack pays for.
+    """The allowance within the slack.
 
     Attributes:
         limit_ms: that the step may take.
@@ -173,7 +172,7 @@ class _Paid(Allowance):
     def held_back(self) -> Iterable[Sequence]:
         """From now on the step's limit is that of offline work."""
         if self._spare < inf:
-            # whoever else is read in this step delays them too, and that is spent first
+            # other prompts of this step delay them too, and are counted first
             counted = self._times.step_ms(self._kept, self._rows, self._kv) if self._rows or self._kept else 0.0
             self._limit = min(self._limit, counted + self._spare, self._spare_at_end)
             self._attend()
@@ -194,7 +193,7 @@ class _Paid(Allowance):
 class Slack:
     """
     Args:
-        times: predicts steps; None as long as nothing does: then it is first come, first served.
+        times: predicts steps; None without a model: then first come, first served.
         most: tokens of a step at most.
     """
 
@@ -269,10 +268,10 @@ class Slack:
             favoured=(self._favoured, self._share) if self._hopeful else (None, 0),
         )
 
-    # --- who is read in time
+    # --- which prompts meet their deadlines
 
     def _review(self, now: float, times: StepTime, decodes: _Decodes, queue: Queue) -> None:
-        """Put those behind who cannot all be read in time."""
+        """Put late prompts behind the others."""
         self._review_at = now + RETHINK
         for sequence in [s for s in self._hopeful if _is_prefilled(s)]:
             del self._hopeful[sequence]
@@ -302,7 +301,7 @@ class Slack:
                 del self._hopeful[s]
 
     def _give_up(self, sequence: Sequence) -> tuple[float, ...]:
-        """Its turn from now on. Offline work waits for ever, if need be."""
+        """The turn of a late prompt. Offline work may wait without bound."""
         if not sequence.offline:
             ttft = PATIENT_TTFT if sequence.ttft == inf else sequence.ttft
             self._late[sequence] = sequence.arrived + PATIENCE * ttft
