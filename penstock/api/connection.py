@@ -1,5 +1,5 @@
-"""One TCP connection: limits on what uvicorn reads before the application hears of a request, which itself has none,
-and on how long an answer waits to be taken."""
+"""One TCP connection: limits on the head of a request, which uvicorn does not have, and on the time that an answer
+waits to be read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock.api.errors import error_body
 MAX_HEAD_BYTES = 64 * 2**10  # of the request line and all headers together
 MAX_HEADERS = 128
 REQUEST_SECONDS = 60.0  # for a request to arrive in full, from its first byte, or from connecting to a new connection
-SEND_SECONDS = 60.0  # in which a client must take some of what waits for it
-# Of an answer, what the system may hold that is not even under way to the client. By itself it holds megabytes, and
-# nobody sees for minutes that a client takes nothing, or that it does take something.
+SEND_SECONDS = 60.0  # in which a client must read some of what waits for it
+# Unsent bytes of an answer that the kernel may buffer. Its default is megabytes, which hides for minutes whether a
+# client reads.
 UNSENT_BYTES = 32 * 2**10
 AT_ONCE = struct.pack("ii", 1, 0)  # how a socket lingers
 
@@ -31,7 +31,7 @@ class _Excess(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, with an end to patience.
+    """uvicorn's protocol, with time-outs for receiving and sending.
 
     A request's body is limited elsewhere (`Edge`, `read_body`): uvicorn reads it no faster than it is taken.
 

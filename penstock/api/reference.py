@@ -1,4 +1,4 @@
-"""The server's own OpenAPI document: every status that really comes, and in which shape."""
+"""The server's OpenAPI document: every status that occurs, and its schema."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GENERATES = {"/v1/chat/completions", "/v1/completions"}
 
 
 def describe(app: FastAPI) -> None:
-    """Have /openapi.json tell all that the routes do not declare."""
+    """Add to /openapi.json what the routes do not declare."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

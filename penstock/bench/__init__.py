@@ -1,1 +1,1 @@
-"""Measuring a server or an engine as its users see it. In doubt a number errs against what is measured."""
+"""Benchmarks of a server or an engine, as its users see it. Where a number is uncertain, it errs against the server."""

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(save: Path | None = None, model: str | None = None) -> Iterator[Row]:
-    """Everything that is looked at, in the order of the table.
+    """All checks, in the order of the table.
 
     Args:
         save: where what is measured is written, if anywhere.
@@ -106,7 +106,7 @@ def _kernels() -> Iterator[Row]:
     try:
         from penstock.nn import native
     except ImportError:
-        return  # torch is missing, which has been said
+        return  # torch is missing, which was reported
     reason = native.missing()
     if reason is None:
         yield "kernels", "ok", f"compiled for this machine, {native.threads()} threads"

@@ -6,13 +6,13 @@ JSON:
     parent              process id; without that process this one ends
     role                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
-    heartbeat           the file that shows whoever started it that it gets on
+    heartbeat           the heartbeat file, for hang detection
     kv_pool             the socket of the host's KV pool server; null for memory of its own
-    transport           {"kind", "address", "faults"}: the way to other engines; null for none
+    transport           {"kind", "address", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     log_level, log_format
 
-It ends when it is told to over the wire, or when its parent has gone.
+It ends on `Shutdown`, or when its parent has ended.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _number(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that clients or engines made up, as it is."""
+    """Untrusted text, without markup."""
     from rich.markup import escape
 
     return escape(text)

@@ -1,7 +1,7 @@
 """A frontend's process: python -m penstock.cli.frontend JSON. Started by `penstock up`, not by people.
 
 JSON:
-    name                of this frontend, in every life the same
+    name                of this frontend, the same in every incarnation
     listen_fd           a bound socket that it inherits
     parent              process id; without that process this one ends
     master              the master's ZMQ endpoint; null for a master in this process
@@ -9,7 +9,7 @@ JSON:
     server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
                         of the host cannot see
 
-SIGTERM or SIGINT drains, a second one ends what still runs. An engine that is lost does not end it.
+SIGTERM or SIGINT drains, a second one ends the running requests. The loss of an engine does not end it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.core.errors import PenstockError
 from penstock.service.instances import Endpoint
 
 log = logging.getLogger("penstock.server")
-LOOK = 0.5  # seconds between two looks at the parent
+LOOK = 0.5  # seconds between two checks of the parent
 
 
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 2 when the options cannot be served."""
-    began = SystemClock().now()  # as engines do: a later life finds them ready
+    began = SystemClock().now()  # engines start at the same time; a restarted frontend finds them ready
     given = settings["server"]
     keys = os.environ.get("PENSTOCK_API_KEY")
     options = ServerOptions(**{**given, "directory": Path(given["directory"]), "api_key": words(keys) if keys else ()})

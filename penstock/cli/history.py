@@ -1,4 +1,4 @@
-"""What a recording tells of a request, or of everything: as plain values, which `penstock explain` prints."""
+"""A recording's summary, or that of a request, as plain values, which `penstock explain` prints."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pattern_of(request: str) -> re.Pattern[str]:
 
 
 def explain(path: Path, request: str, policy: str | None = None, seed: int = 0) -> dict[str, Any]:
-    """All that is known of a request. Raises ConfigError when nothing is."""
+    """A request's history. Raises ConfigError when there is none."""
     sequences: dict[tuple[str, str], History] = {}
     entries, again = read(path), {}
     if policy is not None:
@@ -71,7 +71,7 @@ def explain(path: Path, request: str, policy: str | None = None, seed: int = 0) 
         entries = iter(recorded)
         wanted = pattern_of(request)
         decisions = [entry for _, entry in recorded if isinstance(entry, Decided)]
-        # a policy that remembers what it saw has to see all that came before
+        # a policy with state must see all earlier views
         again = {
             n: r for n, r in enumerate(_replay(decisions, policy, seed)) if wanted.fullmatch(decisions[n].request_id)
         }
@@ -100,7 +100,7 @@ def _collect(
                 sequence.held.append((wall, count, entry))
             elif isinstance(entry, Decided):
                 sequence.decided.append((wall, count, entry))
-                sequence.ended = None  # it is asked for again where its first place came to nothing
+                sequence.ended = None  # it is placed again after a failed placement
             else:
                 sequence.ended = wall, entry
         count += isinstance(entry, Decided)
@@ -269,7 +269,7 @@ def replay_all(path: Path, policy: str, seed: int) -> dict[str, Any]:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """How many decisions, why, how well they were predicted, and the newest requests."""
+    """Counts of decisions and reasons, the accuracy of predictions, and the newest requests."""
     reasons: Counter[tuple[str, str]] = Counter()
     predicted: dict[tuple[str, str], float | None] = {}
     gaps: list[float] = []

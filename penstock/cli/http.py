@@ -1,4 +1,4 @@
-"""An HTTP server in front of engines, wherever they run: what `penstock serve` and a deployment's frontends share."""
+"""An HTTP server with a frontend: shared by `penstock serve` and a deployment's frontends."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # seconds that requests wait for an engine to be back, however long it takes to start
-LAST_WORDS = 5  # seconds to send what is left to say once every request has ended
+LAST_WORDS = 5  # seconds to send the remaining output once every request has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What concerns the HTTP side; the flags' meaning."""
+    """Options of the HTTP side, as the flags of `penstock serve`."""
 
     directory: Path
     names: list[str]
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def allow_connections() -> None:
-    """As many as the system lets us: each is an open file, of which a shell allows a thousand or so."""
+    """Raise the limit of open files to the system's maximum: each connection needs one."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,19 +83,19 @@ def set_up_logging(options: ServerOptions, process: str = "") -> None:
     from penstock.obs.logs import setup_logging
 
     setup_logging(options.log_level, options.log_format, process)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # starts and stops are told in our own words
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # penstock logs start and stop itself
 
 
 @dataclass(slots=True)
 class Site:
     """A frontend and the HTTP server over it, on one listening socket.
 
-    Requests that were interrupted, and that no engine can go on with, wait for one to be back: a client that got an
-    error could only ask again, wait as long, and have lost what was computed. They wait twice as long as the first
-    engine took to start, which is what the next start will take as well.
+    Interrupted requests that no engine can continue wait for one to restart: an error would make the client retry and
+    lose what was computed. They wait twice as long as the first engine took to start, as the next start will take about
+    as long.
 
     Attributes:
-        context: of all its wires.
+        context: of all its ZMQ sockets.
         began: when engines began to start, by the frontend's clock.
     """
 
@@ -109,7 +109,7 @@ class Site:
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
-        """Serve until a signal, or until somebody calls `stop`; then everything that runs has ended.
+        """Serve until a signal or `stop`; returns when all requests have ended.
 
         Args:
             watches: coroutines that run meanwhile.
@@ -127,12 +127,12 @@ class Site:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self) -> None:
-        """Listen no longer; returns at once."""
+        """Stop listening; returns at once."""
         self.http.should_exit = True
 
     def drain(self) -> None:
-        """Let what runs finish, and answer what is new with a 503 until then; what still runs after the drain timeout,
-        or at the second signal, is ended with an error that its client sees."""
+        """Drain: finish running requests, and answer new ones with 503. After the drain timeout, or at the second
+        signal, running requests end with an error."""
         if self.frontend.draining:
             self._end()
             return
@@ -239,10 +239,10 @@ def make_master(
     name: str = "master",
     flight_recorder: str | None = None,
 ) -> MasterPump:
-    """A master with its own wires to the engines.
+    """A master with its own channels to the engines.
 
     Args:
-        name: by which engines know it; two masters of one name would take each other's messages.
+        name: its name at the engines; two masters of one name would receive each other's messages.
         flight_recorder: the file where it writes what it decides. Raises ConfigError when it cannot.
     """
     import time
@@ -283,7 +283,7 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody asks where a request came from
+        proxy_headers=False,  # client addresses are not used
         timeout_graceful_shutdown=LAST_WORDS,
     )
     return Server(config)

@@ -1,7 +1,7 @@
 """The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
 
 JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "log_level", "log_format"}.
-SIGTERM asks it to end: it does as soon as no engine is attached. It ends at once when its parent has gone.
+On SIGTERM it ends as soon as no engine is attached; it ends at once when its parent has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.transfer.kv_pool_server import KVPoolServer
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Returns 0 when it was asked to end or its parent has gone, 2 when nobody can listen at the path."""
+    """Returns 0 after SIGTERM or the parent's end, 2 when the path cannot be bound."""
     setup_logging(settings["log_level"], settings["log_format"])
     asked_to_end = False
 

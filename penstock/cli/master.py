@@ -7,7 +7,7 @@ JSON:
     policy              a name in `service.policies.STEADY`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
     flight_recorder     file where every decision is written; null for none
-    seed                of the lots that policies draw; null for an unpredictable one
+    seed                of randomised policies; null for an unpredictable one
     log_level, log_format
 
 SIGTERM ends it. A terminal's Ctrl-C, which reaches every process, does not: frontends drain first.
@@ -35,7 +35,7 @@ from penstock.service.instances import Endpoint
 from penstock.service.policies import BUNDLES, Circumstances
 
 log = logging.getLogger("penstock.master")
-LOOK = 0.5  # seconds between two looks at the parent
+LOOK = 0.5  # seconds between two checks of the parent
 
 
 def main(settings: dict[str, Any]) -> int:

@@ -166,7 +166,7 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
 
 
 class _Refused(argparse.Action):
-    """A flag that has another name now."""
+    """A renamed flag."""
 
     def __init__(self, *, new: str, **arguments: Any) -> None:
         super().__init__(**arguments, default=argparse.SUPPRESS)
@@ -214,7 +214,7 @@ def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
 
 
 def _origin(environment: Mapping[str, str], option: Option) -> str:
-    """Kubernetes sets such variables for every Service, and one may be called penstock."""
+    """Kubernetes sets variables PENSTOCK_... for a Service that is called penstock."""
     return " (set by Kubernetes for a Service?)" if environment[option.variable].startswith("tcp://") else ""
 
 

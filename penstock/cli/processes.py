@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def lost_processes() -> Iterator[None]:
-    """Around what waits for them: if one is killed, that is said in a line. Raises PenstockError."""
+    """A context for waiting on worker processes: a killed one raises PenstockError with one line."""
     try:
         yield
     except BrokenExecutor:
@@ -25,7 +25,7 @@ def lost_processes() -> Iterator[None]:
 
 
 def make_progress(console: Console) -> Progress:
-    """Bars that are gone when it is over."""
+    """Progress bars, removed at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

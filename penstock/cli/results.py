@@ -1,4 +1,4 @@
-"""What commands write and show."""
+"""Output of commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def write(path: str | Path, content: str) -> None:
-    """All of it or nothing. Raises ConfigError."""
+    """Write a file atomically. Raises ConfigError."""
     path = Path(path)
     special = path.exists() and not path.is_file()  # as /dev/stdout, which must not be replaced
     part = path if special else path.with_name(f".{path.name}.{os.getpid()}")

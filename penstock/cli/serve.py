@@ -91,7 +91,7 @@ SERVER_OPTIONS = (
         "send-timeout",
         number(0, 86400),
         60.0,
-        "seconds in which a client must take some of what waits for it; then it is disconnected",
+        "seconds in which a client must read some of what waits for it; then it is disconnected",
     ),
     Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
     Option("log-format", one_of("text", "json"), "text", "of the log"),
@@ -125,13 +125,13 @@ def run(args: argparse.Namespace) -> int:
     )
     set_up_logging(server)
     allow_connections()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: leave, tidily
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server handles it: exit cleanly
     listener = bind(server.host, server.port)
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
         folder = Path(scratch)
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
         program = engine_program(settings, folder / "heartbeat", address=settings["address"], socket=folder / ENGINE)
-        restart = Restart(backoff=0.5, limit=2)  # the third death in a row ends the server
+        restart = Restart(backoff=0.5, limit=2)  # the third failure in a row ends the server
         supervisor = Supervisor([program], restart, server.drain_timeout)
         with contextlib.closing(Launcher([program], supervisor, SystemClock(), {})) as launcher:
             launcher.step()  # the engine loads while this process does
@@ -157,7 +157,7 @@ def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_settings(address: str, options: dict[str, Any], server: ServerOptions) -> dict[str, Any]:
-    """What the engine's process is told."""
+    """The settings of the engine's process."""
     return {
         "name": ENGINE,
         "address": address,

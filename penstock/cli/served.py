@@ -18,7 +18,7 @@ log = logging.getLogger("penstock.server")
 
 
 class EngineKeeper:
-    """Keeps the only engine running.
+    """Restarts the only engine.
 
     Attributes:
         began: when that was begun, by the clock.
@@ -30,20 +30,20 @@ class EngineKeeper:
         self.began = clock.now()
 
     async def keep(self, site: Site) -> None:
-        """Until it cannot be kept up; then every request ends with an error, and then the server."""
+        """Run until the engine has failed for good; then all requests end with an error, and then the server."""
         engine_client = site.frontend.engine_client
         while not self._supervisor.failure:
             for name, sentence in self._launcher.step():
                 engine_client.instance_lost(name, sentence)
-                engine_client.instances[name].lost = sentence  # it says more than that the connection has ended
+                engine_client.instances[name].lost = sentence  # more specific than the end of the connection
             await asyncio.sleep(LOOK)
         site.frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
-        if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then it has said why itself
+        if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then the engine has logged why
             log.error("the server ends: %s", self._supervisor.failure)
         site.stop()
 
     async def end(self) -> int:
-        """Have the engine end; returns the exit code of all."""
+        """Stop the engine; returns the server's exit code."""
         if not self._supervisor.stopping:
             self._supervisor.stop(self._clock.now())
         while not self._supervisor.over:

@@ -1,4 +1,4 @@
-"""`penstock sim run | compare`: a whole cluster simulated, on recorded traffic, with the policies of production."""
+"""`penstock sim run | compare`: simulate a whole cluster, on recorded traffic, with the production policies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate once and show what came of it. Raises ConfigError."""
+    """Simulate once and show the result. Raises ConfigError."""
     from penstock.cli.sim_run import run
 
     return run(args)

@@ -110,7 +110,7 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
     given = read_given(args)
     names = Option("policies", words, (), "").read(args.policies, "--policies") if args.policies else tuple(POLICIES)
     for name in names:
-        given.scenario.choose(name)  # complains before anything is simulated
+        given.scenario.choose(name)  # raises before anything is simulated
     count = Option("seeds", integer(1, 1000), 1, "").read(args.seeds or "1", "--seeds")
     rates = Option("rates", words, (), "").read(args.rates, "--rates") if args.rates else ()
     rate = Option("rates", number(0, 1e6), 1.0, "")
@@ -144,7 +144,7 @@ async def _compare(workers: Workers, bars: Progress, wanted: Wanted) -> tuple[di
 
 
 class _Bounds:
-    """What nobody can do better than, once for each layout and seed, with scaling and without."""
+    """Upper bounds on any policy's rate, once for each layout and seed, with scaling and without."""
 
     def __init__(self, workers: Workers, bars: Progress) -> None:
         self._workers, self._bars = workers, bars

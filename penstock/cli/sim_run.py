@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 60.0  # seconds
-WATCH = 256  # requests between two looks at whether anybody still wants the answer
-LOOK = 0.2  # seconds between two looks at how far they are
+WATCH = 256  # requests between two checks for cancellation
+LOOK = 0.2  # seconds between two checks of their progress
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate once and show what came of it. Raises ConfigError."""
+    """Simulate once and show the result. Raises ConfigError."""
     for flag in ("json", "html"):
         check_writable(getattr(args, flag), f"--{flag}")
     given = read_given(args)
@@ -192,7 +192,7 @@ def _simulate_all(
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the answer any more."""
+    """The result is no longer wanted."""
 
 
 _given: Given | None = None
@@ -203,7 +203,7 @@ _far: SynchronizedArray[float] | None = None
 def _begin(given: Given, over: Event, far: SynchronizedArray[float]) -> None:
     global _given, _over, _far
     _given, _over, _far = given, over, far
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
 
 
 def _run(part: Slice, variant: str, scale: float) -> Simulated:

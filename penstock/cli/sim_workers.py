@@ -1,4 +1,4 @@
-"""Simulations in other processes, for `penstock sim compare`: what a process is asked, and who asks."""
+"""Simulations in worker processes, for `penstock sim compare`: the tasks, and the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.sim.traffic import Traffic, make_traffic
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
-WATCH = 256  # requests between two looks at whether anybody still wants the answer
+WATCH = 256  # requests between two checks for cancellation
 LARGE = ("timeline", "series", "instances")  # parts of a result that only its page needs
 
 
@@ -83,7 +83,7 @@ def scales(variant: str) -> bool:
 
 
 class _Unwanted(Exception):
-    """Nobody waits for the answer any more."""
+    """The result is no longer wanted."""
 
 
 _given: Given | None = None
@@ -94,7 +94,7 @@ _over: Event | None = None
 def _begin(given: Given, saves: bool, over: Event) -> None:
     global _given, _saves, _over
     _given, _saves, _over = given, saves, over
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
 
 
 def _traffic(variant: str, seed: int, scale: float) -> Traffic:
@@ -210,7 +210,7 @@ class Workers:
         return await self._submit(_bound, variant, seed)
 
     def guess(self, run: Run) -> None:
-        """This may be asked for soon: done if that leaves a process for what is asked for next."""
+        """A speculative simulation: run if a process remains for the next request."""
         look = self._looks.get((layout_of(run.variant), run.seed))
         if self._open + 1 < self._jobs and look is not None and look.done() and run not in self._known:
             self._started(run, look.result())
@@ -230,4 +230,4 @@ class Workers:
     def _closed(self, future: asyncio.Future[Any]) -> None:
         self._open -= 1
         if not future.cancelled():
-            future.exception()  # of a guess that nobody asked for: not a word about it
+            future.exception()  # of an unused speculative run: ignored

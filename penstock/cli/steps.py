@@ -1,8 +1,8 @@
-"""What steps of a model really take on this machine: run by the engine as it is, and put into the step-time model.
+"""Measures step times of a model on this machine with the real engine, and fits the step-time model to them.
 
 An engine's process serves, over its wire, traffic that is drawn here and resembles nobody's: from one sequence at a
-time to many, with prompts and answers of any length. So what comes of it is a property of model and machine, not of a
-workload. What HTTP and frontends take is not in it.
+time to many, with prompts and outputs of any length. So the result is a property of model and machine, not of a
+workload, and excludes HTTP and frontends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.request import Request
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32)  # sequences at once
-TURNS = 3  # of all of these, so that what else the machine does for a while befalls all alike
+TURNS = 3  # of all of these, so that other load on the machine affects all alike
 SECONDS = 1.0  # for each in a turn
 WARM_UP = 10  # first steps, which are not counted
 LEAST_STEPS = 20  # in that time, or it takes longer
@@ -37,7 +37,7 @@ LONGEST = 2048  # tokens of a sequence
 KV_BYTES = 1 << 30
 PATIENCE_MS = 60_000  # for one step
 ROUNDS = 10  # of the fit; it settles in fewer
-SHORTEST_MS, LEAST_ERROR = 1e-3, 0.01  # so that nothing is divided by nothing
+SHORTEST_MS, LEAST_ERROR = 1e-3, 0.01  # against division by zero
 ACCIDENT = 1.5  # times what steps like it take: something else ran in between
 # what a step's time is made of here, besides its overhead: one bound of each part; see `fit`
 TERMS = ("gemm:compute", "lm_head:compute", "prefill_attention:compute", "decode_attention:memory")
@@ -45,8 +45,7 @@ Step = tuple[StepWork, float]  # what was in it, and ms until the next one could
 
 
 def measure_steps(model: Path, seconds: float = SECONDS) -> tuple[list[Step], ModelShape]:
-    """A step is everything that the engine does for it: reading messages, deciding, computing, drawing tokens, keeping
-    its books, and telling a frontend.
+    """A step's time includes reading messages, scheduling, computing, sampling, bookkeeping, and reporting.
 
     Args:
         seconds: for each number of sequences in each turn.
@@ -80,7 +79,7 @@ def measure_steps(model: Path, seconds: float = SECONDS) -> tuple[list[Step], Mo
 
 
 def _serve(address: str, model: str, pipe: Connection) -> None:
-    """Says what it serves, or why it cannot; and when it was told to shut down, what its steps took."""
+    """Sends what it serves, or its error; and at shutdown its steps' times."""
     from penstock.core.clock import SystemClock
     from penstock.core.wire.engine import Peer, Ready
     from penstock.engine.build import EngineOptions, build_engine
@@ -115,7 +114,7 @@ def _serve(address: str, model: str, pipe: Connection) -> None:
 
 
 def _keep_busy(address: str, seconds: float, longest: int, vocab_size: int) -> None:
-    """As many sequences as are wanted, each followed by another one."""
+    """Keep a given number of sequences running."""
     import zmq
 
     from penstock.core.clock import SystemClock

@@ -68,7 +68,7 @@ def _up(deployment: Deployment) -> int:
     setup_logging(server["log_level"], server["log_format"])
     for warning in warnings_about(deployment, os.environ):
         log.warning("%s", warning)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher takes over: leave, tidily
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher handles it: exit cleanly
     directory = find_checkpoint(deployment.model)
     with contextlib.ExitStack() as stack:
         listeners = [

@@ -62,7 +62,7 @@ class Embedding(nn.Module):
 
 
 def hold(module: Linear | Embedding, weight: Weight) -> None:
-    """Have a module compute with another weight."""
+    """Replace a module's weight."""
     del module.weight  # torch puts no module where a parameter is
     module.weight = weight
 

@@ -1,7 +1,7 @@
 """A checkpoint folder to a model on a device: safetensors, one file or several, read in file order.
 
-Nothing in a checkpoint is code to us: pickles are refused, classes that it brings are not looked at, and whatever is
-wrong with it is one `ConfigError` that names the file.
+Nothing in a checkpoint is executed: pickles are refused, its classes are ignored, and any error is a `ConfigError` that
+names the file.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def load_model(
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
             that does not fit into memory.
     """
-    _weight_files(directory)  # the first thing that is often wrong
+    _weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
     if hf.get("quantization_config"):
         raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
     try:
         cls = architecture(hf)
         config = cls.read_config(hf)
-        frequencies(config)  # refuses a rotation that is not known, before anything is read
+        frequencies(config)  # refuses an unknown rotation before anything is read
     except ConfigError:
         raise
     except MALFORMED as error:
@@ -205,8 +205,8 @@ def identity(directory: Path) -> str:
 def cache_key(directory: Path, dtype: torch.dtype) -> str:
     """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
 
-    Nobody can give a file the ctime of another, so one that was changed where `identity` does not look, and was given
-    its former mtime, is another one too.
+    The ctime of a file cannot be forged, so changes that `identity` does not read are detected even with the former
+    mtime.
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
     digest.update(f"{dtype} {layout()}".encode())
@@ -247,7 +247,7 @@ def fill(model: Decoder, directory: Path) -> None:
 
 
 def _places(model: Decoder) -> dict[str, Weight]:
-    """By name, whatever holds a weight: a parameter, or a packed one."""
+    """Name -> parameter or packed weight."""
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
     plain = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] not in packed}
     return {**plain, **packed}

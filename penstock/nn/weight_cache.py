@@ -1,8 +1,8 @@
 """Packed weights on disk: written once a checkpoint was loaded, mapped at the next start.
 
 A file is a head, the JSON of what is in it, and the weights, each at the beginning of a page. Engines of one host that
-map it share the memory. A file is only ever put in place whole and never written again, so who has mapped one keeps it,
-also when another takes its place. What is not exactly what was asked for is as good as not there.
+map it share the memory. A file is only ever put in place whole and never written again, so mappings stay valid when a
+file is replaced. A file that does not match exactly is ignored.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WeightCache:
         if folder is None:
             try:
                 folder = cache_folder().parent / "weights"
-            except RuntimeError:  # nobody's home
+            except RuntimeError:  # no home directory
                 least = sys.maxsize
                 folder = Path()
         self._folder, self._least, self._files, self._share = folder, least, files, share
@@ -86,7 +86,7 @@ class WeightCache:
             return False
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.info("%s is not used: %s", path, str(error) or type(error).__name__)
-            with contextlib.suppress(OSError):  # it makes place for another, or is refused again the next time
+            with contextlib.suppress(OSError):  # it is replaced, or refused again next time
                 path.unlink()
             return False
         if UNTIED in found and model.lm_head is None:
@@ -105,7 +105,7 @@ class WeightCache:
         self._unsaved = key, model
 
     def save_later(self) -> threading.Thread | None:
-        """Save what there is to save while the engine is at work, whenever nobody else wants the processor."""
+        """Save in a background thread of idle priority."""
         if self._unsaved is None:
             return None
         thread = threading.Thread(target=self._save_idly, name="weight-cache", daemon=True)
@@ -151,7 +151,7 @@ class WeightCache:
                 written -= len(parts.pop(0))
             if written:
                 parts[0] = parts[0][written:]
-        os.fsync(file.fileno())  # a name must not outlive what it names
+        os.fsync(file.fileno())  # the content must be on disk before the name
 
     def _make_room(self, size: int, path: Path) -> None:
         """Raises OSError, and removes nothing, where it cannot be had."""
@@ -253,7 +253,7 @@ def _is_whole(path: Path, key: str) -> bool:
 
 
 def _owns(file: IO[bytes], part: Path) -> bool:
-    """Whether this process alone may write a file: nobody else has it locked, or has just put it in place."""
+    """Whether this process may write a file: it is not locked, nor just written, by another."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), part.stat())
@@ -262,7 +262,7 @@ def _owns(file: IO[bytes], part: Path) -> bool:
 
 
 def _remove_abandoned(folder: Path, mine: Path) -> None:
-    """What processes that ended in the middle have left."""
+    """Remove files of interrupted processes."""
     for part in folder.glob("*.part"):
         if part != mine:
             try:
@@ -275,7 +275,7 @@ def _remove_abandoned(folder: Path, mine: Path) -> None:
 
 def _used(file: IO[bytes]) -> None:
     """It is the last that is to go."""
-    with contextlib.suppress(OSError):  # in a folder that is not ours, somebody else decides
+    with contextlib.suppress(OSError):  # without permission the owner decides
         os.utime(file.fileno())
 
 

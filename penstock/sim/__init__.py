@@ -2,9 +2,9 @@
 minute, without a device.
 
 What decides is what decides in production: `service.master.Master`, the policies of `sched.cluster`, and on every
-instance the `Scheduler`, `BlockPool` and `Handoffs` of `sched.local` and `kv`. What is modelled is what those cannot
-decide: how long a step takes, how long a message or a block travels, when clients come and when outputs end, what
-breaks. A function of its arguments: equal scenarios and seeds give equal results, to the byte.
+instance the `Scheduler`, `BlockPool` and `Handoffs` of `sched.local` and `kv`. Modelled are step times, the latency of
+messages and blocks, arrivals, output lengths, and failures. A function of its arguments: equal scenarios and seeds give
+equal results, to the byte.
 
     simulate.py   one simulation, from a scenario to its result
     scenario.py   what is simulated, from a YAML file
@@ -12,10 +12,10 @@ breaks. A function of its arguments: equal scenarios and seeds give equal result
     baselines/    policies that others are compared with
     cluster.py    everything together on one timeline (events.py)
     frontend.py   the clients' side, and the record of what each request saw
-    slots.py      where instances live; instance.py: one engine, with real scheduling and modelled time
+    slots.py      instances by name; instance.py: one engine, with real scheduling and modelled time
     steps.py      how long steps take; repeat.py: what a scheduler need not do in steps that repeat
     wires.py      how long messages and blocks travel
-    result.py     what came of it; report.py, page.py, svg.py: the same as pages
+    result.py     the result; report.py, page.py, svg.py: the same as pages
     search.py     the greatest load at which targets are kept; bound.py: an upper bound on what any policy can keep
     plan.py       the cheapest deployment of given devices
     replay.py     recorded decisions, made again by another policy

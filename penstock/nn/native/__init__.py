@@ -1,7 +1,7 @@
 """Kernels in C++ for the CPU: compiled for this machine when they are first needed, called through ctypes.
 
-ctypes lets go of the interpreter's lock while a kernel runs. A kernel is given raw pointers, so whoever calls one makes
-sure of devices, dtypes, shapes and strides first.
+ctypes releases the interpreter lock while a kernel runs. Kernels get raw pointers, so callers must check devices,
+dtypes, shapes and strides.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def build_library(folder: Path | None = None) -> Path:
     if not library.exists():
         try:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                # others may be building the same: the last one to finish replaces an equal library
+                # concurrent builds are harmless: the last one replaces an equal library
                 _compile(compiler, Path(scratch)).replace(library)
         except OSError as error:
             raise BuildError(f"{folder} cannot be written ({error})") from None

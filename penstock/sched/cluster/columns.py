@@ -1,8 +1,7 @@
-"""What policies look at of all instances, and of all who wait, side by side and kept from one view to the next.
+"""Columns: numbers of all instances, and of all queued sequences, as arrays that are updated from view to view.
 
-The loads of a thousand instances lie all over the memory, and only a few are new from one decision to the next. Whoever
-goes through all of them each time waits for memory most of the time. Likewise the ten thousand sequences of an
-overloaded cluster's queue, of which one comes or goes.
+The loads of a thousand instances are scattered in memory, and few change between two decisions; visiting all of them
+each time is bound by cache misses. The same holds for ten thousand queued sequences.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class ViewQueue(list[Demand]):
 
 
 class QueueColumns:
-    """Numbers of everyone who waits.
+    """Numbers of all queued sequences.
 
     Args:
         values: functions of a demand, asked once when it comes, and of all again where views share no history.
@@ -144,7 +143,7 @@ class QueueColumns:
 
 
 class Costs(Mapping[str, float]):
-    """What each candidate costs. Names are looked at when somebody asks: usually only the chosen one's.
+    """What each candidate costs. Names are resolved on demand: usually only the chosen one's.
 
     Args:
         costs: in the order of the candidates.

@@ -1,5 +1,5 @@
-"""What dispatch policies foresee of an instance: its decode steps, and whether one more sequence has room and keeps
-everyone's pace."""
+"""Predictions for dispatch policies: an instance's decode steps, and whether one more sequence fits and all TPOT
+targets stay met."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DecodePace:
         step: of all that is there; 0 when there is nothing.
         sequence: that one more adds.
         token: that each token of its context adds.
-        alone: a step of one sequence by itself. Whoever wants less is out of reach, and nobody is held back for it.
+        alone: a step of one sequence by itself. A lower target cannot be met, and is ignored.
         prefill: that each token of a prompt takes in a full step with nothing else.
         full: share of the memory or of the sequences that is in use, whichever is more.
     """
@@ -43,7 +43,7 @@ class DecodePace:
 class Foresight:
     """Remembers an instance's pace for as long as its load is the same object: views share those that did not change.
 
-    `lively` is whether a demand's own TPOT counts: once it has missed its TTFT there is nothing left to lose.
+    `lively` is whether a demand's own TPOT counts: once it has missed its TTFT, it does not count.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Foresight:
         return min(there, demand.tpot) if lively and demand.tpot > alone else there
 
     def keeps_pace(self, load: InstanceLoad, demand: Demand, lively: bool = True) -> bool:
-        """Whether every TPOT target is kept there with this sequence."""
+        """Whether every TPOT target is still met there with this sequence."""
         return not load.requests or self.step_with(load, demand) <= self.strictest(load, demand, lively)
 
     def admits(
@@ -131,8 +131,8 @@ class Foresight:
         lively: bool = True,
         barred: str | None = None,
     ) -> tuple[InstanceLoad | None, dict[str, float]]:
-        """Who decodes after `prefill`, itself unless it only prefills: of those with room that keep the pace, the one
-        with the shortest step; None when there is nobody. With the steps in seconds of those that were looked at.
+        """The instance that decodes after `prefill`, itself unless it only prefills: of those with room that keep the
+        pace, the one with the shortest step; None without one. With the steps in seconds of those that were looked at.
 
         Args:
             barred: one that may not be taken.
@@ -194,7 +194,7 @@ def most_tokens(load: InstanceLoad, output: float) -> float:
 
 
 class Refusals:
-    """Sequences for which nobody was found to decode, in one view: who needs as much need not be tried."""
+    """Sequences without an instance to decode, in one view: those that need as much need not be tried."""
 
     def __init__(self, view: ClusterView) -> None:
         self._output = int(view.rates.output_tokens)
@@ -202,7 +202,7 @@ class Refusals:
         self._known: list[tuple[int, float]] = []  # (tokens, TPOT)
 
     def note(self, demand: Demand, lively: bool, prefill: InstanceLoad) -> None:
-        """Nobody took over from this prefiller."""
+        """No instance takes over from this prefiller."""
         if self._staged and prefill.role == "prefill" and not prefill.unlinked and not demand.exclude:
             self._known.append(self._needs(demand, lively))
 
@@ -250,5 +250,5 @@ class Prompts:
 
 
 def prefill_seconds_alone(load: InstanceLoad, tokens: int) -> float:
-    """To prefill a prompt there if nothing else were."""
+    """Seconds to prefill a prompt on an otherwise idle instance."""
     return load.times.prefill_ms(tokens, budget=load.token_budget) / 1e3

@@ -1,4 +1,4 @@
-"""How much more an instance has room for, also where sequences share their beginnings (`unified`).
+"""Headroom of an instance, also where sequences share prefixes (`unified`).
 
 By what its sequences hold and will come to, as `foresight.most_tokens` has it; or by the blocks that are free, less
 what they will come to, where that is more: a beginning that many share is counted with each of them, and held once.

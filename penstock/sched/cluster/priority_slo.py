@@ -2,13 +2,13 @@
 
 The last completed latencies are sorted. Sequences of higher priority take the first of them, as many as there were of
 these lately, and a class its share after those; so the higher a priority, the lower the quantile that it is promised.
-Promises follow the load by themselves, between the bounds of each class: an idle cluster's lowest class is promised the
-low one, and once others compete, it is put off to the high one.
+Targets follow the load, between the bounds of each class: in an idle cluster the lowest class gets the low bound, and
+under competition the high one.
 
 There, the low bound is lifted while no higher priority waits, so that an idle cluster serves its lowest class as fast
 as it can. Here it always holds. Whatever can be served at once is served at once anyway; and a target that follows what
-was achieved below what anybody asked for is one that most miss by definition, and who misses it is put behind all
-others: with HFX's dispatch, targets then chase each other down until next to nothing is admitted.
+was achieved below what anybody asked for is one that most miss by definition, and a request that misses it is put
+behind all others: with HFX's dispatch, targets would fall until almost nothing is admitted.
 """
 
 from __future__ import annotations

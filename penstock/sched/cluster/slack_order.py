@@ -1,11 +1,11 @@
-"""In which order a queue of prompts is served when not all can be in time (`unified`).
+"""The order of the queue when not all prompts can meet their deadlines (`unified`).
 
-By deadline, as far as all of these can be kept; where they cannot, the longest is given up, which leaves the most that
-are kept (Moore and Hodgson, with the cluster as one machine). What was given up fills gaps, and after `PATIENCE` has a
-share of the work in any case; so does what has no deadline.
+By deadline, as far as all of these can be kept; where they cannot, the longest is given up, which maximises the number
+that are met (Moore and Hodgson, with the cluster as one machine). Prompts that were given up use spare capacity, and
+get a share of the work after `PATIENCE`; so do those without a deadline.
 
-Under overload thousands wait, most of them too late for anything. Who cannot be in time even alone never will be again,
-so these are put aside for good, and only the others are thought about anew.
+Under overload thousands wait, most of them too late. A prompt that cannot meet its deadline even alone never will, so
+these are set aside for good, and only the others are reconsidered.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from penstock.sched.cluster.base import ClusterView, Demand, Key
 from penstock.sched.cluster.columns import Column
 
 MARGIN = 0.9  # of a target that predictions may use up
-PATIENCE = 10.0  # seconds after which a prompt that was given up has its turn
+PATIENCE = 10.0  # seconds after which a prompt that was given up gets its share
 SHARE = 1 / 16  # of the work that these turns may take as long as there are prompts that can be in time
-RETHINK = 0.05  # seconds after which the order of the queue is thought about anew, if nothing comes
+RETHINK = 0.05  # seconds between two reorderings of the queue without arrivals
 LOOK = 32  # sequences in that order that are tried, when those before them have to wait for an instance that is full
 
 
 class _Hopeful(NamedTuple):
-    """One that may be in time, in order of deadline.
+    """A prompt that may meet its deadline, in order of deadline.
 
     Attributes:
         latest: when it has to be prefilled, with the margin.
@@ -45,7 +45,7 @@ class _Hopeful(NamedTuple):
 
 
 class _Late(NamedTuple):
-    """One that will not be, in order of arrival."""
+    """A prompt that will miss its deadline, in order of arrival."""
 
     priority: int
     arrived: float
@@ -55,7 +55,7 @@ class _Late(NamedTuple):
 
 
 class SlackOrder:
-    """It is thought about anew when something has come, or `RETHINK` has passed.
+    """The order; recomputed on arrivals, or after `RETHINK`.
 
     Attributes:
         with_hits: whether anything in the queue is in a cache.
@@ -99,7 +99,7 @@ class SlackOrder:
         return self._first[:LOOK]
 
     def take(self, place: int) -> None:
-        """That one has its place."""
+        """A sequence was placed."""
         gone = self._first.pop(place)
         self._count -= 1
         self._leave(gone.key)
@@ -113,10 +113,10 @@ class SlackOrder:
         if gone == self._newest:
             self._newest = None  # whoever is the newest now, it is looked at once more
 
-    # --- who waits
+    # --- the queue
 
     def _compare(self, view: ClusterView) -> None:
-        """Find out who has come and who has left: who comes is at the end."""
+        """Find arrivals, which are at the end, and departures."""
         come: list[Demand] = []
         for demand in reversed(view.queue):
             if self._knows(demand):
@@ -156,7 +156,7 @@ class SlackOrder:
         return entry is not None and entry.demand is demand
 
     def _waits(self, entry: _Hopeful | _Late) -> bool:
-        """Whether it is of somebody who is here, and came with it: one may leave and come again."""
+        """Whether its sequence still waits with the same arrival: one may leave and come again."""
         known = self._waiting.get(entry.demand.key)
         return known is not None and known.number == entry.number
 

@@ -1,12 +1,12 @@
-"""Slack first: one policy over roles, affinity and offline work (the slack ledger).
+"""Slack-based dispatch: one policy for deadlines, prefix affinity and offline work.
 
 Every sequence has a deadline, so there is a best moment to bind it to an instance: as late as keeps that one busy.
-Until then it waits in one queue, and everything that is learned meanwhile counts. The rules:
+Until then it waits in one queue. The rules:
 
 - An instance is given prompts while those it has last for less than `AHEAD`; then it is full.
-- It is given none for which there is no room beside what its sequences will come to: what is preempted is prefilled
-  twice, and whoever waits here can still go anywhere. The first in order that finds no room gets the next that the
-  roomiest instance has: others do not overtake it there.
+- It is given none for which there is no room beside what its sequences will come to: a preempted sequence is prefilled
+  twice, and a queued one can still go anywhere. The first in order that finds no room gets the next that the roomiest
+  instance has: others are not placed there before it.
 - Prompts go in order of deadline, those first that can still keep it; see `slack_order`.
 - A prompt goes where it keeps its deadline, and of these where it is prefilled soon and with little computing, so to
   its prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to
@@ -45,7 +45,7 @@ from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
-SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, when many others wait too
+SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, under load
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
 ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
 OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
@@ -116,8 +116,8 @@ class Unified:
             done = i.begins_at(view.now, demand) + prefiller.paced(alone, demand.tpot)
             costs[i.name] = (done - demand.arrived) * 1e3
             late = done > latest
-            # what it computes others wait for as well, and look for in vain what it pushes out of a cache: that counts
-            # when there is time to wait oneself
+            # prefilling delays others, and evicts prefixes that they would have found: both count
+            # when the deadline allows waiting
             rank = (late, done if late else done + (saving + turnover.cost(i.name, among)) * alone)
             if best is None or rank < best_rank:
                 best, best_rank, best_done = i, rank, done
@@ -140,8 +140,8 @@ class Unified:
         )
 
     def _kept_for(self, view: ClusterView, demand: Demand) -> str | None:
-        """The instance that others leave alone until there is room for the first in order: the roomiest when that was
-        asked first. None: it waits for something else."""
+        """The instance reserved for the first in order until there is room: the one with the most room when first
+        asked. None when it waits for something else."""
         able, output = fitting(view, demand), view.rates.output_tokens
         rooms = self._headrooms.of(able, output)
         if not able or rooms.max() >= needed(demand, output):
@@ -235,7 +235,7 @@ class _Prefiller:
 def _home(
     view: ClusterView, demand: Demand, prefiller: InstanceLoad, able: Sequence[InstanceLoad]
 ) -> tuple[str | None, Mapping[str, float]]:
-    """Who decodes after the prompt; None: the prefiller does."""
+    """The instance that decodes after the prompt; None for the prefiller."""
     if _holds(prefiller, demand) and _step_with(prefiller, demand) <= MARGIN * min(prefiller.tpot, demand.tpot):
         return None, {}
     others = [i for i in able if i.name in prefiller.peers and _holds(i, demand)]
@@ -277,7 +277,7 @@ def _next_gap(view: ClusterView) -> float:
 
 
 class Everywhere:
-    """A `RolePolicy` that leaves roles alone: anybody may hand over to anybody."""
+    """A `RolePolicy` that never changes roles, with links between all instances."""
 
     name = "everywhere"
     dynamic = True

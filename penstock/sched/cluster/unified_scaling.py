@@ -1,4 +1,4 @@
-"""Ours: as many instances as the targets need, by predicting the cluster on one instance less and on more.
+"""Scaling by prediction: as many instances as the targets need, from the predicted load on one fewer and on more.
 
 From the rates, the mean prompt and output, and the step model follows for N instances what each would see:
 

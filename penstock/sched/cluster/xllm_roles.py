@@ -3,8 +3,8 @@
 Being meant for another role changes nothing about what runs on an instance: one of "decode" that still prefills
 prompts, or one of "prefill" on which sequences still decode, is turning (the paper's roles P->D and D->P). So a move
 costs nothing by itself, and the dispatch policy makes one in the very decision that needs it; `XllmRoles.decide` does
-the rest by the clock. What keeps roles from swinging to and fro is that nobody is taken from a side that then falls
-short itself, and that a moved instance stays for a while unless a target is being missed.
+the rest by the clock. Two rules prevent oscillation: no instance is taken from a role that would then fall short, and a
+moved instance keeps its role for a while unless a target is being missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.sched.cluster.base import ClusterView, InstanceLoad, Move
 DWELL = 2.0  # seconds that a moved instance stays where it is, unless a target is being missed
 COMPARED = 32  # decoders of which one at least has to be at ease
 FULL = 0.9  # share of an instance's blocks or sequences above which it is short of them
-BUSY = 0.5  # share of that, or of the TPOT target, above which decoders are glad of help
+BUSY = 0.5  # share of that, or of the TPOT target, above which decode instances need help
 MARGIN = 0.9  # share of a target that a prediction may use up
 
 
@@ -108,17 +108,17 @@ class XllmRoles:
     def to_prefill(
         self, view: ClusterView, *, missing: bool, among: Sequence[InstanceLoad] | None = None
     ) -> InstanceLoad | None:
-        """Who leaves the decoders: the one with the fewest tokens, first of those that still prefill. None when
+        """The decode instance to move: the one with the fewest tokens, first of those that still prefill. None when
         the others would be too few, or too busy to do without it.
 
         Args:
-            missing: a target is being missed, so that nobody's time where it is counts.
+            missing: a target is being missed, so that `DWELL` is ignored.
             among: the candidates, when not all decoders are.
         """
         decoders = [i for i in view.instances if i.role == "decode"]
         if len(decoders) <= self.fewest(view):
             return None
-        # that somebody stays who is at ease; not all need to be looked at
+        # one decode instance with spare capacity must remain; not all need to be checked
         at_ease = [i.name for i in nsmallest(COMPARED, decoders, key=_weight) if not strained(i)][:2]
         if not at_ease:
             return None
@@ -129,7 +129,7 @@ class XllmRoles:
         return min(able, key=lambda i: (not i.pending_tokens, i.held_tokens, i.name), default=None)
 
     def to_decode(self, view: ClusterView, *, missing: bool) -> InstanceLoad | None:
-        """Who leaves the prefillers: first of those that still decode. None when those who stay would be late."""
+        """The prefill instance to move: first of those that still decode. None when the others would be late."""
         prefillers = [i for i in view.instances if i.role == "prefill"]
         return self._lightest_prefiller(prefillers, view, missing)
 
@@ -169,7 +169,7 @@ class XllmRoles:
 
     @staticmethod
     def _late(view: ClusterView, prefillers: Sequence[InstanceLoad]) -> bool:
-        """Whether nobody of them would be in time for a prompt that comes now."""
+        """Whether none of them would meet the deadline of a prompt that arrives now."""
         target = min((i.ttft for i in view.instances), default=inf)
         return all(i.free_at - view.now > MARGIN * target for i in prefillers)
 
