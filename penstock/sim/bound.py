@@ -1,4 +1,5 @@
-"""What a scheduler that knows everything could reach at most: every arrival, every output's length, all in advance.
+"""The clairvoyant bound: an upper bound on any scheduler, even one that knows all arrivals and output lengths in
+advance.
 
 Two kinds of machine time are bought, by each request that is kept: to prefill its prompt, between its arrival and the
 target of its first token; and to decode, between then and the end of its last token's. All instances together are one
@@ -11,7 +12,7 @@ machine of that many instance-seconds per second. So for any prices of machine t
 
 whatever the prices are. They are sought by gradient descent: good ones make the bound tight, and bad ones only loose.
 
-What is relaxed, so that nobody can do better:
+Relaxations, each of which can only raise the bound:
 
 - Work is divisible: it may run on all instances at once, be interrupted, and move for nothing. Only what could not keep
   its targets alone on the best instance is given up. Messages, hand-offs and decisions take no time.
@@ -27,8 +28,8 @@ What is relaxed, so that nobody can do better:
   no other request's prompt, as in the simulator.
 - Offline requests ask for nothing. Nothing fails.
 
-Of the noise in step times, whose mean is 1, the bound knows the mean only: a run may be luckier by what is left of it
-in the sum over its steps, and a request that alone just misses a target may keep it.
+Of the noise in step times, whose mean is 1, the bound knows the mean only: a run may exceed it by the deviation of the
+sum over its steps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ COARSE, FINE = 1.5, 0.01  # of the search for a scale: first factor, and width a
 def bound_attainment(
     requests: Sequence[WorkRequest], groups: Sequence[InstanceGroup], *, max_tokens: int | None = None
 ) -> float:
-    """An upper bound on the share of online requests that keep both targets, whoever schedules.
+    """An upper bound on the share of online requests that meet both targets, for any scheduler.
 
     Args:
         requests: in order of arrival, with their targets.
@@ -78,7 +79,7 @@ def bound_scale(
     *,
     max_tokens: int | None = None,
 ) -> float:
-    """A scale of the traffic beyond which nobody keeps `target` of the online requests, to 1 %.
+    """A scale of the traffic beyond which no scheduler keeps `target` of the online requests, to 1 %.
 
     Args:
         make_requests: scale -> requests, as `make_traffic` does. More traffic is taken to be harder.

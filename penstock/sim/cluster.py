@@ -1,4 +1,4 @@
-"""A whole cluster on one timeline: clients, a frontend, the real master, instances, the wires, and what breaks."""
+"""A simulated cluster on one timeline: clients, a frontend, the real master, instances, the network, and failures."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from penstock.sim.wires import HostWay, MemoryCarrier, PeerArrival, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
-JOIN_EVERY = 1.0  # seconds between a frontend's signs of life
-MASTER_TICK = 0.1  # seconds between a master's looks at the clock
+JOIN_EVERY = 1.0  # seconds between a frontend's `Join`s
+MASTER_TICK = 0.1  # seconds between a master's ticks
 MESSAGES = 1  # a lane beside `instance.IDLE`; see `Due`
 WATCH = 0.01  # seconds after which a broken connection is noticed
 
@@ -58,7 +58,7 @@ class Cluster:
         rng: for randomised policies.
         noises: a numpy Generator of step times for each instance, by number.
         local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
-        recorder: is told what the master decides.
+        recorder: gets the master's decisions.
         strides: see `SimInstance`.
         judged: numbers of the requests that it is about; all by default.
 
@@ -118,7 +118,7 @@ class Cluster:
 
     @property
     def over(self) -> bool:
-        """Whether all requests are over that it is about."""
+        """Whether all judged requests have ended."""
         return not self._left
 
     @property
@@ -128,11 +128,11 @@ class Cluster:
     def run(
         self, *, sample_every: float, notice: Callable[[ClientRecord], bool], since: float = 0.0, until: float = inf
     ) -> None:
-        """Simulate until every online request is over; until all are, when there are only offline ones.
+        """Simulate until every online request has ended; or all, when there are only offline ones.
 
         Args:
             sample_every: seconds between two samples.
-            notice: told of every request that is over; True ends the simulation.
+            notice: called with every request that has ended; True ends the simulation.
             since, until: seconds between which these come: it is sampled from `since` on, and not over before `until`,
                 unless that is inf.
         """
@@ -163,7 +163,7 @@ class Cluster:
         return {name: after[name].less(before[name]) for name in self.places}
 
     def check(self) -> None:
-        """Raise AssertionError unless every part's books are right."""
+        """Raise AssertionError unless every part passes its check."""
         self.master.check()
         if self._depot is not None:
             self._depot.check()
@@ -175,7 +175,7 @@ class Cluster:
         assert self.ended == len(self.records) - open_requests
 
     def settle(self, seconds: float) -> None:
-        """Let time pass after the last request is over, so that everybody hears of it."""
+        """Let time pass after the last request's end, until all messages are delivered."""
         until = self.timeline.now + seconds
         self.timeline.run(lambda: self.timeline.now >= until)
 
@@ -342,7 +342,7 @@ class Cluster:
         return [] if target is None else target.deliver(now, [letter])
 
     def _at_peer(self, peer: Peer, arrivals: Sequence[PeerArrival], now: float) -> list[Due]:
-        """A life that is over hears nothing, and the next one nothing that was meant for it."""
+        """Messages for an ended incarnation are dropped."""
         target = self.places[peer.name].instance
         if target is None or target.ready.peer.incarnation != peer.incarnation:
             return []
@@ -399,7 +399,7 @@ class Cluster:
 
 
 class _Costs:
-    """A recorder that keeps of every decision what it cost and what the best would have, and tells another one all.
+    """A recorder that keeps each decision's cost and the least cost, and forwards everything to another.
 
     Args:
         records: of requests, by number.

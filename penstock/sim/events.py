@@ -1,4 +1,4 @@
-"""What happens next: a heap of events in the order of (time, priority, counter)."""
+"""The event queue: a heap in the order of (time, priority, counter)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from msgspec import Struct
 
 
 class Priority(IntEnum):
-    """Who goes first among events of one moment; those of one priority go in the order in which they were added."""
+    """The order of simultaneous events; those of one priority go in the order in which they were added."""
 
     FAULT = 0
     MESSAGE = 1
     ARRIVAL = 2
     STEP = 3  # after the messages, so that a step begins with all that has come
-    CLOCK = 4  # what is done by the clock sees everything else of its moment
+    CLOCK = 4  # periodic work comes after everything else of its time
 
 
 class Due(Struct, frozen=True):
-    """Something that will happen.
+    """An event.
 
     Attributes:
         at: seconds.
@@ -42,8 +42,8 @@ _Entry = tuple[float, int, int, Callable[[float], Iterable[Due]]]
 class Timeline:
     """Runs events in order.
 
-    Most events come in some order by themselves: messages take equally long, and whoever has nothing to do says so at
-    equal distances. Of these only the first of each lane has to be compared, so that the heap stays small.
+    Most events come in some order by themselves: messages have equal latency, and idle instances report at equal
+    intervals. Only the first of each lane has to be compared, so that the heap stays small.
 
     Args:
         lanes: how many there are.

@@ -29,7 +29,7 @@ from penstock.sim.instance import OutputBatch
 from penstock.sim.traffic import STOP, prompt_of
 from penstock.workload.requests import WorkRequest
 
-PATIENCE = 1.0  # seconds that a master may have nobody who takes a request
+PATIENCE = 1.0  # seconds that a request without a possible instance waits at the frontend
 ASK_AGAIN = 0.05  # seconds
 PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
 STOPS = frozenset({STOP})
@@ -37,7 +37,7 @@ STOPS = frozenset({STOP})
 
 @dataclass(slots=True)
 class ClientRecord:
-    """What became of a request. Times are seconds since the start, as its client saw them.
+    """A request's outcome. Times are seconds since the start, as its client saw them.
 
     Attributes:
         output_tokens: that it would generate.
@@ -90,7 +90,7 @@ class ClientRecord:
 
 
 class FrontendSender(Protocol):
-    """Carries what a frontend says."""
+    """Sends a frontend's messages."""
 
     def frontend_to_master(self, now: float, message: FrontendMessage) -> Due: ...
     def frontend_to_engine(self, now: float, name: str, command: Command) -> Due: ...
@@ -102,13 +102,13 @@ _Flight = Flight[ClientRecord]
 class SimFrontend:
     """
     Args:
-        max_tokens: the limit that clients set; what outputs really need nobody is told.
+        max_tokens: the limit that clients set; actual output lengths are not known to the cluster.
         max_model_len: cuts that limit, as a frontend does.
-        ended: told of every record when its request is over.
+        ended: called with every record when its request has ended.
 
     Attributes:
         records: of every request that has come, in order of arrival.
-        joined: what the master said of itself.
+        joined: the master's answer to `Join`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SimFrontend:
 
     @property
     def open(self) -> int:
-        """Requests that are not over."""
+        """Requests that have not ended."""
         return len(self._flights)
 
     # --- what happens
@@ -191,7 +191,7 @@ class SimFrontend:
         return dues
 
     def greet(self, ready: Ready) -> None:
-        """A life of an instance has begun."""
+        """An incarnation of an instance has started."""
         self._lives[ready.peer.name] = ready.peer.incarnation
 
     def lose(self, now: float, peer: Peer, reason: str) -> list[Due]:
@@ -213,8 +213,8 @@ class SimFrontend:
         return self._post.frontend_to_master(now, flight.question(now))
 
     def _wait_for_place(self, now: float, flight: _Flight, answer: NoPlace) -> list[Due]:
-        """The master may only just begin to know the instances, and an instance that died may come back; after a while
-        it is believed."""
+        """A refusal counts only after a while: a restarted master may not know all instances, and a failed one may
+        return."""
         flight.avoid.clear()
         why = flight.interrupted
         hopeless = not why and (flight.failed_at or not self._lives)
@@ -295,7 +295,7 @@ class SimFrontend:
         return dues + ([] if flight.deadline == looked_at else self._watch(flight))
 
     def _watch(self, flight: _Flight) -> list[Due]:
-        """Look at it again when it has been waited for in vain."""
+        """Check it again at its deadline."""
         if flight.deadline is None:
             return []
         return [Due(flight.deadline + ASK_AGAIN, Priority.CLOCK, partial(self._look_again, flight.id))]
@@ -308,7 +308,7 @@ class SimFrontend:
         return self._go_on(now, flight) if flight.stranded else []
 
     def _end(self, now: float, flight: _Flight, error: str = "") -> list[Due]:
-        """It is over; whoever may not know it is told."""
+        """It has ended: inform the master and engines that may not know it."""
         record = flight.owner
         del self._flights[flight.id]
         assert record.ended is None

@@ -1,10 +1,9 @@
-"""One engine: the real scheduler, blocks and hand-offs, on a device whose steps only take time.
+"""A simulated engine: the real scheduler, blocks and hand-offs, with modelled step times.
 
-What it says and when is what an engine's server says: outputs to frontends, snapshots to the master and, where it
-looks at caches, what comes and goes in them. Between steps it reads what has come; during a step it hears nothing. Of
-a request's outputs only the first from here and the last are sent, the last with all tokens in between: nobody here
-reads along. Of one that was to be handed over and was not, the second is sent too: it shows where the request goes
-on.
+It sends what an engine's server sends: outputs to frontends, snapshots and cache deltas to the master. Messages are
+read between steps. Of a request's outputs only the first and the last are sent, the last with all tokens in between, as
+no simulated client streams. Of one that was to be handed over and was not, the second is sent too: it shows where the
+request goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from penstock.sim.traffic import STOP, own_token
 from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
-IDLE = 0  # the lane of those who say again that nothing has changed; see `Due`
+IDLE = 0  # the lane of idle reports; see `Due`
 TICKS = 20  # of the hand-offs, in a lease
 
 
@@ -68,14 +67,14 @@ Letter = ClientCommand | Command | PeerArrival | PeerLost | LoadedBlocks  # a ba
 
 
 class OutputBatch(NamedTuple):
-    """What requests of one frontend got; a `StepReport` without the load, which nobody reads here."""
+    """Outputs of one frontend's requests; a `StepReport` without the load, which is not used here."""
 
     incarnation: int
     outputs: tuple[TokenOutput, ...]
 
 
 class InstanceSender(Protocol):
-    """Carries what an instance says."""
+    """Sends an instance's messages."""
 
     def to_master(self, now: float, name: str, event: Event) -> Due: ...
     def report_arrives(self, at: float) -> float: ...
@@ -85,11 +84,11 @@ class InstanceSender(Protocol):
 
 
 class SimInstance:
-    """One life of an engine.
+    """One incarnation of an engine.
 
     Args:
-        ready: what it says of itself at first.
-        lengths: tokens that each request will generate: what only the device knows.
+        ready: its `Ready`.
+        lengths: tokens that each request will generate; known to the device only.
         report_interval: seconds between snapshots while the load changes.
         lease: seconds of silence after which a hand-off is over.
         tells_cache: whether the master looks at what comes and goes in the cache.
@@ -142,34 +141,33 @@ class SimInstance:
         self._told = self.intake.snapshot()  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
         self._idle_report = max(report_interval, IDLE_REPORT)
-        self._says_so_at = inf  # when it says again that nothing has changed; inf unless nothing else can come of time
+        self._says_so_at = inf  # time of the next idle report; inf unless idle
 
     @property
     def role(self) -> Role:
-        """Which work the master means it for."""
+        """Its role, as set by the master."""
         return self.intake.role
 
     # --- what happens
 
     def start(self, now: float) -> list[Due]:
-        """Make itself known and begin to live."""
+        """Register and start."""
         self._now = self._looked_at = self._ticked_at = now
         self._news.append(self._post.to_master(now, self.name, self.ready))
         self._send_cache(now)
         return self._go_on(now)
 
     def stop(self, now: float) -> dict[str, OutputBatch]:
-        """It dies: nothing more comes of it. Returns what frontends have by then, for their clients had every token as
-        soon as it was drawn."""
+        """Fail. Returns the outputs up to now, as clients had received every token as soon as it was sampled."""
         self._stopped = now
-        self.intake.handoffs = None  # they know each other: nobody else holds them, and they are to go at once
+        self.intake.handoffs = None  # breaks a reference cycle
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
             done = self._stride.done(now)
             self.steps += done
             self.busy += now - self._stride.began
             if self._stride.quiet:
-                done -= self._stride.ends_somebody and now >= self._stride.end  # what came of that is not known
+                done -= self._stride.ends_somebody and now >= self._stride.end  # its outcome is not known
                 ahead = {s.request_id: done for s in self._stride.plan.sequences}
         untold = []
         for request_id, owner in self.intake.owners():
@@ -182,7 +180,7 @@ class SimInstance:
         return {name: OutputBatch(self._incarnation, tuple(own)) for name, own in self.intake.address(untold).items()}
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
-        """Something has come; it is read between steps."""
+        """A message has arrived; it is read between steps."""
         if now >= self._stopped:
             return []
         self._now = now
@@ -212,7 +210,7 @@ class SimInstance:
         return self._go_on(now)
 
     def _go_on(self, now: float) -> list[Due]:
-        """Between steps: do what is due, read what has come, and begin the next step."""
+        """Between steps: do what is due, read messages, and begin the next step."""
         self._copy(now)
         self._on_clock(now)
         self._read(now)
@@ -224,7 +222,7 @@ class SimInstance:
         self._send_peers(now)
         wake = self._stride.end if self._stride is not None else self._next_due()
         if self._stride is None and self._way is not None and self.scheduler.has_work:
-            wake = min(wake, self._way.next_store)  # somebody may wait for blocks that are being copied
+            wake = min(wake, self._way.next_store)  # a sequence may wait for blocks that are being copied
         # whatever comes or begins makes the load unknown
         if self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None:
             return self._say(self._rest_until(now + self._idle_report))
@@ -234,7 +232,7 @@ class SimInstance:
         return self._say(self._wake_at(at))
 
     def _say(self, then: Due) -> list[Due]:
-        """What it has to say now, and what it does next by itself."""
+        """Its messages to send now, and its next event."""
         news, self._news = self._news, []
         news.append(then)
         return news
@@ -244,8 +242,8 @@ class SimInstance:
         return Due(at, Priority.STEP, partial(self._wake, self._turn))
 
     def _rest_until(self, at: float, lane: int | None = None) -> Due:
-        """It does nothing but say again at that time that nothing has changed. Only that the master hears it is an
-        event: most of a large cluster's would be those of idle instances."""
+        """It is idle until its next idle report. Only the report's arrival is an event, as otherwise most events of a
+        large cluster would be idle instances'."""
         self._turn += 1
         self._says_so_at = at
         return Due(self._post.report_arrives(at), Priority.MESSAGE, partial(self._said_so, self._turn), lane)
@@ -296,7 +294,7 @@ class SimInstance:
         self.handoffs.progress(now)
 
     def _record(self, now: float, stride: Stride) -> None:
-        """Tell everybody of the steps that are over."""
+        """Report the ended steps."""
         self._load = None
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
@@ -328,7 +326,7 @@ class SimInstance:
         return min(len(request.prompt) + most, self.scheduler.limits.max_model_len) - 1
 
     def _report(self, now: float, outputs: Iterable[TokenOutput]) -> None:
-        """Tell frontends what is new to them."""
+        """Send frontends their new outputs."""
         news = []
         for output in outputs:
             owner = self.intake.owner(output.request_id)
@@ -352,8 +350,8 @@ class SimInstance:
             )
 
     def _copy(self, now: float) -> None:
-        """Between the device and the host's memory. That a store is over is seen between steps, as only then somebody
-        wants its blocks; and of blocks that decoding fills in a stride the stores begin when it is recorded."""
+        """Between the device and the host's memory. That a store is over is seen between steps, as only then its blocks
+        are needed; and of blocks that decoding fills in a stride the stores begin when it is recorded."""
         offload = self.scheduler.offload
         if self._way is None or offload is None:
             return
@@ -457,5 +455,5 @@ class SimInstance:
                 self._news.append(self._post.to_peer(now, self.ready.peer, peer, together))
 
     def check(self) -> None:
-        """Raise AssertionError unless everything it holds belongs to a request that somebody wants."""
+        """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()

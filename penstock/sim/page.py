@@ -1,4 +1,4 @@
-"""A page of figures and tables in one file: its style is inside, and it asks for nothing."""
+"""A self-contained HTML page of figures and tables."""
 
 from __future__ import annotations
 

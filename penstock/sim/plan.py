@@ -2,7 +2,7 @@
 
 An estimate takes a candidate's instances as they are on average: how many sequences decode at once follows from how
 long a step with so many takes, and prompts wait for the instance that is free first. It takes milliseconds, and is
-right enough to choose what is worth a simulation.
+accurate enough to choose candidates for simulation.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ def _queue(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a simulation said of a candidate.
+    """A candidate's simulated result.
 
     Attributes:
         kept: whether it keeps the target.
@@ -406,7 +406,7 @@ class Search:
         return waiting + sum(verdict.result is not None for verdict in self.verdicts.values())
 
     def next(self) -> Candidate | None:
-        """What to try now, before the answers to those before it if need be; None when there is nothing left."""
+        """The next candidate to try, possibly before earlier results are known; None when none is left."""
         still_open = self._open()
         if not still_open or self.simulated >= self.tries:
             return None

@@ -1,8 +1,8 @@
-"""What can be left out of a scheduler's steps by who knows beforehand how long outputs will be: the simulator.
+"""Shortcuts for equal steps: the simulator knows output lengths, and need not schedule each decode step.
 
 While every running sequence only decodes, nothing waits and nothing ends, a scheduler would plan the same step again
-and again. Then it is asked once, and its steps are recorded together, with the same outcome. And where others read
-prompts meanwhile, whoever only decodes, and has nothing to tell anybody, is recorded in passing.
+and again. Then it is asked once, and its steps are recorded together, with the same outcome. And beside prefills,
+sequences that only decode are recorded without outputs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What another policy would have done: recorded decisions made again, over the views that they were made over.
+"""Replay: recorded decisions made again by another policy, over the recorded views.
 
 Policies measure costs each in its own way, so both choices are judged by one model, in milliseconds: when the first
 token would come if the instance's other prompts take as long as predicted, and this one what its steps take. The regret
 of a choice is by how much another instance would have been sooner. It sees the prompt's side only: a policy that gives
 some of it away for the sake of later requests, or of those that decode, has regret too.
 
-Recorded views show what the recorded policy's choices led to. A policy that would have led elsewhere is judged as a
-visitor, not by the cluster that it would have made: for that there is the simulator.
+Recorded views show what the recorded policy's choices led to. The cluster that another policy would have produced is
+not considered: use the simulator for that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def first_token(view: ClusterView, demand: Demand, load: InstanceLoad) -> float:
 
 
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
-    """Who could be given the prompt."""
+    """Instances that could prefill the prompt."""
     able = fitting(view, demand)
     return [load for load in able if load.role != "decode"] or able
 
@@ -75,7 +75,7 @@ def redecide(policy: DispatchPolicy, recorded: Decided, rng: Random) -> Redecide
     regret = _regret(view, recorded.demand, recorded.decision)
     verdict = policy.decide(view, rng)
     now = view.now
-    if isinstance(verdict, Later) and verdict.at < inf:  # asked in another world, for in this one something happens
+    if isinstance(verdict, Later) and verdict.at < inf:  # in the recording another event comes first
         verdict, now = _insist(*deepcopy((policy, rng)), view, verdict)
     if isinstance(verdict, Later):
         return Redecided(recorded, None, 0.0, regret, None)
@@ -104,11 +104,11 @@ def _regret(view: ClusterView, demand: Demand, decision: Decision, waited: float
     best = min((first_token(view, demand, load) for load in prefillers(view, demand)), default=inf)
     late = replace(view, now=view.now + waited)
     cost = waited + first_token(late, demand, chosen)
-    return max(0.0, cost - best)  # below the best is who is no prefiller: one that it excludes, or that only decodes
+    return max(0.0, cost - best)  # excluded instances and those that only decode may be below the best
 
 
 def replay(recorded: Iterable[Decided], make: Callable[[], DispatchPolicy], rng: Random) -> Iterable[Redecided]:
-    """Every decision again, by a policy that begins anew where the clock does."""
+    """Replay every decision, with a new policy wherever a recording restarts."""
     policy, newest = make(), -inf
     for entry in recorded:
         if entry.now < newest:

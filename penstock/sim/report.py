@@ -377,7 +377,7 @@ SHARES = ("attainment", "share_of_bound")
 
 
 def compare_rows(policies: Result) -> tuple[list[str], list[list[str]]]:
-    """(heads, a row for each policy, or for each of its rates), without the columns in which nobody has anything."""
+    """(heads, a row for each policy, or for each of its rates), without empty columns."""
     entries = [(name, entry) for name, row in policies.items() for entry in (row.get("rates") or [row])]
     columns = [c for c in COLUMNS if c == "attainment" or any(entry.get(c) for _, entry in entries)]
     rated = any(row.get("rates") for row in policies.values())

@@ -1,4 +1,4 @@
-"""What came of a simulation, as plain values for JSON. Everything in it is a function of scenario, policy and seed.
+"""A simulation's result, as plain values for JSON. Everything in it is a function of scenario, policy and seed.
 
 Attainment, times and series are of online requests; what offline ones got is told by tokens.
 """
@@ -68,7 +68,7 @@ class Outcomes:
 
     @property
     def online(self) -> Column:
-        """Those online ones that are over."""
+        """The online requests that have ended."""
         return ~self.offline & self.over
 
     @property

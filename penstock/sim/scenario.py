@@ -1,4 +1,4 @@
-"""What is simulated: instances, policy, traffic, limits, and what goes wrong; from one YAML file.
+"""A scenario: instances, policy, traffic, limits and failures, from one YAML file.
 
 The allowed values of each setting are in the tables given to `parse`, which the command line makes of the same options
 as its flags. This module knows the sections, and which settings are compatible.
@@ -63,12 +63,12 @@ class InstanceGroup:
     """Instances that are alike.
 
     Attributes:
-        times: of its steps, without slowdown and noise; with factors where steps were measured, of which nobody is
-            told either: policies and schedulers learn them.
+        times: of its steps, without slowdown and noise; with factors where steps were measured; policies and schedulers
+            do not know them, but learn them.
         num_blocks: of KV, for each instance.
         host_blocks: for each, of a tier of KV in its host's memory; 0 is none.
         token_budget: tokens in one step.
-        slowdown: factor on all times, of which nobody is told.
+        slowdown: factor on all times, unknown to policies.
         noise: standard deviation of a step's time, relative to it.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
@@ -123,8 +123,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An instance dies `at` a time, and `restart_after` so many seconds lives again, with an empty cache; None is
-    never."""
+    """An instance fails `at` a time, and restarts after `restart_after` seconds with an empty cache; None is never."""
 
     instance: str
     at: float

@@ -42,13 +42,13 @@ class Lab(Protocol):
     def measure(self, scale: float, share: float) -> Awaitable[Trial]: ...
 
     def guess(self, scale: float, share: float) -> None:
-        """This may be asked for next: for whoever has nothing better to do."""
+        """A hint that this may be asked for next."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SearchStep:
-    """One simulation that the search asked for."""
+    """One simulation of the search."""
 
     scale: float
     share: float

@@ -31,8 +31,8 @@ TIGHTEST = 0.75  # of a class's target that its priority may be worth at the tig
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles. A simulation makes none, and going through the books of a thousand instances in
-    search of some takes a third of its time."""
+    """Without the collector of cycles. A simulation makes none, and collecting them takes a third of its time with a
+    thousand instances."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -54,12 +54,12 @@ def simulate(
     progress: Callable[[int, int], None] = lambda ended, total: None,
     strides: bool = True,
 ) -> tuple[dict[str, Any], Cluster]:
-    """Run to the end of the last request, and look whether everybody's books are right.
+    """Run to the end of the last request, and run all checks.
 
     Args:
         variant: "POLICY" or "POLICY@LAYOUT".
         trace: see `make_traffic`.
-        rng: for policies that draw lots, made of `seed`.
+        rng: for randomised policies, made of `seed`.
         seed: of traffic and of step times.
         scale: factor on the workload's native rate.
         allowed_misses: share of the requests that may miss their limits before the simulation is given up, its result
@@ -190,7 +190,7 @@ def _simulate(
 
 
 def _circumstances(scenario: Scenario) -> Circumstances:
-    """Where clients say only their priority, it may be worth what their class is judged by, or somewhat less."""
+    """Where clients state only their priority, it implies their class's targets, or somewhat tighter ones."""
     classes: dict[int, list[SLO]] = {}
     for task in scenario.workload.tasks:
         if task.priority_only:

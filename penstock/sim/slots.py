@@ -1,4 +1,4 @@
-"""Where instances live, one life after the other, and what is noted of them."""
+"""Instances by name, over all their incarnations, with samples and use."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class InstanceSlot:
-    """Where an instance lives, one life after the other.
+    """An instance, over all its incarnations.
 
     Attributes:
-        instance: its present life; None while it is down.
+        instance: its current incarnation; None while it is down.
         lifetimes: [began, ended) of each, in seconds; None while one lasts.
-        past: of all lives that are over.
+        past: of all ended incarnations.
         serves_first: whether it serves from the start.
     """
 
@@ -56,11 +56,11 @@ class InstanceSlot:
     serves_first: bool = True
 
     def begin(self, now: float) -> None:
-        """From now on it is paid for, also while it starts."""
+        """Begin a lifetime; it counts also while the instance starts."""
         self.lifetimes.append((now, None))
 
     def end(self, now: float) -> None:
-        """Its life is over."""
+        """End the lifetime."""
         assert self.instance is not None
         self.past = self.used
         self.lifetimes[-1] = (self.lifetimes[-1][0], now)

@@ -32,7 +32,7 @@ class StepTimer:
         noise: standard deviation of a step's time, relative to it. Log-normal with mean 1: a step is never negative
             and now and then much longer, as real ones are.
         rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
-            are compared on the same luck.
+            are compared on the same random sequence.
     """
 
     def __init__(self, times: StepTime, slowdown: float, noise: float, rng: np.random.Generator) -> None:
@@ -113,16 +113,16 @@ class StepTimer:
 
 @dataclass(slots=True)
 class Stride:
-    """Steps that run one after the other without a decision between them, known so far as somebody looks ahead.
+    """Steps that run one after the other without a decision between them, known as far as they were computed ahead.
 
     Attributes:
         plan: of the first; the others are its continuation.
         began: when the first that is not recorded began, in seconds.
         ends: when each is over.
-        quiet: nothing comes of any of them but one more token for everybody.
+        quiet: each only brings every sequence one more token.
         recorded: how many of them the scheduler knows of.
         more: how many can follow.
-        ending: somebody ends in the last of those that can follow; only that one is not quiet.
+        ending: a sequence ends in the last of those that can follow; only that one is not quiet.
         kv_tokens: that the last reads.
     """
 
@@ -141,7 +141,7 @@ class Stride:
 
     @property
     def ends_somebody(self) -> bool:
-        """Whether somebody ends in the last step."""
+        """Whether a sequence ends in the last step."""
         return self.ending and not self.more
 
     def done(self, now: float) -> int:
@@ -158,7 +158,7 @@ class Stride:
         return dropped
 
     def split(self, scheduler: Scheduler) -> Stride:
-        """The last step, in which somebody ends, by itself, now that those before it are recorded."""
+        """The last step, in which a sequence ends, by itself; those before it are recorded."""
         return Stride(again(scheduler, self.plan), self.began, self.ends[-1:])
 
     def go_on(self, pace: StepTimer, until: float) -> None:
@@ -169,7 +169,7 @@ class Stride:
         self.kv_tokens += len(more) * len(self.plan.sequences)
 
     def record(self) -> tuple[float, list[float]]:
-        """When those that are not recorded began, and when each ended: they are now. Not the one in which somebody
+        """When those that are not recorded began, and when each ended: they are now. Not the one in which a sequence
         ends; see `split`."""
         began, over = self.began, len(self.ends) - self.ends_somebody
         ends = self.ends[self.recorded : over]
@@ -192,7 +192,7 @@ def begin_stride(
 
     Args:
         lengths: how many tokens each request will generate.
-        to_end: the step in which somebody ends may be among them.
+        to_end: the step in which a sequence ends may be among them.
     """
     stride = Stride(plan, now, [now + pace.step(plan)])
     if until > now:

@@ -33,7 +33,7 @@ from penstock.workload.requests import (
 from penstock.workload.synthetic import synthesise
 
 ROUNDING = 1e-3  # seconds, far more than it can be
-CHAT_BLOCKS = 2  # blocks of a prompt that only the next turn of its chat repeats; the first may be everybody's
+CHAT_BLOCKS = 2  # blocks of a prompt that only the next turn of its chat repeats; the first may be common to all
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _replayed(
 
 def _repeated(requests: Sequence[WorkRequest], gap: float, since: float, until: float) -> tuple[list[WorkRequest], int]:
     """What arrives in [since, until) seconds when the requests come again and again, `gap` seconds after the last one,
-    and how many came before. Shared prefixes are new ones each time: nobody asks all the same questions again."""
+    and how many came before. Each repetition has new shared prefixes."""
     lap = requests[-1].at + gap
     blocks = 1 + max((max(work.prefix) for work in requests if work.prefix), default=0)
     found: list[WorkRequest] = []
@@ -249,7 +249,7 @@ def _offline(
     return _requests(np.zeros(offline.backlog), lengths, rng, offline=True)
 
 
-# --- requests that have nothing in common
+# --- requests without shared prefixes
 
 
 def _arriving(

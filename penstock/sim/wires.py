@@ -1,4 +1,4 @@
-"""How long messages and blocks travel: between instances, and between a device and its host's memory."""
+"""Latencies of messages and blocks: between instances, and between a device and its host's memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeerArrival(NamedTuple):
 
 
 class Wires:
-    """Of all instances. Each has one way out and one way in, on which blocks travel one after the other."""
+    """Of all instances. Each instance has one link out and one in, which transfer blocks in sequence."""
 
     def __init__(self, transport: TransportModel) -> None:
         self._transport = transport
@@ -65,7 +65,7 @@ class Wires:
 
 
 class MemoryCarrier:
-    """A `sched.local.handoff.Carrier`: keeps what is to be sent until somebody takes it.
+    """A `sched.local.handoff.Carrier`: keeps messages until they are taken.
 
     Args:
         source: this instance's end of the pool that all share; None when blocks are copied.
@@ -99,7 +99,7 @@ class MemoryCarrier:
 
 
 class LoadedBlocks(NamedTuple):
-    """A load is over.
+    """A completed load.
 
     Attributes:
         at: when; `seconds` that it took on the way.
@@ -137,7 +137,7 @@ class HostWay:
         return arrivals
 
     def stored(self, now: float) -> list[int]:
-        """The stores that are over and were not told yet."""
+        """Completed stores that were not returned yet."""
         over = []
         while self._stores and self._stores[0][0] <= now:
             over.append(self._stores.popleft()[1])

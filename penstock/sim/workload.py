@@ -1,4 +1,4 @@
-"""What a scenario asks of a cluster: who sends which requests, when, and what they expect; and slices of that time.
+"""A scenario's workload: requests, arrivals and targets; and slices of it in time.
 
 A long simulation can be cut into slices, which are simulated beside each other. A slice is about the requests that come
 in its time. It begins earlier, with those that came before them, so that its own meet queues, batches and caches as
@@ -50,7 +50,7 @@ class Task:
         prompt, prompt_sd, output, output_sd: means and standard deviations.
         slo: by which they are judged.
         priority: lower runs first.
-        priority_only: the cluster is told the priority and not the targets.
+        priority_only: the cluster knows the priority and not the targets.
         start: when the first may arrive, in seconds.
         duration: for so many seconds they arrive; None is to the end.
     """
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offline:
-    """Requests that nobody waits for.
+    """Offline requests.
 
     Attributes:
         rate: requests per second, a Poisson process for as long as online requests arrive; None with a backlog.

@@ -40,7 +40,7 @@ class Separate:
 
 
 class OnlineFirst:
-    """Offline work goes anywhere whenever no online sequence waits for a place."""
+    """Offline work runs on any instance when no online sequence waits."""
 
     name = "online-first"
 
@@ -56,7 +56,7 @@ def _first(view: ClusterView, instances: Sequence[InstanceLoad], policy: str, ah
     ahead of it. It decodes there, or on the emptiest of those that take over."""
     for demand in view.offline[:1]:
         able: Sequence[InstanceLoad] = [i for i in instances if may_hold(i, demand)]
-        if not able:  # none of these is long enough: then anybody
+        if not able:  # none of these is long enough: then all
             able = fitting(view, demand)
         free = [i for i in able if seconds_ahead(view, i) <= ahead and has_room(i, demand)]
         if free:

@@ -1,4 +1,4 @@
-"""The usual scaler: thresholds on how full instances are and how many sequences wait, with a cooldown."""
+"""Threshold scaling: on utilisation and queue length, with a cooldown."""
 
 from __future__ import annotations
 
