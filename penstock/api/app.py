@@ -5,13 +5,12 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from penstock.api import chat, completions, health, models, tokenize
-from penstock.api.edge import Edge
-from penstock.api.errors import on_http_exception
-from penstock.api.reference import describe
+from penstock.api.http import Application, Route, json_response
+from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 
@@ -28,7 +27,7 @@ def create_app(
     api_keys: tuple[str, ...] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
-) -> FastAPI:
+) -> Application:
     """All routes.
 
     Args:
@@ -38,28 +37,19 @@ def create_app(
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
     """
-    app = FastAPI(
-        title="penstock",
-        version=_version(),
-        redirect_slashes=False,
-        exception_handlers={HTTPException: on_http_exception},
-    )
-    app.state.max_body_bytes = max_body_bytes
-    app.add_middleware(
-        Edge,
-        frontend=frontend,
-        metrics=metrics,
-        api_keys=api_keys,
-        max_body_bytes=max_body_bytes,
-        tracing=tracing,
-    )
-    chat.add_routes(app, frontend)
-    completions.add_routes(app, frontend)
-    tokenize.add_routes(app, frontend)
-    models.add_routes(app, frontend)
-    health.add_routes(app, frontend, metrics)
-    describe(app)
-    return app
+    routes = [
+        *chat.routes(frontend),
+        *completions.routes(frontend),
+        *tokenize.routes(frontend),
+        *models.routes(frontend),
+        *health.routes(frontend, metrics, _version()),
+    ]
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document(routes, _version()))
+
+    every = [*routes, Route("GET", "/openapi.json", openapi)]
+    return Application(every, frontend, metrics, api_keys, max_body_bytes, tracing)
 
 
 def _version() -> str:

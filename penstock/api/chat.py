@@ -6,14 +6,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.requests import Request
 from starlette.types import Send
 
-from penstock.api.exchange import UntilDisconnect, add_post, read_body
-from penstock.api.levels import service_level
+from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.schema import ChatBody, sampling_params
+from penstock.api.schema import ChatBody, sampling_params, service_level
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
@@ -24,13 +22,13 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    async def chat_completions(request: Request) -> Response:
+def routes(frontend: Frontend) -> list[Route]:
+    async def chat_completions(request: Request) -> UntilDisconnect:
         body = await read_body(request, ChatBody)
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
-    add_post(app, "/v1/chat/completions", ChatBody, chat_completions)
+    return [Route("POST", "/v1/chat/completions", chat_completions, ChatBody)]
 
 
 async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, send: Send) -> None:

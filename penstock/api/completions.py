@@ -8,14 +8,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.requests import Request
 from starlette.types import Send
 
-from penstock.api.exchange import UntilDisconnect, add_post, read_body
-from penstock.api.levels import service_level
+from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
-from penstock.api.schema import CompletionBody, prompts_of, sampling_params
+from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
@@ -28,13 +26,13 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    async def completions(request: Request) -> Response:
+def routes(frontend: Frontend) -> list[Route]:
+    async def completions(request: Request) -> UntilDisconnect:
         body = await read_body(request, CompletionBody)
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
-    add_post(app, "/v1/completions", CompletionBody, completions)
+    return [Route("POST", "/v1/completions", completions, CompletionBody)]
 
 
 async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel, request_id: str, send: Send) -> None:

@@ -7,7 +7,6 @@ import math
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import PenstockError, http_row
@@ -38,16 +37,6 @@ def error_response(error: Exception, request_id: str) -> Response:
     if status in {429, 503}:
         headers["retry-after"] = str(max(1, math.ceil(getattr(error, "retry_after", 1.0))))
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """For what the router itself refuses: it says only "Not Found"."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        error.detail = f"{request.url.path}: there is no such route"
-    elif error.status_code == 405:
-        error.detail = f"{request.url.path}: {request.method}, allowed is {(error.headers or {}).get('Allow')}"
-    return error_response(error, request.state.request_id)
 
 
 def error_body(message: str, kind: str, param: str | None, code: str) -> dict[str, object]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.exchange import json_response
+from penstock.api.http import Route, json_response
 from penstock.core.errors import Unavailable
 from penstock.obs.metrics import Metrics
 
@@ -15,26 +15,29 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def add_routes(app: FastAPI, frontend: Frontend, metrics: Metrics) -> None:
-    @app.get("/health")
-    async def health() -> Response:
+def routes(frontend: Frontend, metrics: Metrics, version: str) -> list[Route]:
+    async def health(request: Request) -> Response:
         """Whether this process and its engines make progress, as a whole and one by one."""
         if not frontend.healthy:
             raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")
         status = "draining" if frontend.draining else "healthy"
         return json_response({"status": status, "instances": frontend.instance_states()})
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """Whether a request would be served now."""
         frontend.check_ready()
         return json_response({"status": "ready"})
 
-    @app.get("/metrics")
-    async def render_metrics() -> Response:
+    async def render_metrics(request: Request) -> Response:
         data, content_type = metrics.render()
         return Response(data, media_type=content_type)
 
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": app.version})
+    async def show_version(request: Request) -> Response:
+        return json_response({"version": version})
+
+    return [
+        Route("GET", "/health", health),
+        Route("GET", "/ready", ready),
+        Route("GET", "/metrics", render_metrics),
+        Route("GET", "/version", show_version),
+    ]

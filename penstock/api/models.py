@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.exchange import json_response
+from penstock.api.http import Route, json_response
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.get("/v1/models")
-    async def list_models() -> Response:
+def routes(frontend: Frontend) -> list[Route]:
+    async def list_models(request: Request) -> Response:
         frontend.check_ready()
         cards = [_card(frontend, name) for name in frontend.served_names]
         return json_response({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model:path}")
-    async def get_model(model: str) -> Response:
+    async def get_model(request: Request) -> Response:
         frontend.check_ready()
-        return json_response(_card(frontend, frontend.served_model(model)))
+        return json_response(_card(frontend, frontend.served_model(request.path_params["model"])))
+
+    return [Route("GET", "/v1/models", list_models), Route("GET", "/v1/models/{model:path}", get_model)]
 
 
 def _card(frontend: Frontend, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Everything else is ignored, and said to be ignored.
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.service.intake import check_salt
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -79,6 +81,9 @@ IGNORED = (
 )
 # Fields that other servers had once; whoever still sends one would get another answer than they think.
 REMOVED_PREFIXES = ("guided_", "beam_", "logits_processor_")
+
+SLO_HEADERS = {"ttft_ms": "x-llm-d-slo-ttft-ms", "tpot_ms": "x-llm-d-slo-tpot-ms"}
+TIERS = {None: False, "auto": False, "default": False, "flex": True}  # -> whether it is offline work
 
 # pydantic's error types -> what would be allowed
 ALLOWED = {
@@ -353,6 +358,45 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
     if given.get("use_beam_search"):
         defaults = {name: value for name, value in defaults.items() if name not in NOT_WITH_BEAMS}
     return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
+
+
+def service_level(body: GenerationBody, headers: Mapping[str, str]) -> ServiceLevel:
+    """What the body says, and the headers where it says nothing.
+
+    Raises:
+        InvalidRequest: naming the field or header.
+        UnsupportedField: a tier that is not served.
+    """
+    if body.service_tier not in TIERS:
+        allowed = ", ".join(tier for tier in TIERS if tier)
+        raise UnsupportedField(
+            f"service_tier: {SHORT.repr(body.service_tier)} is not supported, allowed are {allowed}", "service_tier"
+        )
+    targets = {name: _target(body, headers, name) for name in SLO_HEADERS}
+    offline = TIERS[body.service_tier]
+    if offline and any(target is not None for target in targets.values()):
+        raise InvalidRequest("slo: given, allowed only without service_tier 'flex', which has no targets", "slo")
+    return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.prompt_cache_key or "")
+
+
+def _target(body: GenerationBody, headers: Mapping[str, str], name: str) -> float | None:
+    given = getattr(body.slo, name) if body.slo is not None else None
+    if given is not None:
+        return _positive(f"slo.{name}", given, given)
+    header = headers.get(SLO_HEADERS[name])
+    if header is None:
+        return None
+    try:
+        value = float(header)
+    except ValueError:
+        value = math.nan
+    return _positive(SLO_HEADERS[name], value, header)
+
+
+def _positive(field: str, value: float, given: object) -> float:
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{field}: {SHORT.repr(given)}, allowed is a number of milliseconds above 0", field)
+    return value
 
 
 def prompts_of(prompt: Any, vocab_size: int) -> list[str] | list[list[int]]:

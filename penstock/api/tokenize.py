@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.exchange import add_post, json_response, read_body
+from penstock.api.http import Route, json_response, read_body
 from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
+def routes(frontend: Frontend) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
         frontend.served_model(body.model)
@@ -41,5 +41,7 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")
         return json_response({"prompt": await frontend.decode(body.tokens)})
 
-    add_post(app, "/tokenize", TokenizeBody, tokenize)
-    add_post(app, "/detokenize", DetokenizeBody, detokenize)
+    return [
+        Route("POST", "/tokenize", tokenize, TokenizeBody),
+        Route("POST", "/detokenize", detokenize, DetokenizeBody),
+    ]

@@ -10,9 +10,9 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from penstock.api.app import create_app
+from penstock.api.http import Application
 from penstock.core.clock import ManualClock
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import TokenLogprobs
@@ -214,12 +214,12 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def make_app(frontend: ScriptedFrontend, metrics: Metrics) -> Callable[..., FastAPI]:
+def make_app(frontend: ScriptedFrontend, metrics: Metrics) -> Callable[..., Application]:
     return lambda **options: create_app(cast(Any, frontend), metrics, **options)
 
 
 @pytest.fixture
-def make_client(make_app: Callable[..., FastAPI]) -> Callable[..., httpx.AsyncClient]:
+def make_client(make_app: Callable[..., Application]) -> Callable[..., httpx.AsyncClient]:
     """A client of the application in this process; an error that nothing answers raises in the test."""
 
     def make(**options: Any) -> httpx.AsyncClient:
@@ -235,7 +235,7 @@ async def client(make_client: Callable[..., httpx.AsyncClient]) -> AsyncIterator
 
 
 @pytest.fixture
-async def url(make_app: Callable[..., FastAPI]) -> AsyncIterator[str]:
+async def url(make_app: Callable[..., Application]) -> AsyncIterator[str]:
     """The address of a real server on loopback."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

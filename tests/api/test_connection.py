@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from penstock.api import connection
 from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
+from penstock.api.http import Application
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 20.0
@@ -35,7 +35,7 @@ def protocol(request: pytest.FixtureRequest) -> type[Connection]:
 
 
 @pytest.fixture
-async def port(make_app: Callable[..., FastAPI], protocol: type[Connection]) -> AsyncIterator[int]:
+async def port(make_app: Callable[..., Application], protocol: type[Connection]) -> AsyncIterator[int]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

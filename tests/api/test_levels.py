@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.api.levels import service_level
-from penstock.api.schema import ChatBody, parse
+from penstock.api.schema import ChatBody, parse, service_level
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.service_level import ServiceLevel
 

@@ -117,7 +117,7 @@ def test_torch_free_rooms_stay_so():
 
 def test_the_engine_runs_where_only_model_libraries_are_installed():
     """A GPU machine without network has torch, safetensors and tokenizers, but none of the server's packages."""
-    absent = {"msgspec", "zmq", "fastapi", "uvicorn", "uvloop", "pydantic", "aiohttp", "blake3", "xxhash"}
+    absent = {"msgspec", "zmq", "starlette", "uvicorn", "uvloop", "pydantic", "aiohttp", "blake3", "xxhash"}
     code = (
         f"absent = {absent}"
         + """

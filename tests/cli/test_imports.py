@@ -15,7 +15,7 @@ def test_an_engine_is_started_before_the_server_imports_what_it_needs_itself():
 from penstock.cli.main import make_parser
 make_parser("serve")
 import penstock.obs.logs, penstock.service.launcher, penstock.service.supervisor"""
-    late = ("zmq", "yaml", "numpy", "http.client", "fastapi", "penstock.cli.bench", "penstock.service.policies")
+    late = ("zmq", "yaml", "numpy", "http.client", "starlette", "penstock.cli.bench", "penstock.service.policies")
     assert imported(code, *late, "penstock.cli.serve") == {"penstock.cli.serve"}
 
 

@@ -13,7 +13,7 @@ import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"msgspec", "xxhash", "zmq", "fastapi", "uvicorn", "uvloop", "rich", "yaml"}:
+        if name.partition(".")[0] in {"msgspec", "xxhash", "zmq", "starlette", "uvicorn", "uvloop", "rich", "yaml"}:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocked())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from penstock.api.http import Route
 
 JSON = "application/json"
 ERROR = {
@@ -39,27 +38,25 @@ OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
 GENERATES = {"/v1/chat/completions", "/v1/completions"}
 
 
-def describe(app: FastAPI) -> None:
-    """Add to /openapi.json what the routes do not declare."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change it
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """The OpenAPI document of these routes."""
     schemas: dict[str, Any] = {"Error": ERROR}
-    for path, item in document["paths"].items():
-        for method, operation in item.items():
-            operation["responses"] = _responses(path, method)
-            _share_definitions(operation, schemas)
-    document["components"] = {"schemas": schemas}
-    # pydantic's references are to the schema that they stand in
-    return json.loads(json.dumps(document).replace('"#/$defs/', '"#/components/schemas/'))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        responses = _responses(route.path_format, route.method)
+        operation: dict[str, Any] = {"operationId": route.name, "responses": responses}
+        if route.endpoint.__doc__:
+            operation["description"] = route.endpoint.__doc__
+        if route.param_convertors:
+            text = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name} | text for name in route.param_convertors]
+        if route.body is not None:
+            schema = route.body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= schema.pop("$defs", {})
+            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        paths.setdefault(route.path_format, {})[route.method.lower()] = operation
+    info = {"title": "penstock", "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
 def _responses(path: str, method: str) -> dict[str, Any]:
@@ -67,7 +64,7 @@ def _responses(path: str, method: str) -> dict[str, Any]:
     if path in GENERATES:
         kinds["text/event-stream"] = {}
     statuses = dict(EVERYWHERE)
-    if method == "post" or "{model}" in path:
+    if method == "POST" or "{model}" in path:
         statuses |= OF_MODELS
     statuses |= OF_BODIES  # a body may come with any request, and be refused
     if path in GENERATES:
@@ -75,8 +72,3 @@ def _responses(path: str, method: str) -> dict[str, Any]:
     error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     refused = {str(status): {"description": statuses[status], "content": error} for status in sorted(statuses)}
     return {"200": {"description": "as asked for", "content": kinds}} | refused
-
-
-def _share_definitions(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    for content in operation.get("requestBody", {}).get("content", {}).values():
-        schemas.update(content["schema"].pop("$defs", {}))

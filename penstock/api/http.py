@@ -1,0 +1,218 @@
+"""What all routes have in common: the application around them, their requests' bodies, and work that ends when its
+client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+from starlette import routing
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.api.errors import error_response
+from penstock.api.schema import Body, BodyType, parse
+from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
+from penstock.obs.metrics import Metrics
+from penstock.obs.tracing import Tracing
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+OPEN_ROUTES = {"/health", "/ready", "/metrics", "/version"}  # need no key
+WHILE_DRAINING = {"/health", "/metrics", "/version"}  # are answered while the server drains
+MAX_REQUEST_ID_CHARS = 128
+MAX_LISTED_FIELDS = 32
+MAX_LISTED_CHARS = 64  # of one field's name
+CLIENT_GONE = 499  # counted, never sent
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Route(routing.Route):
+    """One method of one path.
+
+    Args:
+        endpoint: a coroutine function from the request to what sends the response.
+        body: what `read_body` makes of the request's body there; None without one.
+    """
+
+    def __init__(self, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.method, self.methods = method, {method}
+        self.body = body
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != self.method:
+            message = f"{scope['path']}: {scope['method']}, allowed is {self.method}"
+            raise HTTPException(405, message, {"allow": self.method})
+        response = await self.endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+
+class Application:
+    """The ASGI application: request ids, traces, keys, sizes, refusing while the server drains, routing, and an answer
+    to every error.
+
+    Requests have `request.state.request_id`, and `request.state.headers`, a list of headers for the response.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        frontend: Frontend,
+        metrics: Metrics,
+        api_keys: tuple[str, ...],
+        max_body_bytes: int,
+        tracing: Tracing | None,
+    ) -> None:
+        self.routes = routes
+        self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
+        self._frontend = frontend
+        self._metrics = metrics
+        self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope)
+        wanted_id = given.get("x-request-id")
+        request_id = wanted_id if wanted_id and _valid_id(wanted_id) else uuid.uuid4().hex
+        headers = [(b"x-request-id", request_id.encode())]
+        trace = None
+        if self._tracing is not None and scope["path"] not in OPEN_ROUTES:
+            trace = self._tracing.begin(scope["method"], scope["path"], given)
+            headers.append((b"traceparent", trace.traceparent.encode()))
+        else:
+            headers += [(name, value) for name, value in given.raw if name == b"traceparent"]
+        scope["state"] = {"request_id": request_id, "headers": headers, "max_body_bytes": self._max_body_bytes}
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                close = [(b"connection", b"close")] if self._frontend.draining else []  # the next one goes elsewhere
+                message = {**message, "headers": [*message["headers"], *headers, *close]}
+            await send(message)
+
+        try:
+            self._check(scope["path"], given, wanted_id)
+            await self._router.app(scope, receive, answer)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if status:
+                raise
+            await error_response(error, request_id)(scope, receive, answer)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._metrics.observe_http(route, status or CLIENT_GONE)
+            if trace is not None:
+                trace.end(route, status or CLIENT_GONE)
+
+    def _check(self, path: str, headers: Headers, request_id: str | None) -> None:
+        """Before anything of the body is read.
+
+        Raises:
+            Unavailable: nothing new is taken any more.
+            Unauthorized: it has none of the keys.
+            HTTPException: 413, its body is announced as too long.
+            InvalidRequest: its request id cannot be one.
+        """
+        if self._frontend.draining and path not in WHILE_DRAINING:
+            raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
+        if self._keys and path not in OPEN_ROUTES:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            good = [hmac.compare_digest(key.strip().encode("latin-1"), known) for known in self._keys]
+            if scheme.lower() != "bearer" or not any(good):
+                raise Unauthorized("authorization: the API key is missing or wrong, send 'Authorization: Bearer KEY'")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise HTTPException(413, f"the body has {length} bytes, at most {self._max_body_bytes} are allowed")
+        if request_id is not None and not _valid_id(request_id):
+            raise InvalidRequest(
+                f"x-request-id: allowed are 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", "x-request-id"
+            )
+
+
+async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404, f"{scope['path']}: there is no such route")
+
+
+def _valid_id(text: str) -> bool:
+    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+
+
+async def read_body(request: Request, model: type[BodyType]) -> BodyType:
+    """The request's body. Fields that are ignored will be listed in a response header.
+
+    Raises:
+        InvalidRequest, UnsupportedField: not JSON, or not such a body.
+        HTTPException: 413, longer than the application allows.
+        ClientDisconnect: the client left.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequest(f"content-type: {kind!r}, allowed is application/json", "content-type")
+    limit: int = request.state.max_body_bytes
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise HTTPException(413, f"the body is too long, at most {limit} bytes are allowed")
+    body, ignored = parse(bytes(data), model)
+    if ignored:
+        names = (quote(name[:MAX_LISTED_CHARS], safe="") for name in ignored[:MAX_LISTED_FIELDS])
+        request.state.headers.append((b"x-penstock-ignored-fields", ", ".join(names).encode()))
+    return body
+
+
+def json_response(payload: object) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")
+
+
+class UntilDisconnect:
+    """Does the work that sends the response, and cancels it as soon as the client leaves, in whatever phase it is.
+
+    Args:
+        work: sends the response; errors that it raises before it has sent anything are answered as usual.
+    """
+
+    def __init__(self, work: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.current_task()
+        assert work is not None
+        working, left = True, False
+
+        def leave(gone: asyncio.Task[None]) -> None:
+            nonlocal left
+            if working and not gone.cancelled():
+                left = True
+                work.cancel()
+
+        gone = asyncio.create_task(_disconnected(receive))
+        gone.add_done_callback(leave)
+        try:
+            await self._work(send)
+        except asyncio.CancelledError:
+            if not left or work.uncancel():  # somebody else wants an end, too
+                raise
+        finally:
+            working = False
+            gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
