@@ -28,8 +28,7 @@ from penstock.sched.cluster.base import (
     Stage,
     fitting,
 )
-from penstock.sched.cluster.dispatch import hands_over
-from penstock.sched.cluster.stages import prefillers
+from penstock.sched.cluster.stages import hands_over, prefillers
 
 AHEAD = 0.5  # seconds of prompts that an instance has ahead of it at most, to be given an offline one
 AGAIN = 0.1  # seconds until asked again when nothing has room

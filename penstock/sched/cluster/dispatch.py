@@ -1,13 +1,13 @@
-"""Policies that place every sequence the moment it comes: from roles to candidates, and a comparison of these."""
+"""Policies that place every sequence the moment it comes: from roles to candidates, in turn or to the least loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
-from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import (
     ClusterView,
     Decision,
@@ -18,14 +18,8 @@ from penstock.sched.cluster.base import (
     Stage,
     fitting,
 )
-from penstock.sched.cluster.columns import Column
-
-HAND_OVERS = {("prefill", "decode"), ("prefill", "any"), ("any", "decode")}
-
-
-def hands_over(source: Role, target: Role) -> bool:
-    """Whether instances of one role hand requests over to instances of another."""
-    return (source, target) in HAND_OVERS
+from penstock.sched.cluster.columns import Column, Costs
+from penstock.sched.cluster.stages import hands_over, why
 
 
 class InstanceChoice(Protocol):
@@ -83,13 +77,40 @@ class Immediate:
         )
 
 
-def why(prefill: InstanceLoad, decode: str | None) -> str:
-    """The reason of a decision that follows the roles."""
-    if decode is not None:
-        return "hand-off"
-    if prefill.role == "any":
-        return "colocated"
-    if prefill.role == "decode":
-        return "no-prefill: no instance that prefills prompts can be given more"
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
-    return f"no-decode: {reasons or 'no instance that decodes can be given more'}"
+class LeastLoaded:
+    """A cost is in tokens: those that are still to be computed, and those that are held. Among equals the lot decides,
+    so that a burst does not always begin with the first."""
+
+    name = "least-loaded"
+
+    def __init__(self) -> None:
+        self._tokens = Column(lambda load: load.pending_tokens + load.held_tokens)
+        self._requests = Column(attrgetter("requests"))
+
+    def choose(
+        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
+    ) -> tuple[InstanceLoad, Mapping[str, float]]:
+        tokens = self._tokens.of(candidates)
+        lightest = (tokens == tokens[tokens.argmin()]).nonzero()[0]  # `min` takes several times as long as `argmin`
+        requests = self._requests.of(candidates)[lightest]
+        equal = lightest[requests == requests[requests.argmin()]]
+        chosen = int(equal[rng.choice(range(len(equal)))])
+        return candidates[chosen], Costs(candidates, tokens.copy(), chosen)
+
+
+class RoundRobin:
+    """In the order of names, each stage by itself. A cost is how many turns a candidate is away."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._last: dict[Stage, str] = {}
+
+    def choose(
+        self, stage: Stage, demand: Demand, candidates: Sequence[InstanceLoad], rng: Random
+    ) -> tuple[InstanceLoad, Mapping[str, float]]:
+        ordered = sorted(candidates, key=attrgetter("name"))
+        last = self._last.get(stage, "")
+        turns = [c for c in ordered if c.name > last] + [c for c in ordered if c.name <= last]
+        self._last[stage] = turns[0].name
+        return turns[0], {c.name: float(turn) for turn, c in enumerate(turns)}

@@ -42,9 +42,8 @@ import numpy.typing as npt
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
 from penstock.sched.cluster.columns import QueueColumns
-from penstock.sched.cluster.dispatch import why
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, prefill_seconds_alone
-from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.stages import Candidates, why
 from penstock.sched.cluster.turns import Turns, fill_gap
 
 TRIED = 4  # instances, for a sequence that goes by itself

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Stage, fitting
-from penstock.sched.cluster.dispatch import hands_over, why
+from penstock.core.wire.engine import Role
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, fitting
+
+HAND_OVERS = {("prefill", "decode"), ("prefill", "any"), ("any", "decode")}
+
+
+def hands_over(source: Role, target: Role) -> bool:
+    """Whether instances of one role hand requests over to instances of another."""
+    return (source, target) in HAND_OVERS
 
 
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
@@ -20,34 +27,16 @@ def takers(view: ClusterView, demand: Demand, prefill: InstanceLoad) -> list[Ins
     return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.role, i.role)]
 
 
-def read_and_home(
-    policy: str,
-    view: ClusterView,
-    demand: Demand,
-    prefiller: InstanceLoad,
-    home: InstanceLoad,
-    costs: Mapping[str, float],
-    home_costs: Mapping[str, float],
-) -> Decision:
-    """It is prefilled by one instance behind the prompts that are there, and decodes at another or at the same.
-
-    Args:
-        costs, home_costs: of the candidates for each stage; none where a stage had no choice.
-    """
-    decode = home.name if home is not prefiller else None
-    both: dict[Stage, Mapping[str, float]] = {"prefill": costs}
-    if home_costs:
-        both["decode"] = home_costs
-    begins = max(view.now, prefiller.free_at)
-    return Decision(
-        key=demand.key,
-        prefill=prefiller.name,
-        decode=decode,
-        policy=policy,
-        reason=why(prefiller, decode),
-        costs=both,
-        predicted_ttft=begins + prefiller.prefill_seconds(demand.prompt_tokens) - demand.arrived,
-    )
+def why(prefill: InstanceLoad, decode: str | None) -> str:
+    """The reason of a decision that follows the roles."""
+    if decode is not None:
+        return "hand-off"
+    if prefill.role == "any":
+        return "colocated"
+    if prefill.role == "decode":
+        return "no-prefill: no instance that prefills prompts can be given more"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in prefill.unlinked.items())
+    return f"no-decode: {reasons or 'no instance that decodes can be given more'}"
 
 
 class Candidates:

@@ -12,9 +12,8 @@ from math import exp
 
 HORIZON = 60.0  # seconds after which what was prefilled counts only 1/e
 LATELY = 50  # prompts by which the share that is found is known
-WEIGHT = (
-    1.0  # seconds that a second of prefilling costs others where everything is found, and all instances prefill alike
-)
+# seconds that a second of prefilling costs others where everything is found, and all instances prefill alike
+WEIGHT = 1.0
 FAR = 100.0  # horizons after which numbers are made small again
 
 
@@ -22,7 +21,7 @@ class Turnover:
     """How much each instance has prefilled lately, and how much was found instead."""
 
     def __init__(self) -> None:
-        self._read: dict[str, float] = {}  # tokens; instead of the old ones losing weight the new ones have more
+        self._prefilled: dict[str, float] = {}  # tokens; instead of the old ones losing weight the new ones have more
         self._total = 0.0  # of them
         self._since = 0.0  # when a token had the weight 1
         self._asked = self._found = 0.0  # tokens of the last prompts
@@ -35,7 +34,7 @@ class Turnover:
         """
         if not self._found or not self._total:
             return 0.0
-        return WEIGHT * self._found / self._asked * self._read.get(name, 0.0) * among / self._total
+        return WEIGHT * self._found / self._asked * self._prefilled.get(name, 0.0) * among / self._total
 
     def note(self, now: float, name: str, prompt_tokens: int, computed: int) -> None:
         """A prompt goes to an instance.
@@ -49,7 +48,7 @@ class Turnover:
             self._rescale(exp(-min(age, 7 * FAR)))
             self._since, age = now, 0.0
         tokens = computed * exp(age)
-        self._read[name] = self._read.get(name, 0.0) + tokens
+        self._prefilled[name] = self._prefilled.get(name, 0.0) + tokens
         self._total += tokens
         rest = 1 - 1 / LATELY
         self._asked = self._asked * rest + prompt_tokens
@@ -57,5 +56,5 @@ class Turnover:
 
     def _rescale(self, factor: float) -> None:
         # who has prefilled nothing for ever so long comes to 0, and is forgotten
-        self._read = {name: tokens * factor for name, tokens in self._read.items() if tokens * factor}
-        self._total = sum(self._read.values())
+        self._prefilled = {name: tokens * factor for name, tokens in self._prefilled.items() if tokens * factor}
+        self._total = sum(self._prefilled.values())

@@ -7,9 +7,8 @@ from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import Decision, Demand, InstanceLoad, Key, Later
-from penstock.sched.cluster.dispatch import why
 from penstock.sched.cluster.foresight import Foresight, has_room, room
-from penstock.sched.cluster.stages import Candidates
+from penstock.sched.cluster.stages import Candidates, why
 
 PATIENCE = 16  # decisions that may pass over the sequence that has waited longest
 SHOWN = 4  # offline sequences, and instances to prefill them, that are tried for a gap

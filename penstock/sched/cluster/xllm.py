@@ -22,8 +22,7 @@ from msgspec.structs import replace
 
 from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
-from penstock.sched.cluster.dispatch import why
-from penstock.sched.cluster.stages import prefillers, takers
+from penstock.sched.cluster.stages import prefillers, takers, why
 from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do

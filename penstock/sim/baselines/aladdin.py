@@ -29,8 +29,9 @@ import numpy.typing as npt
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random
 from penstock.sched.cluster.columns import Column, QueueColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, fullness, has_room, room
-from penstock.sched.cluster.stages import Candidates, read_and_home
+from penstock.sched.cluster.stages import Candidates
 from penstock.sched.cluster.turns import Turns, fill_gap
+from penstock.sim.baselines.decisions import staged_decision
 
 REFUSED = 4  # sequences that are tried on every instance in vain, until the next question
 
@@ -139,7 +140,7 @@ class Aladdin:
                     return None  # whoever prefills, nobody takes over
                 continue
             self._turns.took(demand)
-            return read_and_home(self.name, view, demand, load, home, costs, steps)
+            return staged_decision(self.name, view, demand, load, home, costs, steps)
         return None
 
     def _home(

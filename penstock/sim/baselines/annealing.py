@@ -26,8 +26,9 @@ from math import exp, inf
 
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
 from penstock.sched.cluster.foresight import Foresight, Prompts, has_room
-from penstock.sched.cluster.stages import Candidates, read_and_home
+from penstock.sched.cluster.stages import Candidates
 from penstock.sched.cluster.turns import Turns, fill_gap
+from penstock.sim.baselines.decisions import staged_decision
 
 HOT, COLD = 0.5, 0.01  # temperatures at both ends of a search, in missed targets
 Plan = list[list[int]]  # for each instance, places in the window in the order in which they run
@@ -122,7 +123,7 @@ class Annealing:
             return None
         self._turns.took(demand)
         costs = {name: float(len(keys)) for name, keys in self._plan.items()} | {load.name: 0.0}
-        return read_and_home(self.name, view, demand, load, home, costs, steps)
+        return staged_decision(self.name, view, demand, load, home, costs, steps)
 
     def _is_in_time(self, view: ClusterView, demand: Demand) -> bool:
         return view.now + self._prompts.seconds(demand.prompt_tokens) <= demand.deadline

@@ -27,8 +27,9 @@ import numpy.typing as npt
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random
 from penstock.sched.cluster.columns import Column, Places, QueueColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room
-from penstock.sched.cluster.stages import Candidates, read_and_home
+from penstock.sched.cluster.stages import Candidates
 from penstock.sched.cluster.turns import Turns, fill_gap
+from penstock.sim.baselines.decisions import staged_decision
 
 _Values = npt.NDArray[np.float64]
 _Places = npt.NDArray[np.intp]
@@ -194,7 +195,7 @@ class Scorpio:
         if home is None:
             return None
         costs = {load.name: max(0.0, load.free_at - view.now)}
-        return read_and_home(self.name, view, demand, load, home, costs, steps)
+        return staged_decision(self.name, view, demand, load, home, costs, steps)
 
     def _admits(self, view: ClusterView, load: InstanceLoad, demand: Demand, in_time: bool) -> bool:
         return has_room(load, demand, view.rates.output_tokens) and self._foresight.keeps_pace(load, demand, in_time)
