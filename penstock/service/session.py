@@ -247,8 +247,6 @@ class InstanceSession:
             tpot=min(self._tpots, default=inf),
             offline_requests=self._offline,
             offline_tokens=self._offline_tokens,
-            measured_ttft=_seconds(None if seen is None else seen.ttft_ms),
-            measured_tpot=_seconds(None if seen is None else seen.tpot_ms),
             interval=_seconds(None if seen is None else seen.interval_ms),
             peers=self.peers,
             unlinked=self.unlinked,

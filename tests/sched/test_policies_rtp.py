@@ -9,8 +9,15 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates, fitting
-from penstock.sched.cluster.affinity import ChatAffinity, returns
-from penstock.sched.cluster.rtp_llm import BAND_MS, PASSED, WINDOW, make_rtp_llm, make_rtp_llm_score
+from penstock.sched.cluster.rtp_llm import (
+    BAND_MS,
+    PASSED,
+    WINDOW,
+    ChatAffinity,
+    make_rtp_llm,
+    make_rtp_llm_score,
+    returns,
+)
 from tests.helpers.policies import Subject, ToyMaster, clusters, demand, instance, linked, workloads
 
 POLICIES = {"rtp_llm": make_rtp_llm, "rtp_llm_score": make_rtp_llm_score}

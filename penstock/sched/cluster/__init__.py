@@ -27,10 +27,8 @@ from penstock.sched.cluster.base import (
 )
 from penstock.sched.cluster.colocation import Colocated, ColocatedRoles
 from penstock.sched.cluster.columns import Instances, ViewQueue
-from penstock.sched.cluster.dispatch import Immediate
+from penstock.sched.cluster.dispatch import Immediate, LeastLoaded, RoundRobin
 from penstock.sched.cluster.hfx import HFX
-from penstock.sched.cluster.least_loaded import LeastLoaded
-from penstock.sched.cluster.round_robin import RoundRobin
 from penstock.sched.cluster.rtp_llm import make_rtp_llm
 from penstock.sched.cluster.stages import hands_over
 from penstock.sched.cluster.unified import Everywhere, Unified

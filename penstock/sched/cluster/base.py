@@ -49,7 +49,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         idle_at: the same, of all prompts.
         ttft, tpot: the strictest targets of its online sequences in flight, seconds; inf without any.
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
-        measured_ttft, measured_tpot, interval: what it measured lately, seconds; None before there is something.
+        interval: seconds between two decode steps, as measured lately; None before there is a measurement.
         peers: instances that it can hand a request over to.
         unlinked: why it cannot to others that should be: name -> reason.
     """
@@ -73,8 +73,6 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     tpot: float = inf
     offline_requests: int = 0
     offline_tokens: int = 0
-    measured_ttft: float | None = None
-    measured_tpot: float | None = None
     interval: float | None = None
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)

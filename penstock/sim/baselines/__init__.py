@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.sched.cluster import Colocated, Immediate
 from penstock.sched.cluster.colocation import Colocation
-from penstock.sched.cluster.least_loaded import LeastLoaded
+from penstock.sched.cluster.dispatch import LeastLoaded
 from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
 from penstock.service.policies import BUNDLES, Bundle, Circumstances, Policies, dispatched, scaled
 from penstock.sim.baselines.aladdin import Aladdin
