@@ -2,19 +2,19 @@
 
 Memory that outlives an engine:
 
-    memory.py         the blocks of a pool, as bytes in a memfd
-    records.py        what each block contains, in a second memfd
-    pool.py           an engine's pool: private to it, or a share of the KV pool server's
-    kv_pool_server.py the server that owns the pools of a host
-    kv_pool_client.py  an engine's end of it
-    kv_pool_frames.py    how the two of them frame messages
+    memory.py           the blocks of a pool, as bytes in a memfd
+    records.py          what each block contains, in a second memfd
+    pool.py             an engine's blocks: memory of its own, or a share of the KV pool server's
+    kv_pool_server.py   the server that owns the pools of a host
+    kv_pool_client.py   an engine's end of it
 
 Blocks that move between engines:
 
-    transports.py     what every transport does, and the menu of them
-    shared.py, tcp.py the two that there are: one host's pool, or bytes over sockets
-    carrier.py        links between engines, over which messages and bytes go
-    faulty.py         a carrier that loses, delays, duplicates and corrupts frames
-    connection.py, frames.py, addresses.py, handshake.py
-                      a socket of a link, what lies on it, where it leads, and who may use it
+    transports.py       what every transport does, and the menu of them
+    shared.py, tcp.py   the two that there are: one host's pool, or bytes over sockets
+    carrier.py          links between engines, over which messages and bytes go
+    faulty.py           a carrier that loses, delays, duplicates and corrupts frames
+    peer_link.py        one link and its sockets
+    frames.py           what lies on a socket, and how its two ends authenticate each other
+    addresses.py        where a socket leads
 """

@@ -44,7 +44,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if family == socket.AF_UNIX:
-            _remove_stale(where)
+            remove_stale(where)
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
@@ -96,7 +96,7 @@ def remove_socket_file(file: tuple[str, int] | None) -> None:
         pass
 
 
-def _remove_stale(path: str) -> None:
+def remove_stale(path: str) -> None:
     """Unlink the socket file of a killed process; one with a listener stays, and bind fails."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):

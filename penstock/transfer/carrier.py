@@ -27,10 +27,18 @@ from penstock.core.errors import EngineFailure
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage, decode_peer
 from penstock.transfer.addresses import NO_ROOM, dial, listen, remove_socket_file, socket_file, tune
-from penstock.transfer.connection import Connection, ReceivedFrame, Staging
-from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, make_frame, read_greet
-from penstock.transfer.handshake import Handshake, Stranger, key_of
-from penstock.transfer.peer_link import CONNECT_SECONDS, Counters, LinkDown, PeerKey, PeerLink, ReceivedMessage
+from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, Handshake, Stranger, key_of, make_frame, read_greet
+from penstock.transfer.peer_link import (
+    CONNECT_SECONDS,
+    Connection,
+    Counters,
+    LinkDown,
+    PeerKey,
+    PeerLink,
+    ReceivedFrame,
+    ReceivedMessage,
+    Staging,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +56,7 @@ class Carrier:
         me: our greeting; its address is where to listen.
         sockets: connections per link.
         payload_bytes: of a push's payload; 0 when no bytes travel.
-        secret: the deployment's secret, see `handshake.py`; None for trusted peers.
+        secret: the deployment's secret, see `Handshake`; None for trusted peers.
     """
 
     def __init__(self, me: Greet, sockets: int, payload_bytes: int, secret: str | None = None) -> None:

@@ -18,8 +18,8 @@ import msgspec
 from penstock.core.errors import ConfigError
 from penstock.core.wire.handoff import PeerMessage, Renew
 from penstock.transfer.carrier import Carrier
-from penstock.transfer.connection import Connection, ReceivedFrame
 from penstock.transfer.frames import Frame, Greet, Greeting
+from penstock.transfer.peer_link import Connection, ReceivedFrame
 
 log = logging.getLogger(__name__)
 

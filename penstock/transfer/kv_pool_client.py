@@ -15,8 +15,10 @@ import msgspec
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.layout import KVLayout
 from penstock.core.wire.kv_pool import (
+    READ_BYTES,
     Attach,
     Attached,
+    BadFrame,
     Claim,
     Claimed,
     CountPool,
@@ -27,10 +29,11 @@ from penstock.core.wire.kv_pool import (
     KVPoolRefused,
     KVPoolReply,
     KVPoolRequest,
+    MessageBuffer,
     PoolCounts,
     decode_reply,
+    frame,
 )
-from penstock.transfer.kv_pool_frames import READ_BYTES, BadFrame, Inbox, frame
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Record, Records
 
@@ -54,22 +57,22 @@ class KVPoolClaim:
 
     def __init__(self, path: str, instance: str, incarnation: int) -> None:
         self._instance, self._incarnation = instance, incarnation
-        self._link = _Link(path)
+        self._server = _ServerConnection(path)
         try:
-            self.promised = self._link.ask(Claim(instance, incarnation), Claimed).promised
+            self.promised = self._server.ask(Claim(instance, incarnation), Claimed).promised
         except BaseException:
-            self._link.close()
+            self._server.close()
             raise
 
     def attach(self, layout: KVLayout, quota: int) -> KVPoolClient:
         """See `KVPoolClient.attach`. The place is the client's from then on, or closed."""
         try:
-            attached = self._link.ask(Attach(self._instance, self._incarnation, layout, quota), Attached)
-            memory, table = _map(self._link.take_fds(), attached.num_blocks, layout.block_bytes)
+            attached = self._server.ask(Attach(self._instance, self._incarnation, layout, quota), Attached)
+            memory, table = _map(self._server.take_fds(), attached.num_blocks, layout.block_bytes)
         except BaseException:
-            self._link.close()
+            self._server.close()
             raise
-        client = KVPoolClient(self._link, memory, Records(table))
+        client = KVPoolClient(self._server, memory, Records(table))
         try:
             client.inherit(attached.inherited)
         except BaseException:
@@ -78,7 +81,7 @@ class KVPoolClaim:
         return client
 
     def close(self) -> None:
-        self._link.close()
+        self._server.close()
 
 
 class KVPoolClient:
@@ -91,8 +94,8 @@ class KVPoolClient:
         inherited: what the previous life had published and is whole, children before parents; held from the start.
     """
 
-    def __init__(self, link: _Link, memory: PoolMemory, records: Records) -> None:
-        self._link = link
+    def __init__(self, server: _ServerConnection, memory: PoolMemory, records: Records) -> None:
+        self._server = server
         self.memory = memory
         self.records = records
         self.inherited: list[Record] = []
@@ -112,22 +115,22 @@ class KVPoolClient:
 
     def exchange(self, give: Sequence[int], want: int) -> list[int]:
         """Give up some blocks, then lease `want` others, never fewer. Raises Unavailable when the server has gone."""
-        return self._link.ask(Exchange(list(give), want), Exchanged).blocks
+        return self._server.ask(Exchange(list(give), want), Exchanged).blocks
 
     def hold(self, blocks: Sequence[tuple[int, int]], give: Sequence[int]) -> bool:
         """Become one more holder of each (block, generation) and give up as many: all of it or nothing.
 
         False when one of them is no longer in that generation, or is held by this instance already. Raises Unavailable.
         """
-        return self._link.ask(Hold(list(blocks), list(give)), Held).ok
+        return self._server.ask(Hold(list(blocks), list(give)), Held).ok
 
     def status(self) -> PoolCounts:
         """See `pool_status`."""
-        return self._link.ask(CountPool(), PoolCounts)
+        return self._server.ask(CountPool(), PoolCounts)
 
     def close(self) -> None:
         """Detach: published blocks wait for the next incarnation."""
-        self._link.close()
+        self._server.close()
         self.memory.close()
         self.records.close()
 
@@ -150,11 +153,11 @@ def pool_status(path: str) -> PoolCounts:
 
     Raises Unavailable.
     """
-    link = _Link(path)
+    server = _ServerConnection(path)
     try:
-        return link.ask(CountPool(), PoolCounts)
+        return server.ask(CountPool(), PoolCounts)
     finally:
-        link.close()
+        server.close()
 
 
 def leaves_first(records: dict[bytes, Record]) -> list[Record]:
@@ -169,11 +172,11 @@ def leaves_first(records: dict[bytes, Record]) -> list[Record]:
         return []
 
 
-class _Link:
+class _ServerConnection:
     """Requests and their answers, in order, on one connection."""
 
     def __init__(self, path: str) -> None:
-        self._inbox = Inbox()
+        self._received = MessageBuffer()
         self._fds: list[int] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(TIMEOUT)
@@ -185,7 +188,7 @@ class _Link:
             raise Unavailable(f"no KV pool server at {path}: {error}") from error
 
     def ask(self, request: KVPoolRequest, expected: type[Reply]) -> Reply:
-        """Raises ConfigError when it is refused, Unavailable when no answer comes; the link is of no use then."""
+        """Raises ConfigError when it is refused, Unavailable when no answer comes; the server is of no use then."""
         try:
             self._socket.sendall(frame(request))
             reply = self._receive(wants_fds=expected is Attached)
@@ -207,7 +210,7 @@ class _Link:
         _close_all(self.take_fds())
 
     def _receive(self, wants_fds: bool) -> KVPoolReply:
-        while (body := self._inbox.take()) is None:
+        while (body := self._received.take()) is None:
             if wants_fds:
                 data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
                 self._fds += fds
@@ -215,7 +218,7 @@ class _Link:
                 data = self._socket.recv(READ_BYTES)
             if not data:
                 raise ConnectionResetError("it closed the connection")
-            self._inbox.feed(data)
+            self._received.feed(data)
         reply: KVPoolReply = decode_reply(body)
         return reply
 

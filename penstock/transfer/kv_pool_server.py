@@ -8,12 +8,10 @@ until an incarnation that has claimed them has attached.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
 import socket
-import stat
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 
@@ -24,8 +22,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.kv_pool import (
+    READ_BYTES,
     Attach,
     Attached,
+    BadFrame,
     Claim,
     Claimed,
     CountPool,
@@ -36,12 +36,13 @@ from penstock.core.wire.kv_pool import (
     KVPoolRefused,
     KVPoolReply,
     KVPoolRequest,
+    MessageBuffer,
     PoolCounts,
     decode_request,
+    frame,
 )
 from penstock.kv.depot import Depot
-from penstock.transfer.addresses import NO_ROOM
-from penstock.transfer.kv_pool_frames import READ_BYTES, BadFrame, Inbox, frame
+from penstock.transfer.addresses import NO_ROOM, remove_stale
 from penstock.transfer.memory import PAGE, PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Records
 
@@ -163,7 +164,7 @@ class _Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.inbox = Inbox()
+        self.received = MessageBuffer()
         self.outbox: deque[tuple[memoryview, Sequence[int]]] = deque()  # bytes, and descriptors that go along
         self.pool: HostPool | None = None  # once attached
         self.instance = ""  # until it has claimed or attached
@@ -268,9 +269,9 @@ class KVPoolServer:
         if not data:
             self._disconnect(connection, "its connection ended")
             return
-        connection.inbox.feed(data)
+        connection.received.feed(data)
         try:
-            while connection in self._connections and (body := connection.inbox.take()) is not None:
+            while connection in self._connections and (body := connection.received.take()) is not None:
                 self._answer(connection, decode_request(body))
         except (BadFrame, BadRequest, msgspec.MsgspecError) as error:
             log.warning("a client is disconnected: %s: %s", connection.instance or "not attached", error)
@@ -409,7 +410,7 @@ def _listen(path: str) -> socket.socket:
     """Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _clear_path(path)
+        remove_stale(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen(MAX_CLIENTS)
@@ -418,13 +419,3 @@ def _listen(path: str) -> socket.socket:
         raise ConfigError(f"path: {path!r}, nobody can listen there: {error}", "path") from error
     listener.setblocking(False)
     return listener
-
-
-def _clear_path(path: str) -> None:
-    """Remove the socket of a server that was killed; anything else stays and is an error when it is in the way."""
-    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        answer = probe.connect_ex(path)
-    if answer == errno.ECONNREFUSED:
-        os.unlink(path)

@@ -12,64 +12,10 @@ from penstock.core.wire.handoff import PeerMessage, Push
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.faulty import Faults, FaultyCarrier
 from penstock.transfer.frames import Greet
-from penstock.transfer.peer_link import Counters, LinkDown, ReceivedMessage
+from penstock.transfer.peer_link import LinkDown, ReceivedMessage
 from penstock.transfer.pool import KVPool
 from penstock.transfer.shared import SharedBlocks
 from penstock.transfer.tcp import CopiedBlocks
-
-
-class KVTransport(Protocol):
-    """The engine thread calls everything here and never waits for a peer; I/O is on a thread of the transport's own.
-
-    Messages may be lost, late, duplicated or out of order, and a link may end at any time. A message is never altered,
-    and never from or for another incarnation of an engine.
-
-    Attributes:
-        address: where peers reach it; "unix:/path" or "tcp:host:port".
-        shares: whether a pushed block stays the same physical block, so that the sender must not write to it again.
-        counters: totals for the metrics.
-    """
-
-    address: str
-    shares: bool
-    counters: Counters
-
-    def connect(self, peer: Peer) -> None:
-        """Begin to make a link. Success is not reported; failure arrives as `LinkDown`, within about two seconds."""
-
-    def disconnect(self, peer: Peer) -> None:
-        """End the link, if there is one. The peer receives `LinkDown`, this side does not."""
-
-    def send(self, peer: Peer, message: PeerMessage) -> None:
-        """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
-        are read when they are sent, so the block must not change until the peer has answered the commit."""
-
-    def receive(self) -> list[ReceivedMessage | LinkDown]:
-        """Everything that arrived since the last call. EngineFailure when the I/O thread has failed."""
-
-    def fileno(self) -> int:
-        """Readable when `receive` has something."""
-
-    def stamp(self, block: int) -> tuple[int, int]:
-        """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
-
-    def land(self, arrival: ReceivedMessage, into: int) -> int | None:
-        """Take a pushed block over, once per arrival.
-
-        Args:
-            arrival: of a `Push`.
-            into: a block that we hold.
-
-        Returns:
-            The block that has the contents now and is to be used instead of `into`: `into` itself, or the pushed block
-            when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
-
-        Raises:
-            Unavailable: the KV pool server is lost.
-        """
-
-    def close(self) -> None:
-        """Close all links and release everything. Idempotent."""
 
 
 class BlockPath(Protocol):
@@ -91,8 +37,18 @@ class BlockPath(Protocol):
     def land(self, push: Push, arrival: ReceivedMessage, into: int) -> int | None: ...
 
 
-class LinkedTransport:
-    """A carrier for messages, a path for blocks. See `KVTransport`."""
+class KVTransport:
+    """How a request's KV gets from one engine to another: a carrier for messages, a path for blocks.
+
+    The engine thread calls everything here and never waits for a peer; I/O is on the carrier's own thread. Messages may
+    be lost, late, duplicated or out of order, and a link may end at any time. A message is never altered, and never
+    from or for another incarnation of an engine.
+
+    Attributes:
+        address: where peers reach it; "unix:/path" or "tcp:host:port".
+        shares: whether a pushed block stays the same physical block, so that the sender must not write to it again.
+        counters: totals for the metrics.
+    """
 
     def __init__(self, carrier: Carrier, path: BlockPath) -> None:
         self._carrier = carrier
@@ -100,17 +56,46 @@ class LinkedTransport:
         self.address = carrier.address
         self.shares = path.shares
         self.counters = carrier.counters
-        self.connect = carrier.connect
-        self.disconnect = carrier.disconnect
-        self.receive = carrier.receive
-        self.fileno = carrier.fileno
-        self.close = carrier.close
-        self.stamp = path.stamp
+
+    def connect(self, peer: Peer) -> None:
+        """Begin to make a link. Success is not reported; failure arrives as `LinkDown`, within about two seconds."""
+        self._carrier.connect(peer)
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the link, if there is one. The peer receives `LinkDown`, this side does not."""
+        self._carrier.disconnect(peer)
 
     def send(self, peer: Peer, message: PeerMessage) -> None:
+        """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
+        are read when they are sent, so the block must not change until the peer has answered the commit."""
         self._carrier.send(peer, message, self._path.payload(message) if isinstance(message, Push) else None)
 
+    def receive(self) -> list[ReceivedMessage | LinkDown]:
+        """Everything that arrived since the last call. EngineFailure when the I/O thread has failed."""
+        return self._carrier.receive()
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something."""
+        return self._carrier.fileno()
+
+    def stamp(self, block: int) -> tuple[int, int]:
+        """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
+        return self._path.stamp(block)
+
     def land(self, arrival: ReceivedMessage, into: int) -> int | None:
+        """Take a pushed block over, once per arrival.
+
+        Args:
+            arrival: of a `Push`.
+            into: a block that we hold.
+
+        Returns:
+            The block that has the contents now and is to be used instead of `into`: `into` itself, or the pushed block
+            when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
+
+        Raises:
+            Unavailable: the KV pool server is lost.
+        """
         assert isinstance(arrival.message, Push)
         block = self._path.land(arrival.message, arrival, into)
         if arrival.payload is not None:
@@ -118,6 +103,10 @@ class LinkedTransport:
         if block is None:
             self.counters.dropped["unverified"] += 1
         return block
+
+    def close(self) -> None:
+        """Close all links and release everything. Idempotent."""
+        self._carrier.close()
 
 
 TRANSPORTS: dict[str, Callable[[KVPool, KVLayout], BlockPath]] = {"shared": SharedBlocks, "tcp": CopiedBlocks}
@@ -153,4 +142,4 @@ def open_transport(
         carrier = Carrier(me, path.sockets, path.payload_bytes, secret)
     else:
         carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret)
-    return LinkedTransport(carrier, path)
+    return KVTransport(carrier, path)

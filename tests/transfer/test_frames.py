@@ -8,9 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.wire.handoff import Lease, PeerMessage, Push, Release, Renew, decode_peer
-from penstock.transfer.connection import Connection, Staging
-from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, Frame, Greet, make_frame, read_greet, read_header
-from penstock.transfer.handshake import Handshake
+from penstock.transfer.frames import (
+    HEADER_BYTES,
+    MAX_BODY,
+    Frame,
+    Greet,
+    Handshake,
+    make_frame,
+    read_greet,
+    read_header,
+)
+from penstock.transfer.peer_link import Connection, Staging
 from tests.helpers.links import LAYOUT
 
 PAYLOAD = 3000  # bytes

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.wire.codec import encode
-from penstock.transfer.frames import Challenge, Greet, read_greet
-from penstock.transfer.handshake import Handshake, Stranger, key_of
+from penstock.transfer.frames import Challenge, Greet, Handshake, Stranger, key_of, read_greet
 from tests.helpers.links import LAYOUT
 
 KEY = key_of("the deployment's")

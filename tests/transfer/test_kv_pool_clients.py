@@ -9,8 +9,16 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.wire import PROTOCOL
-from penstock.core.wire.kv_pool import Attach, CountPool, Exchange, KVPoolRefused, PoolCounts, decode_reply
-from penstock.transfer.kv_pool_frames import MAX_MESSAGE, frame
+from penstock.core.wire.kv_pool import (
+    MAX_MESSAGE,
+    Attach,
+    CountPool,
+    Exchange,
+    KVPoolRefused,
+    PoolCounts,
+    decode_reply,
+    frame,
+)
 from penstock.transfer.kv_pool_server import KVPoolServer
 from tests.helpers.kv_pool import BLOCKS, EMPTY, LAYOUT, eventually
 from tests.helpers.links import no_descriptors

@@ -1,12 +1,21 @@
-"""Between an engine and the KV pool server of its host: requests, each answered in order, on one Unix connection."""
+"""Between an engine and the KV pool server of its host: requests, each answered in order, on one Unix connection.
+
+A message on the socket is a length of four bytes, little-endian, and so many bytes of msgpack.
+"""
 
 from __future__ import annotations
+
+import struct
 
 import msgspec
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire import PROTOCOL
-from penstock.core.wire.codec import decoder
+from penstock.core.wire.codec import decoder, encode
+
+MAX_MESSAGE = 16 << 20  # bytes; lists of a million blocks fit
+READ_BYTES = 256 << 10
+_LENGTH = struct.Struct("<I")
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):
@@ -100,3 +109,37 @@ KVPoolReply = Claimed | Attached | Exchanged | Held | PoolCounts | KVPoolRefused
 
 decode_request = decoder(KVPoolRequest).decode
 decode_reply = decoder(KVPoolReply).decode
+
+
+class BadFrame(ValueError):
+    """The received bytes are not a frame."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = encode(message)
+    assert len(body) <= MAX_MESSAGE
+    return _LENGTH.pack(len(body)) + body
+
+
+class MessageBuffer:
+    """What has been received: whole messages come out, the rest waits for more."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._bytes += data
+
+    def take(self) -> bytes | None:
+        """The next message's body, if all of it is there. Raises BadFrame when its length is impossible."""
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._bytes)
+        if not 0 < length <= MAX_MESSAGE:
+            raise BadFrame(f"a message of {length} bytes, 1 to {MAX_MESSAGE} are allowed")
+        end = _LENGTH.size + length
+        if len(self._bytes) < end:
+            return None
+        body = bytes(self._bytes[_LENGTH.size : end])
+        del self._bytes[:end]
+        return body
