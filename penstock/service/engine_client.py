@@ -31,7 +31,6 @@ from penstock.service.generation import Generation
 from penstock.service.instances import ChannelLost, Endpoint, Instance
 from penstock.service.placement import Answer, Placement
 from penstock.service.rates import RateMeter
-from penstock.service.waiting import WaitingRoom
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
@@ -73,7 +72,6 @@ class EngineClient:
         self._metrics = metrics
         self._clock = clock
         self._ticking: asyncio.Task[None] | None = None
-        self._waiting = WaitingRoom(lambda sequence_id: self._ask(self.flights[sequence_id]))
 
     @property
     def trouble(self) -> str:
@@ -93,7 +91,6 @@ class EngineClient:
         self._ticking = asyncio.create_task(self._keep_time())
 
     async def close(self) -> None:
-        self._waiting.close()
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
@@ -127,7 +124,6 @@ class EngineClient:
             self.completion_rate.count(now, 1)
         if not self.flights:
             self.completion_rate.rest(now)
-        self._waiting.leave(sequence_id)
         self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
 
     def _leave_queue(self, flight: Flight[Generation], now: float) -> None:
@@ -151,14 +147,12 @@ class EngineClient:
         for flight in sequences:
             if flight.id in self.flights:
                 flight.asked_first = self._clock.now()
-                if self._waiting:
-                    self._waiting.enter(flight.id)
-                else:
-                    self._ask(flight)
+                self._ask(flight)
 
     def _ask(self, flight: Flight[Generation]) -> None:
         try:
-            self._placement.ask(flight.question(self._clock.now()))
+            now = self._clock.now()
+            self._placement.ask(flight.question(now, self._patience_of(flight, now)))
         except Exception as error:
             self._cannot_place(flight, error)
 
@@ -171,10 +165,9 @@ class EngineClient:
                 case Placed():
                     self._take_place(flight, answer)
                 case NoPlace():
-                    self._nowhere(flight, answer)
-                case Queued():  # it is in the master's queue; another answer follows
-                    self._waiting.leave(answer.request_id)
-                    self._waiting.hurry()
+                    self._give_up(flight, Unavailable(answer.message, answer.retry_after))
+                case Queued():
+                    pass  # it is in the master's queue; another answer follows
         except Exception as error:
             self._cannot_place(flight, error)
 
@@ -190,24 +183,15 @@ class EngineClient:
             self._ask(flight)
             return
         self._launch(flight, answer)
-        self._waiting.leave(answer.request_id)
-        self._waiting.hurry()
 
-    def _nowhere(self, flight: Flight[Generation], answer: NoPlace) -> None:
-        now = self._clock.now()
-        flight.avoid.clear()
-        serving = any(instance.serves(now) for instance in self.instances.values())
-        hopeless = not flight.interrupted and (flight.failed_at or not serving)
-        if hopeless or now > self._believes_from(flight):
-            self._give_up(flight, Unavailable(answer.message, answer.retry_after))
-        else:
-            self._waiting.enter(answer.request_id)
-
-    def _believes_from(self, flight: Flight[Generation]) -> float:
-        """From when a refusal counts: a restarted master may not know all instances yet, and a failed instance may be
-        restarting."""
-        patience = self.patience if flight.interrupted else MASTER_LEARNS
-        return max(flight.asked_first, self._placement.since) + patience
+    def _patience_of(self, flight: Flight[Generation], now: float) -> float:
+        """Seconds that it waits when no instance can take it: a restarted master may not know all instances yet, and a
+        failed instance may be restarting."""
+        if flight.interrupted:
+            return max(0.0, flight.asked_first + self.patience - now)
+        if flight.failed_at or not any(instance.serves(now) for instance in self.instances.values()):
+            return 0.0
+        return max(0.0, flight.asked_first + MASTER_LEARNS - now)
 
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
         """No instance can take it: end it with an error."""
@@ -277,10 +261,6 @@ class EngineClient:
         now = self._clock.now()
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
-        for sequence_id in self._waiting:
-            flight = self.flights.get(sequence_id)  # a failing one may end others
-            if flight is not None and now > self._believes_from(flight):
-                self._give_up(flight, Unavailable("no instance could take this request in time"))
         for flight in list(self.flights.values()):
             flight.tick(now)
         if stranded := self._rescue():
@@ -317,7 +297,12 @@ class EngineClient:
         if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
             log.info("%d of %d instances are ready", len(self.instances), len(self.instances))
         self.changed.set()
-        self._waiting.hurry()
+        for flight in list(self.flights.values()):
+            if instance.name in flight.avoid:
+                flight.avoid = [name for name in flight.avoid if name != instance.name]
+                if flight.prefill is None:
+                    flight.again()
+                    self._ask(flight)
 
     def _compare_lengths(self, name: str, length: int) -> None:
         """Warn of different `max_model_len`s: the shortest limits every request, so that each fits every instance."""

@@ -102,8 +102,8 @@ class Flight(Generic[Owner]):
 
     # --- places
 
-    def question(self, now: float) -> Place:
-        """Where shall it run?"""
+    def question(self, now: float, patience: float = 0.0) -> Place:
+        """Where shall it run? `patience`: see `Place`."""
         request = self.request
         return Place(
             request.id,
@@ -118,6 +118,7 @@ class Flight(Generic[Owner]):
             request.tpot_ms,
             request.offline,
             self.chat,
+            patience,
         )
 
     def waited(self, now: float) -> float:

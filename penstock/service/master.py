@@ -6,7 +6,7 @@ A pure controller: `tick` takes events and returns actions. `master_pump.py` dri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import msgspec
@@ -111,6 +111,7 @@ class Master:
         self._frontend_incarnations: dict[str, int] = {}
         self._queue = Queue()  # online
         self._backlog = Queue(shown=SHOWN)  # offline
+        self._unplaceable: dict[Key, Tracked] = {}  # that no instance can take now, of which policies are not told
         self._untold: list[Key] = []  # queued ones, whose frontends have not been sent `Queued`
         self._in_flight: dict[Key, Tracked] = {}
         self._rates = RateWindow()
@@ -122,7 +123,7 @@ class Master:
     @property
     def waiting(self) -> int:
         """Sequences without a place."""
-        return len(self._queue) + len(self._backlog)
+        return len(self._queue) + len(self._backlog) + len(self._unplaceable)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """Handle an event, or the passing of time. Call it periodically, with or without an event.
@@ -148,6 +149,7 @@ class Master:
     def _by_the_clock(self, now: float) -> list[Action]:
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
+        self._readmit(now)
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
@@ -199,6 +201,8 @@ class Master:
         actions = self._leave(name, "another incarnation of it has begun")
         if self._scaler is not None:
             self._scaler.serves(name)
+        for sequence in self._unplaceable.values():  # this incarnation has failed none of them
+            sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
         self._roster.sessions_changed()
         actions.append(Notice(f"{name} is ready: role {session.role}, {ready.num_blocks} blocks on {ready.device}"))
@@ -242,7 +246,8 @@ class Master:
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
         if not gone:
             return []
-        queued = [(key[0], q.place) for queue in (self._queue, self._backlog) for key, q in queue.items()]
+        queues: tuple[Mapping[Key, Tracked], ...] = (self._queue, self._backlog, self._unplaceable)
+        queued = [(key[0], waiting.place) for queue in queues for key, waiting in queue.items()]
         why = f"the frontend was not heard for {LEASE:g} s"
         told: list[Action] = [
             ToFrontend(name, NoPlace(place.request_id, place.generation, why)) for name, place in queued if name in gone
@@ -255,9 +260,8 @@ class Master:
 
     def _forget(self, now: float, frontends: set[str]) -> None:
         """End their sequences."""
-        for key in [
-            key for held in (self._in_flight, self._queue, self._backlog) for key in held if key[0] in frontends
-        ]:
+        held = [*self._in_flight, *self._queue, *self._backlog, *self._unplaceable]
+        for key in [key for key in held if key[0] in frontends]:
             self._end(now, key)
 
     # --- placement
@@ -267,19 +271,41 @@ class Master:
         before = self._in_flight.get(key)
         if before is not None and before.placed is not None and before.place.generation == place.generation:
             return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
-        queue = self._backlog if place.offline else self._queue
-        if key in queue and queue[key].place.generation == place.generation:
+        waiting = self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
+        if waiting is not None and waiting.place.generation == place.generation:
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
-        again = before is not None or key in queue
+        known = before or waiting
         self._end(now, key)
         demand = self._demand(now, key, place)
-        if not self._able_for(demand, self._roster.able(now)):
+        sequence = Tracked(
+            demand, place, now + place.patience if place.patience else -inf, known is not None and known.counted
+        )
+        if self._able_for(demand, self._roster.able(now)):
+            self._admit(now, key, sequence)
+        elif place.patience > 0:
+            self._unplaceable[key] = sequence
+            return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
+        else:
             return [self._no_place(now, frontend, place)]
-        queue[key] = Tracked(demand, place)
-        self._untold.append(key)
-        if not (again or place.offline):
-            self._rates.arrive(now, demand)
         return []
+
+    def _admit(self, now: float, key: Key, sequence: Tracked) -> None:
+        (self._backlog if sequence.place.offline else self._queue)[key] = sequence
+        self._untold.append(key)
+        if not (sequence.counted or sequence.place.offline):
+            self._rates.arrive(now, sequence.demand)
+        sequence.counted = True
+
+    def _readmit(self, now: float) -> None:
+        """Queue what an instance can take by now."""
+        if not self._unplaceable:
+            return
+        able = self._roster.able(now)
+        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence.demand, able)]:
+            sequence = self._unplaceable.pop(key)
+            hits, loads = self._match(sequence.place)
+            sequence.demand = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
+            self._admit(now, key, sequence)
 
     def _demand(self, now: float, key: Key, place: Place) -> Demand:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
@@ -370,9 +396,9 @@ class Master:
             flight.home.begin(key)
 
     def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
-        queued = self._queue.pop(key) or self._backlog.pop(key)
+        queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
         over = self._in_flight.pop(key, None)
-        if self._recorder is not None and (queued or over):
+        if self._recorder is not None and (over or (queued and queued.counted)):
             self._recorder.ended(now, key[1], key[0], outcome)
         if over is None:
             return
@@ -388,14 +414,18 @@ class Master:
                 )
 
     def _refuse_hopeless(self, now: float) -> list[Action]:
-        """Refuse sequences that no instance could hold."""
+        """Set aside what no instance can take, and refuse it when its patience has ended."""
         able, shortest = self._roster.able(now), self._roster.shortest
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
             doubtful = queue.doubtful(shortest)
             for key in [key for key in doubtful if not self._able_for(queue[key].demand, able)]:
-                actions.append(self._no_place(now, key[0], queue[key].place))
-                self._end(now, key)
+                sequence = queue.pop(key)
+                assert sequence is not None
+                self._unplaceable[key] = sequence
+        for key in [key for key, sequence in self._unplaceable.items() if sequence.until < now]:
+            actions.append(self._no_place(now, key[0], self._unplaceable[key].place))
+            self._end(now, key)
         return actions
 
     @staticmethod
@@ -488,7 +518,7 @@ class Master:
         self._queue.check()
         self._backlog.check()
         self._mesh.check()
-        held = [*self._queue, *self._backlog, *self._in_flight]
+        held = [*self._queue, *self._backlog, *self._unplaceable, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"
 
 

@@ -133,7 +133,6 @@ class LocalPlacement:
     """The master is in this process."""
 
     trouble = ""
-    since = float("-inf")
 
     def __init__(self, pump: MasterPump, sender: str) -> None:
         self._pump, self._sender = pump, sender

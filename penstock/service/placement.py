@@ -43,10 +43,6 @@ class Placement(Protocol):
         """Whether a question needs prefix keys."""
 
     @property
-    def since(self) -> float:
-        """When the current master was first heard; it may not know all instances yet."""
-
-    @property
     def waiting(self) -> int:
         """Sequences without a placement: this frontend's, and the others' as last reported by the master."""
 
@@ -100,9 +96,8 @@ class RemotePlacement:
         self._absent_since = float("-inf")
         self._heard = float("-inf")
         self._said_waiting = 0
-        self.since = float("-inf")
         self.wants_keys = False
-        self._asked: dict[str, _Question] = {}  # by request id; the one with the least patience first
+        self._asked: dict[str, _Question] = {}  # by request id
         self._queued: dict[str, _Question] = {}  # the same, of those that the master said it has heard
         self._answered: Answered = _nobody_listens
 
@@ -143,13 +138,11 @@ class RemotePlacement:
         """Refuse questions that have timed out."""
         if not self._absent and now - self._heard > PATIENCE:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
-        while self._asked:
-            request_id, question = next(iter(self._asked.items()))
-            if now - question.patient_since <= PATIENCE:
-                break
-            del self._asked[request_id]
-            why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
-            self._answered(NoPlace(request_id, question.place.generation, why))
+        why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
+        for request_id, question in list(self._asked.items()):
+            if now - question.patient_since > max(PATIENCE, question.place.patience) and request_id in self._asked:
+                del self._asked[request_id]
+                self._answered(NoPlace(request_id, question.place.generation, why))
 
     async def close(self) -> None:
         self._channel.close()
@@ -178,7 +171,6 @@ class RemotePlacement:
                 if protocol != PROTOCOL:
                     self._absent = f"it speaks protocol {protocol}, this frontend {PROTOCOL}"
                 elif back:
-                    self.since = now
                     for question in self._asked.values():
                         self._channel.send(question.again(now))
             case Placed() | NoPlace() | Queued():

@@ -25,10 +25,14 @@ class Tracked:
         demand, place: as policies see it; the question that brought it.
         placed: the answer; None while it waits.
         prefiller, home: where it is prefilled, and where it stays after that; set when it is placed.
+        until: how long it waits when no instance can take it.
+        counted: whether it was queued, and counted as an arrival.
     """
 
     demand: Demand
     place: Place
+    until: float
+    counted: bool = False
     placed: Placed | None = None
     prefiller: InstanceSession = field(init=False)
     home: InstanceSession = field(init=False)

@@ -3,9 +3,11 @@
 import asyncio
 import random
 
+import msgspec
+
 from penstock.core.clock import ManualClock
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.master import NoPlace, Placed
+from penstock.core.wire.master import NoPlace, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.engine_client import EngineClient
@@ -15,14 +17,15 @@ from tests.helpers.scripted import ScriptedChannel, ready
 
 
 class ScriptedPlacement:
-    """Sends everything to the same place, unless that is excluded or `prefill` is None."""
+    """Sends everything to the same place, unless that is excluded or `prefill` is None: then it waits as long as it is
+    patient, as at the master."""
 
     trouble = ""
     wants_keys = False
-    since, waiting = float("-inf"), 0
 
-    def __init__(self, prefill, decode=None):
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, prefill, clock, decode=None):
+        self._prefill, self.clock, self.decode = prefill, clock, decode
+        self.queued = {}
         self.asked, self.over, self.first_tokens, self.outcomes = [], [], [], []
 
     def start(self, answered):
@@ -30,7 +33,29 @@ class ScriptedPlacement:
 
     def ask(self, place):
         self.asked.append(place)
-        self.answered(self.answer(place))
+        answer = self.answer(place)
+        if isinstance(answer, NoPlace) and place.patience:
+            self.queued[place.request_id] = place, self.clock.now() + place.patience
+            answer = Queued(place.request_id, place.generation)
+        self.answered(answer)
+
+    @property
+    def waiting(self):
+        return len(self.queued)
+
+    @property
+    def prefill(self):
+        return self._prefill
+
+    @prefill.setter
+    def prefill(self, peers):
+        """Whoever is new here has failed nothing yet."""
+        self._prefill = peers
+        for request_id, (place, _) in list(self.queued.items()):
+            answer = self.answer(msgspec.structs.replace(place, exclude=[]))
+            if isinstance(answer, Placed):
+                del self.queued[request_id]
+                self.answered(answer)
 
     def answer(self, place):
         if self.prefill is None:
@@ -45,10 +70,14 @@ class ScriptedPlacement:
 
     def ended(self, request_ids, outcomes=()):
         self.over += request_ids
+        for request_id in request_ids:
+            self.queued.pop(request_id, None)
         self.outcomes += outcomes
 
     def tick(self, now):
-        pass
+        for request_id, (place, until) in list(self.queued.items()):
+            if until < now and self.queued.pop(request_id, None):
+                self.answered(NoPlace(request_id, place.generation, "nobody"))
 
     async def close(self):
         pass
@@ -61,7 +90,7 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
         instances = names or ("engine-0",)
         channels, clock = {name: ScriptedChannel(name) for name in instances}, ManualClock()
         peers = [ready(name).peer for name in instances if name != decode]
-        placement = ScriptedPlacement(peers, ready(decode).peer if decode else None)
+        placement = ScriptedPlacement(peers, clock, ready(decode).peer if decode else None)
         metrics = Metrics("m", instances)
         frontend = Frontend(
             tokenizer,

@@ -157,7 +157,7 @@ class ToyMaster:
         heappush(self._events, (when, next(self._order), action))
 
     def _arrive(self, one: Demand) -> None:
-        (self.offline if one.offline else self.online)[one.key] = Tracked(one, None)
+        (self.offline if one.offline else self.online)[one.key] = Tracked(one, None, 0.0)
 
     def _ask(self, now: float) -> None:
         while self.online or self.offline:

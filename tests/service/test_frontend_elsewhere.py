@@ -86,7 +86,7 @@ def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
         await until(lambda: channel.sent[-1].to == 2)
         channel.report(TokenOutput(name, [5]))  # of the first life, late
         channel.life = 2
-        channel.report(TokenOutput(name, [6], generation=1, finish=FinishReason.LENGTH))
+        channel.report(TokenOutput(name, [6], generation=2, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[6]]
 
     run(tokenizer, scenario)
@@ -237,9 +237,9 @@ def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
         await one(generation)
         channel.say(ChannelLost("burnt"))
         await until(lambda: lost(frontend))
-        assert len(frontend.engine_client._waiting) == 1
+        assert frontend.placement.waiting == 1
         generation.cancel()
-        assert not frontend.engine_client._waiting
+        assert not frontend.placement.waiting
         assert frontend.placement.over == [name]
         assert value(frontend, "penstock:request_success_total", finished_reason="abort") == 1
         assert value(frontend, "penstock:recoveries_total", how="recompute") == 0
@@ -259,7 +259,8 @@ def test_an_engine_that_starts_again_takes_up_what_it_had(tokenizer):
         frontend.placement.prefill, channel.life = [ready(life=2).peer], 2
         channel.say(ready(life=2))
         await until(lambda: len(channel.enqueued()) == 2)
-        channel.report(TokenOutput(name, [21], start=1, generation=1, finish=FinishReason.LENGTH))
+        attempt = frontend.engine_client.flights[name].attempt
+        channel.report(TokenOutput(name, [21], start=1, generation=attempt, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[20], [21]]
 
     run(tokenizer, scenario)

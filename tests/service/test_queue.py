@@ -22,7 +22,7 @@ def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(acti
         assert (gone and gone.demand) is plain.pop(key, None)
         if what == "come":
             one = demand(str(name), length, 0, exclude=frozenset({"i0"} if picky else ()))
-            queue[key] = whole[key] = Tracked(one, None)
+            queue[key] = whole[key] = Tracked(one, None, 0.0)
             plain[key] = one
         queue.check()
         assert list(whole.demands) == list(plain.values())
@@ -40,7 +40,7 @@ def test_what_has_come_and_gone_is_not_kept_for_ever():
     queue, columns = Queue(), QueueColumns(lambda d: d.prompt_tokens)
     histories = set()
     for number in range(3 * MEMORY):
-        queue[("f", str(number))] = Tracked(demand(str(number), number), None)
+        queue[("f", str(number))] = Tracked(demand(str(number), number), None, 0.0)
         line = queue.demands
         assert len(line.history) <= MEMORY + 2
         histories.add(id(line.history))

@@ -34,6 +34,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         exclude: instances to avoid, because they just failed this sequence.
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
+        patience: seconds that it waits for an instance that could take it, when there is none.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     tpot_ms: float | None = None
     offline: bool = False
     chat: str = ""
+    patience: float = 0.0
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
