@@ -140,7 +140,7 @@ class LLM:
         built = build_engine(_engine_options(str(directory), options), SystemClock())
         self._engine = built.engine
         if built.pool is not None:
-            built.pool.close()  # nobody else is to see it, and the cache has a mapping of its own
+            built.pool.close()  # it is private, and the cache has a mapping of its own
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = built.runner.vocab_size
         scheduler = self._engine.scheduler

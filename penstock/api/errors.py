@@ -17,14 +17,15 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_lar
 
 
 def error_row(error: Exception, request_id: str) -> tuple[int, dict[str, object]]:
-    """(HTTP status, body). What nobody expected goes to the log with its traceback, and shows only the request id."""
+    """(HTTP status, body). An unexpected error is logged with its traceback, and the client gets only the request
+    id."""
     if isinstance(error, HTTPException):
         code = HTTP_CODES.get(error.status_code, "invalid_request")
         return error.status_code, error_body(error.detail, "invalid_request_error", None, code)
     status, kind, code = http_row(error)
     message = str(error) if isinstance(error, PenstockError) else "internal error"
     if status == 500:
-        # of an error of our own kind, whoever raised it has told the log the cause, once for all requests that it ended
+        # for a `PenstockError` the cause was logged where it was raised, once for all requests that it ended
         level = logging.DEBUG if isinstance(error, PenstockError) else logging.ERROR
         logger.log(level, "request %s failed: %s", request_id, error, exc_info=error)
         message = f"{message} (request {request_id})"

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics, /version: for those who operate the server. No key is asked for."""
+"""GET /health, /ready, /metrics, /version: for operators, without an API key."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 OPEN_ROUTES = {"/health", "/ready", "/metrics", "/version"}  # need no key
-WHILE_DRAINING = {"/health", "/metrics", "/version"}  # are answered while the server drains
+WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128
 MAX_LISTED_FIELDS = 32
 MAX_LISTED_CHARS = 64  # of one field's name
@@ -100,7 +100,9 @@ class Application:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                close = [(b"connection", b"close")] if self._frontend.draining else []  # the next one goes elsewhere
+                close = (
+                    [(b"connection", b"close")] if self._frontend.draining else []
+                )  # the client reconnects elsewhere
                 message = {**message, "headers": [*message["headers"], *headers, *close]}
             await send(message)
 
@@ -120,10 +122,10 @@ class Application:
                 trace.end(route, status or CLIENT_GONE)
 
     def _check(self, path: str, headers: Headers, request_id: str | None) -> None:
-        """Before anything of the body is read.
+        """Check a request before its body is read.
 
         Raises:
-            Unavailable: nothing new is taken any more.
+            Unavailable: the server drains.
             Unauthorized: it has none of the keys.
             HTTPException: 413, its body is announced as too long.
             InvalidRequest: its request id cannot be one.
@@ -206,7 +208,7 @@ class UntilDisconnect:
         try:
             await self._work(send)
         except asyncio.CancelledError:
-            if not left or work.uncancel():  # somebody else wants an end, too
+            if not left or work.uncancel():  # cancelled from elsewhere, too
                 raise
         finally:
             working = False

@@ -79,7 +79,7 @@ IGNORED = (
     "store",
     "stream_options.include_obfuscation",
 )
-# Fields that other servers had once; whoever still sends one would get another answer than they think.
+# Fields of older servers; ignoring them would change the answer.
 REMOVED_PREFIXES = ("guided_", "beam_", "logits_processor_")
 
 SLO_HEADERS = {"ttft_ms": "x-llm-d-slo-ttft-ms", "tpot_ms": "x-llm-d-slo-tpot-ms"}
@@ -261,7 +261,7 @@ class CompletionBody(GenerationBody):
     def wishes(self) -> dict[str, Any]:
         wishes = super().wishes()
         if self.only_echoes:
-            wishes["max_tokens"] = 1  # an engine always draws one; nobody sees it
+            wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
         if self.echo and self.prompt_logprobs is None:
             wishes["prompt_logprobs"] = self.logprobs
         return wishes

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.service.policies import Policies
 
 log = logging.getLogger("penstock.server")
-MOST_PATIENCE = 60.0  # seconds that requests wait for an engine to be back, however long it takes to start
+MOST_PATIENCE = 60.0  # upper bound of the seconds that requests wait for an engine to restart
 LAST_WORDS = 5  # seconds to send the remaining output once every request has ended
 
 

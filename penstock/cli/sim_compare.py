@@ -232,7 +232,8 @@ class _Lab:
 async def _searched(
     workers: Workers, bars: Progress, wanted: Wanted, variant: str, bounds: _Bounds | None
 ) -> tuple[dict[str, Any], dict[str, Result]]:
-    """One policy: the first seed tells the others where to look. (Its row, its result at the figure by its name.)"""
+    """One policy: the first seed's result is the starting point of the others. (Its row, its result at the figure by
+    its name.)"""
     first, *others = wanted.seeds
     total = FIRST_SEARCH + NEXT_SEARCH * len(others)
     bar = bars.add_task(variant, total=total)
@@ -336,7 +337,7 @@ def _figures(result: Result) -> dict[str, Any]:
     return {name: result.get(key) for name, key in FIELDS.items()}
 
 
-# --- what is told
+# --- output
 
 
 def _table(document: Result) -> Any:

@@ -1,6 +1,6 @@
 """Measures step times of a model on this machine with the real engine, and fits the step-time model to them.
 
-An engine's process serves, over its wire, traffic that is drawn here and resembles nobody's: from one sequence at a
+An engine's process serves synthetic traffic that resembles no workload: from one sequence at a
 time to many, with prompts and outputs of any length. So the result is a property of model and machine, not of a
 workload, and excludes HTTP and frontends.
 """

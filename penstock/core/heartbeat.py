@@ -15,7 +15,7 @@ from pathlib import Path
 TURN = 60.0  # seconds that one turn of the loop may take, aside from its step's tokens
 STILL = 10.0  # seconds that a process whose work is on the CPU may be without any
 STILL_LOADING = 60.0  # the same while it loads, which may be from a slow disk or network
-TOKEN_ON_CPU = 1.0  # seconds; whoever takes longer for one token serves nobody
+TOKEN_ON_CPU = 1.0  # seconds per token, beyond which a step counts as hung
 TOKEN_ELSEWHERE = 0.01
 
 _LAYOUT = struct.Struct("=Qdd")  # beats, limit, still

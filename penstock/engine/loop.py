@@ -345,7 +345,7 @@ class Engine:
                     self._ledger.clear(copied.block for copied in order.moves)
         self.mover.give(orders)
 
-    # --- who is told
+    # --- reports
 
     def write_down(self) -> None:
         """Pass changes of the prefix cache to the ledger and the cache logs."""

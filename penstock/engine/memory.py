@@ -70,7 +70,7 @@ def size_cache(
     """(blocks, longest sequence served).
 
     The cache is never larger than `max_sequences` sequences of full length can use, unless its size was asked for.
-    A longest sequence that does not fit is cut when nobody asked for it, and refused when somebody did.
+    A default longest sequence that does not fit is shortened; a requested one is refused.
 
     Args:
         available: bytes.

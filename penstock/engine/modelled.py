@@ -256,7 +256,7 @@ class PacedRunner:
         return result
 
     def counts(self) -> dict[str, int]:
-        """Its pacing, for whoever inspects the engine."""
+        """Its pacing, for inspection."""
         pacing = self.pacing
         return {
             "modelled_steps": pacing.steps,

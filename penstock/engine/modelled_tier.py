@@ -42,7 +42,7 @@ class ModelledSlots:
         self._slots = np.zeros((num_slots, BLOCK_TOKENS), dtype=np.uint64)
         self._seconds, self._sleep = seconds, sleep
 
-    # both copy at the last moment, so that whoever changes a block or a slot too early is found out
+    # both copy at the last moment, so that a block or slot that changes too early is detected
 
     def store(self, moves: Sequence[Copied]) -> None:
         self._sleep(self._seconds * len(moves))

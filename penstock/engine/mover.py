@@ -47,7 +47,7 @@ class Way(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the slots and of the device's blocks."""
+        """Release the slots and the device's blocks."""
         ...
 
 

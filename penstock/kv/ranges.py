@@ -139,7 +139,7 @@ class Ranges:
 
     def _choose(self, blocks: Sequence[int]) -> int | None:
         """The reusable range that already has most of the blocks in their places; else a free one, which leaves the
-        others to those who may know them; else the reusable one most like it in length, of these the oldest.
+        others to sequences that may match them; else the reusable one most like it in length, of these the oldest.
         """
         best, best_score = None, (0, 0)
         for number in self._reusable:

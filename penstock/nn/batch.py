@@ -1,4 +1,4 @@
-"""The rows of one step, as tensors: what every model and op is told about a step besides its activations."""
+"""The rows of one step, as tensors: the input of every model and op besides activations."""
 
 from __future__ import annotations
 

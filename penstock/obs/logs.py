@@ -201,7 +201,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     def flush(self) -> None:
         with self.lock or contextlib.nullcontext():
             lines, self._lines = self._lines, []
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            with contextlib.suppress(OSError, ValueError):  # standard error is closed
                 self.stream.write("".join(lines))
                 self.stream.flush()
 

@@ -20,7 +20,7 @@ from penstock.text.tokenizer import Tokenizer
 
 MOST_DELTAS = 256  # deltas kept separate for a slow client; beyond it they are merged
 # Tokens, and other tokens named beside them, of one prompt's outputs that wait for a client; with more it is given up.
-# Outputs without log-probabilities have fewer: only who has asked for much, and takes little, comes to it.
+# Only requests for many log-probabilities from a slow client reach it.
 MOST_UNTAKEN = MOST_NAMED
 CLIENT_LEFT = 499  # nginx's status for a closed client connection; for the log
 

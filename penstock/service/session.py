@@ -16,10 +16,10 @@ from penstock.sched.cluster.base import Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
-DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets none although there is nobody else
-REMEMBERED = 8  # changes of each instance, on average, after which what changed is forgotten
+DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets no work even if no other instance can
+REMEMBERED = 8  # length of the history: changes of each instance, on average
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
-UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # of engines that do not say what they are
+UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # assumed for engines of unknown devices
 
 
 @dataclass(slots=True)
@@ -46,17 +46,17 @@ class InstanceSession:
         heard: when its newest Snapshot came; at first, when it became ready.
         role: which work it is given.
         role_generation: counts the master's decisions about that.
-        links: to whom it was told to connect.
+        links: peers that it was told to connect to.
         peers: those of them that it can hand over to.
-        unlinked: why it cannot to others that it should be able to.
+        unlinked: reasons for failed links, by peer.
         asked: when it was asked for its cache.
-        draining: it takes nothing new and is going.
+        draining: it takes no new requests and will stop.
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was sampled.
         load: what policies see of it; None when that has changed.
-        touched: where it leaves its name whenever that changes, and when it is heard after a silence.
-        peer, name: as it said when it became ready.
+        touched: gets its name on every change, and when it reports after a silence.
+        peer, name: from its `Ready`.
     """
 
     ready: Ready
@@ -96,7 +96,7 @@ class InstanceSession:
 
     @property
     def drained(self) -> bool:
-        """Whether it has nothing left, by all that is known."""
+        """Whether it has no requests left, as far as is known."""
         seen = self.snapshot
         quiet = seen is None or not (seen.running or seen.waiting or seen.migrating or seen.reserved_blocks)
         return quiet and not self.homes and not self.prompts
@@ -113,7 +113,7 @@ class InstanceSession:
         return self._times
 
     def changed(self) -> None:
-        """Policies have to see it anew."""
+        """Invalidate the load that policies see."""
         self.load = None
         self.touched.add(self.name)
 
@@ -123,7 +123,7 @@ class InstanceSession:
         self.changed()
 
     def disconnect(self, name: str) -> None:
-        """Forget all about an instance that has gone."""
+        """Remove a lost instance."""
         self.links.pop(name, None)
         self.peers.discard(name)
         self.unlinked.pop(name, None)
@@ -188,11 +188,11 @@ class InstanceSession:
         self.changed()
 
     def hear(self, now: float, snapshot: Snapshot) -> None:
-        """It tells its load: what is left of the prompts is known better now."""
+        """Take a Snapshot; it corrects the estimate of prompts left to prefill."""
         if now - self.heard > SUSPECT_AFTER:
             self.touched.add(self.name)
         before, self.snapshot, self.heard = self.snapshot, snapshot, now
-        early = max(self._free_at, self._idle_at) > now  # it has prefilled what it had before that was predicted
+        early = max(self._free_at, self._idle_at) > now  # it finished its prompts earlier than predicted
         if before is not None and not self.prompts and not early and _alike(before, snapshot):
             return  # nothing that policies see
         self.changed()
@@ -253,7 +253,7 @@ class InstanceSession:
         )
 
     def _free_blocks(self, coming: int) -> int:
-        """By the newest report, less what is sure to come.
+        """From the newest report, less blocks of placed requests that it does not include.
 
         Args:
             coming: tokens of prompts that the report does not know of.
@@ -274,12 +274,12 @@ class InstanceSession:
 
 
 class Roster:
-    """Who may be given work, and what policies see of them. Kept from one view to the next, for little changes between
-    two and there may be a thousand instances.
+    """The instances that may be given work, as policies see them. Updated incrementally from view to view, as there may
+    be a thousand.
 
     Args:
-        sessions: that serve now, by name; kept by whoever owns this, who says when one has come or gone.
-        touched: names of sessions of which something has changed, also that they were silent; they are given it, and it
+        sessions: that serve now, by name; kept by the owner, which reports additions and removals.
+        touched: names of sessions that have changed, also that they were silent; they are given it, and it
             is emptied here.
     """
 
@@ -294,12 +294,12 @@ class Roster:
         self._shortest = 0
 
     def sessions_changed(self) -> None:
-        """One has come or gone."""
+        """A session was added or removed."""
         self._oldest = -inf
 
     def able(self, now: float) -> list[InstanceSession]:
-        """Instances that may be given work. Silent ones are among them only when all are: a single engine in the middle
-        of a long step still takes requests, for there is nobody else who could."""
+        """Instances that may be given work. Silent ones are included only when all are silent: a single engine in a
+        long step still gets requests."""
         if now - self._oldest > SUSPECT_AFTER or any(map(self._is_misplaced, self._touched)):
             self._choose(now)
         self._unseen |= self._touched
@@ -339,7 +339,7 @@ class Roster:
         return session is not None and (name in self._places) == session.leaving
 
     def check(self) -> None:
-        """Raise AssertionError unless what is kept is what would be found anew."""
+        """Raise AssertionError unless the incremental state equals a recomputed one."""
         for place, session in enumerate(self._able):
             assert self._places[session.name] == place, "an instance is elsewhere"
             assert session.name in self._touched | self._unseen or self._loads[place] is session.load, (
@@ -357,7 +357,7 @@ class FleetLimits:
 
 
 class Scaler:
-    """Asks the policy in its interval, and remembers who is being started."""
+    """Asks the policy at its interval, and tracks instances being started."""
 
     def __init__(self, policy: ScalingPolicy, limits: FleetLimits) -> None:
         self._policy, self._limits = policy, limits
@@ -390,7 +390,7 @@ class Scaler:
         return changes
 
     def serves(self, name: str) -> None:
-        """It has started."""
+        """An instance has started."""
         self._starting.pop(name, None)
 
 
@@ -401,7 +401,7 @@ def _take(counter: Counter[float], value: float) -> None:
 
 
 def _alike(one: Snapshot, other: Snapshot) -> bool:
-    """Whether they tell the same load."""
+    """Whether two Snapshots have the same load."""
     return one == replace(other, sequence=one.sequence)
 
 

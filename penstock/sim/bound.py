@@ -24,7 +24,7 @@ Relaxations, each of which can only raise the bound:
   and a target T, sum F * x_j / (t_j - F) >= F * (sum sqrt(x_j))**2 / (steps * (T - F)), by Cauchy and Schwarz. All
   requests of an instance pay in the same way, whichever takes most.
 - The prefix cache is endless and shared: a token is computed once, on behalf of the first request to arrive that has
-  it. (Whoever computes it does so after that arrival and, if that request is kept, before its deadline.) Outputs are in
+  it. (It is computed after that arrival and, if that request is kept, before its deadline.) Outputs are in
   no other request's prompt, as in the simulator.
 - Offline requests ask for nothing. Nothing fails.
 

@@ -185,7 +185,7 @@ class SimInstance:
             return []
         self._now = now
         self._inbox += letters
-        while self._says_so_at < now:  # it has, and the master is going to hear it
+        while self._says_so_at < now:  # an idle report is on its way to the master
             self._looked_at = self._told_at = self._says_so_at
             self._news.append(self._post.to_master(self._told_at, self.name, self._next_snapshot()))
             self._says_so_at += self._idle_report

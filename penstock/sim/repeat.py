@@ -28,7 +28,7 @@ def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int])
     for step in plan.sequences:
         sequence = scheduler.sequence(step.request_id)
         assert sequence is not None
-        # a first token is news, and whoever is to leave stops after it
+        # a first token must be reported, and a sequence that migrates stops after it
         if len(step.tokens) != 1 or sequence.migrates or not sequence.generated:
             return 0, False
         request = sequence.request

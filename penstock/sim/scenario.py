@@ -140,7 +140,7 @@ class Scenario:
         scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
         report_interval: seconds between an instance's snapshots while its load changes.
-        report_delay: seconds that the master hears of them later than it could.
+        report_delay: additional delay of its snapshots to the master, in seconds.
     """
 
     name: str

@@ -160,7 +160,7 @@ class _Edge:
         return self
 
     def _stride(self, last: int) -> int:
-        """The next one away from the beginning: to the target, if that can be told; twice the last if not."""
+        """The next one away from the beginning: to the target, if it can be estimated; twice the last if not."""
         (rung0, before), (rung1, after) = list(self.outcomes.items())[-2:]
         slope = (after.attainment - before.attainment) / (rung1 - rung0)
         wanted = 2.0 * last if slope >= 0 else abs(after.attainment - self.ladder.target) / -slope

@@ -21,8 +21,8 @@ class Sample(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Of an instance over some time: lives that began to serve, steps, seconds in which it was busy, and prompt tokens
-    that it loaded from its host's memory."""
+    """Of an instance over some time: incarnations that began to serve, steps, seconds in which it was busy, and prompt
+    tokens that it loaded from its host's memory."""
 
     lives: int = 0
     steps: int = 0

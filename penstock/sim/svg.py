@@ -321,7 +321,7 @@ def _dots(line: Line, across: _Scale, up: _Scale) -> Iterable[str]:
 
 
 def _bands(lines: Sequence[Line], across: _Scale, up: _Scale) -> Iterable[str]:
-    """Places to point at, which tell what all lines have there."""
+    """Hover areas, with a tooltip of all lines' values there."""
     wide = (across.end - across.begin) / BANDS
     for i in range(BANDS):
         left = across.begin + i * wide

@@ -200,7 +200,7 @@ class Handshake:
         return Signed(body, self._mine, self._proof(self._ours, to, body))
 
     def open(self, body: bytes | bytearray, to: int) -> bytes | bytearray | None:
-        """The greeting that a frame's body brings, or None when it was the challenge. Raises Stranger.
+        """The greeting in a frame's body, or None for the challenge. Raises Stranger.
 
         Args:
             to: incarnation that it says it is meant for.

@@ -149,7 +149,7 @@ class KVPoolClient:
 
 
 def pool_status(path: str) -> PoolCounts:
-    """Who holds how much, after every invariant was checked; `broken` says which did not hold.
+    """Counts of blocks by holder, after a check of every invariant; `broken` names a violated one.
 
     Raises Unavailable.
     """

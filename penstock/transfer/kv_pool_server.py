@@ -46,7 +46,7 @@ from penstock.transfer.addresses import NO_ROOM, remove_stale
 from penstock.transfer.memory import PAGE, PoolMemory
 from penstock.transfer.records import RECORD_BYTES, Records
 
-POOL_BYTES = 1 << 40  # address space of a pool at most; it is memory only where somebody wrote
+POOL_BYTES = 1 << 40  # address space of a pool at most; memory is used only where it was written
 POOL_BLOCKS = 1 << 20  # blocks of a pool at most
 MAX_CLIENTS = 512
 TICK = 0.5  # seconds between two checks for expired blocks
@@ -78,7 +78,7 @@ class HostPool:
         self.records = Records(self._table)
         self.fds = [self.memory.fd, self._table.fd]
         self._orphan_seconds = orphan_seconds
-        self._orphaned_until: dict[str, float] = {}  # dead instance -> time
+        self._orphaned_until: dict[str, float] = {}  # failed instance -> time
 
     def attach(self, name: str, incarnation: int, quota: int) -> list[int]:
         """Attach an incarnation; returns the inherited blocks. Raises ConfigError."""

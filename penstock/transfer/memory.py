@@ -39,7 +39,7 @@ class PoolMemory:
 
     @classmethod
     def memfd(cls, num_blocks: int, block_bytes: int) -> PoolMemory:
-        """New memory, all zeros, whose size nobody can change. Others see it once they are given the fd."""
+        """New memory, all zeros, of fixed size, shared through its fd."""
         fd = os.memfd_create("penstock-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_blocks * block_bytes)
@@ -56,7 +56,7 @@ class PoolMemory:
         return cls(-1, num_blocks, block_bytes)
 
     def held(self) -> ctypes.Array[ctypes.c_char]:
-        """All of it, which stays for as long as somebody has this, whoever closes it."""
+        """All of it; keeps the mapping alive after `close`."""
         return (ctypes.c_char * len(self._map)).from_buffer(self._map)
 
     def block(self, block: int) -> memoryview:

@@ -22,7 +22,7 @@ class KVPool:
         memory: has room for more blocks than are ours.
         blocks: ours, with nothing in them.
         inherited: ours too, with what a previous life computed, children before parents; not in `blocks`.
-        client: where blocks can be exchanged for others; None when nobody shares the memory.
+        client: where blocks can be exchanged for others; None when the memory is private.
     """
 
     memory: PoolMemory

@@ -4,7 +4,7 @@ A second memfd with 64 bytes a block:
 
     generation    8 bytes    which use of the block this is; only the KV pool server writes it
     key          16 bytes    its prefix key,                          \\
-    parent       16 bytes    that of the block before it,              | only who writes the block writes these, once
+    parent       16 bytes    that of the block before it,              | only the block's writer writes these, once
     checksum      8 bytes    of the block's bytes                      | it is full and can be found by its key
     seal          8 bytes    checksum of the four fields before       /
     spare         8 bytes

@@ -1,4 +1,5 @@
-"""Between an engine and the KV pool server of its host: requests, each answered in order, on one Unix connection.
+"""Messages between an engine and the KV pool server of its host: requests, each answered in order, on one Unix
+connection.
 
 A message on the socket is a length of four bytes, little-endian, and so many bytes of msgpack.
 """
@@ -19,8 +20,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):
-    """A new life of an instance gets ready to attach, which may take long. What the one before left waits for it, as
-    long as this connection stands."""
+    """A new incarnation of an instance prepares to attach, which may take long. The blocks it inherits are kept for it
+    while this connection is open."""
 
     instance: str
     incarnation: int
@@ -48,10 +49,10 @@ class Exchange(msgspec.Struct, tag=True, frozen=True):
 
 
 class Hold(msgspec.Struct, tag=True, frozen=True):
-    """Become one more holder of blocks that somebody else wrote, and give up as many: all of it or nothing.
+    """Become another holder of blocks that other instances wrote, and give up as many; all or nothing.
 
     Attributes:
-        blocks: (block, generation); refused unless each is in that very use and held by somebody.
+        blocks: (block, generation); refused unless each is in that generation and held.
     """
 
     blocks: list[tuple[int, int]]
@@ -59,7 +60,7 @@ class Hold(msgspec.Struct, tag=True, frozen=True):
 
 
 class CountPool(msgspec.Struct, tag=True, frozen=True):
-    """Check every invariant and say who holds how much. May be asked without attaching."""
+    """Check every invariant and count blocks. May be asked without attaching."""
 
 
 KVPoolRequest = Claim | Attach | Exchange | Hold | CountPool
@@ -68,7 +69,7 @@ KVPoolRequest = Claim | Attach | Exchange | Hold | CountPool
 class Claimed(msgspec.Struct, tag=True, frozen=True):
     """
     Attributes:
-        promised: bytes of the quota that the life before had and that nobody else was promised since; 0 without one.
+        promised: bytes of the previous incarnation's quota, still reserved for this one; 0 without one.
     """
 
     promised: int
@@ -78,8 +79,8 @@ class Attached(msgspec.Struct, tag=True, frozen=True):
     """Two file descriptors come with it: the blocks' memory and the table of records.
 
     Attributes:
-        num_blocks: that the memory has room for; not all of them belong to anybody.
-        inherited: blocks that the instance's previous life had published, still unverified.
+        num_blocks: that the memory has room for; some have no holder.
+        inherited: blocks that the instance's previous incarnation had published, still unverified.
     """
 
     num_blocks: int

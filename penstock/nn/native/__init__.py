@@ -97,7 +97,7 @@ def multiply(times: int, dtype: torch.dtype) -> int:
     return 2 * 16 * times * count * threads()
 
 
-# --- tensors as kernels are told of them: pointers and strides
+# --- tensors as pointers and strides
 
 
 class Cache(ctypes.Structure):

@@ -1,7 +1,7 @@
 """What policies over many instances see, and what they answer.
 
-Everything is decided over one immutable `ClusterView`, in which whatever was decided before is already counted: a load
-is there from the moment of its dispatch and not from the next report on. Times are seconds of the view's own clock.
+Decisions are made over one immutable `ClusterView`, which includes all earlier decisions: a load counts from its
+dispatch, not from the next report. Times are seconds of the view's own clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         max_sequences: that run at once.
         max_model_len: prompt and output tokens of one sequence together.
         num_blocks: KV blocks that it may hold.
-        free_blocks: of those that nobody holds or was promised, by the newest report.
+        free_blocks: of those neither held nor reserved, by the newest report.
         prefilling: sequences whose prompts it is still to compute.
         pending_tokens: prompt tokens that are still to be computed there.
         requests: sequences that wait, run, or will decode there.
@@ -51,7 +51,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
         peers: instances that it can hand a request over to.
-        unlinked: why it cannot to others that should be: name -> reason.
+        unlinked: failed peer links: name -> reason.
     """
 
     name: str
@@ -110,8 +110,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         )
 
     def load_seconds(self, tokens: int) -> float:
-        """Predicted time to bring so many tokens of a prompt from below the device. That occupies nobody: meanwhile
-        others are prefilled, and decode."""
+        """Predicted time to bring so many tokens of a prompt from below the device. Meanwhile other sequences are
+        prefilled and decoded."""
         return self.times.load_ms(tokens) / 1e3
 
     def begins_at(self, now: float, demand: Demand) -> float:
@@ -130,10 +130,11 @@ class Demand(Struct, frozen=True, kw_only=True):
         arrived: when its client sent it, in the view's clock; the past.
         ttft, tpot: its targets in seconds; inf without.
         priority: lower runs first.
-        offline: it has no targets and waits for gaps.
+        offline: it has no targets, and uses the capacity that other requests leave.
         chat: the conversation that it belongs to; "" when that is not known.
-        hits: instance -> leading prompt tokens that are in its cache; nobody else has any.
-        loads: instance -> how many of these lie below its device, so that they are to be loaded; nobody else's do.
+        hits: instance -> leading prompt tokens in its cache; other instances have none.
+        loads: instance -> how many of these lie below its device, so that they are to be loaded; other instances have
+            none.
         exclude: instances that it should not be given.
     """
 
@@ -194,7 +195,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
         instances: those that may be given work now.
         queue: online sequences without a place, in order of arrival.
         offline: the first of those that are offline.
-        rates: what came and went lately.
+        rates: recent rates.
         shortest: no instance's `max_model_len` is less; 0 says nothing.
     """
 
@@ -207,7 +208,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """An instance gets another role; what runs on it goes on."""
+    """Change an instance's role; its running requests continue."""
 
     name: str
     role: Role
@@ -220,7 +221,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     Attributes:
         key: of the demand.
         prefill: the instance that prefills the prompt.
-        decode: the one that takes over after it; None when nobody does.
+        decode: the one that takes over after it; None without a hand-off.
         reason: a class of reasons, and after a colon the details, if any: "no-decode: d0 is not linked".
         costs: what the policy held against each candidate, the chosen one included, by stage and name; lower is
             better.
@@ -255,22 +256,23 @@ class DispatchPolicy(Protocol):
     something changes, until it answers `Later`; so it never needs to count what it has just decided.
 
     Attributes:
-        wants_keys: whether it looks at `Demand.hits` and `loads`; nobody computes prefix keys where it does not.
+        wants_keys: whether it uses `Demand.hits` and `loads`; otherwise prefix keys are not computed.
     """
 
     name: str
     wants_keys: bool
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
-        """There is something in a queue. At least one instance is long enough for each demand in it, besides those that
+        """Decide over a non-empty queue. At least one instance is long enough for each demand in it, besides those that
         it excludes; see `fitting`."""
 
 
 class PrioritySLO(Protocol):
-    """What a priority is worth as targets, for requests that come without."""
+    """The targets that a priority implies, for requests without any."""
 
     def observe(self, priority: int, ttft: float, tpot: float | None, queued: float) -> None:
-        """A sequence ended well. All in seconds; `queued`: from its arrival to its being sent to an instance."""
+        """A sequence ended without an error. All in seconds; `queued`: from its arrival to its being sent to an
+        instance."""
 
     def target(self, priority: int) -> tuple[float, float]:
         """TTFT and TPOT in seconds."""
@@ -296,7 +298,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     Attributes:
         absent: names of instances that could be started.
         starting: name -> when it will serve, as predicted.
-        draining: names of those that take nothing new and are going.
+        draining: names of those that drain.
         least, most: instances that serve.
     """
 
@@ -314,7 +316,7 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class Stop(Struct, frozen=True, kw_only=True):
-    """It takes nothing new, and goes when it has nothing left."""
+    """Drain an instance, and stop it when it has no requests left."""
 
     name: str
     reason: str
@@ -334,7 +336,7 @@ class ScalingPolicy(Protocol):
 
 
 def fitting(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
-    """Who could hold a sequence at all, besides those it excludes."""
+    """Instances that could hold a sequence, except those it excludes."""
     tokens = demand.tokens
     if tokens <= view.shortest and not demand.exclude:
         return view.instances

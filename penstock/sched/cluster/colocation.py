@@ -1,8 +1,7 @@
 """Online and offline work on the same instances (xLLM, section 3.1): which offline sequences run now, and where.
 
 The master holds a backlog of offline sequences; engines run online ones first and preempt offline ones. So an instance
-is only ever given what keeps it busy for a moment (`AHEAD`): all that it has more would stand in the way when online
-work comes.
+gets offline work for `AHEAD` seconds only: more would delay online work.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class LatencyRoles:
         return Later(view.now + AGAIN)
 
     def _watch(self, view: ClusterView) -> None:
-        """Remember the strictest target: the next online sequence will likely have it."""
+        """Track the strictest target: the next online sequence will likely have it."""
         target = min((*(i.tpot for i in view.instances), *(d.tpot for d in view.queue)), default=inf)
         if target <= self._target or view.now - self._seen > REMEMBERED:
             self._target, self._seen = target, view.now
@@ -114,7 +113,7 @@ class LatencyRoles:
             self._oldest, self._passed = view.offline[0].key, 0
 
     def _ranked(self, view: ClusterView, strict: Sequence[InstanceLoad]) -> Sequence[Demand]:
-        """Whom to try, best first; the oldest before all when it was passed over too often."""
+        """The candidates, best first; the oldest first when it was passed over too often."""
         oldest = view.offline[:CHOSEN_FROM]
         if not strict or self._passed >= PASSED:
             return oldest[:1]

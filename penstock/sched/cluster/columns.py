@@ -79,10 +79,10 @@ class Places:
 
 
 class ViewQueue(list[Demand]):
-    """The queue of a view, with who has come and gone since earlier ones. It does not change.
+    """The queue of a view, with arrivals and departures since earlier ones. Immutable.
 
     Args:
-        history: of all views that share it, in order: who came, to the end, and the places of those who left; it only
+        history: of all views that share it, in order: arrivals, at the end, and the places of departures; it only
             grows.
     """
 

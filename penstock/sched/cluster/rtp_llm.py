@@ -1,9 +1,9 @@
 """Cache-aware dispatch by predicted cost in milliseconds (RTP-LLM, section 5).
 
 The cost of a prefiller is what a prompt waits there until the prompts before it are prefilled, as predicted, and what
-prefilling its uncached rest takes. A sequence goes to one of those near the least, by lot, so that a burst does not
-herd; a conversation goes back to whoever has its KV while that pays. Decoders admit by blocks: when nobody has room for
-what a sequence will come to, it waits here, where it can still go anywhere, and not in an engine that would have to
+prefilling its uncached rest takes. A sequence goes to one of those near the least, chosen at random, so that a burst is
+spread; a conversation returns to the instance with its KV while that pays. Decoders admit by blocks: when no instance
+has room for a sequence's expected length, it waits in the master's queue, and not in an engine that would have to
 preempt.
 
 Not as in the paper:
@@ -12,7 +12,7 @@ Not as in the paper:
 - Expected availability is the sum of what is to be prefilled and not the maximum: engines prefill prompts one after
   another.
 - `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2), without
-  its remote term: nobody has a remote cache yet.
+its remote term, as there is no remote cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Homes:
 
 
 class ChatAffinity:
-    """Which instances the latest conversations were given to; the longest silent ones are forgotten.
+    """The instances of recent conversations, in LRU order.
 
     Args:
         kept: conversations that are remembered.
@@ -54,7 +54,7 @@ class ChatAffinity:
         self._homes: OrderedDict[str, Homes] = OrderedDict()
 
     def homes(self, chat: str) -> Homes | None:
-        """None when it is new, or "" because nobody knows."""
+        """None when it is new, or "" because it is unknown."""
         return self._homes.get(chat) if chat else None
 
     def remember(self, chat: str, prefill: str, decode: str) -> None:
@@ -82,8 +82,8 @@ COMPARED = 16  # prefillers with the least to do, those with the longest hits, a
 WINDOW = 256  # sequences of the queue that are grouped by length at most
 TRIED = 4  # sequences, while those before them find no room
 PASSED = 16  # sequences that may go before one that finds none
-HOT = 3.0  # of the mean wait: who has more is left out
-BAND, BAND_MS = 0.1, 20.0  # above the least cost; the larger of the two: within it the lot decides
+HOT = 3.0  # of the mean wait: instances with more are left out
+BAND, BAND_MS = 0.1, 20.0  # above the least cost; the larger of the two: within it the choice is random
 FULL = 0.95  # share of an instance's blocks that sequences may come to
 OUTPUT = 256  # tokens, where nothing has ended yet
 ALPHA, GAMMA = 1.0, 1.0  # weights of a hit's share of the prompt, and of latency's share of the longest
@@ -185,7 +185,7 @@ class RtpLlm:
         yield from (d for d in queue if d.key not in self._group)
 
     def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision | None:
-        """None when nobody has room for it."""
+        """None when no instance has room for it."""
         output = min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
         offers = self._offers(view, demand, able, output)
         if not offers:
@@ -230,7 +230,7 @@ class RtpLlm:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
             chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
-        # those that have nobody to hand over to have to keep what they prefill
+        # those without a peer to hand over to must keep what they prefill
         offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
         if not offering:
             offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
@@ -249,7 +249,7 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:
-    """Who has a conversation's KV, if going back there pays."""
+    """The instance with a conversation's KV, if returning pays."""
     holder = next((o for o in offers if o.instance.name == name and o.hit), None)
     if holder is None:
         return None

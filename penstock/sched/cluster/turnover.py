@@ -1,9 +1,8 @@
-"""What prefilling a prompt pushes out of an instance's cache (`unified`).
+"""The cost of cache eviction by prefilling a prompt (`unified`).
 
-A cache keeps what was used last, so where more is prefilled everything is forgotten sooner. If one instance is given
-most of what is new, say because it is predicted to be a little faster, the others keep what nobody asks for any longer,
-and less is found in all of them together. So a second of prefilling is dearer where more was prefilled lately, and the
-more so the larger the share of the prompts that is found at all.
+An LRU cache that prefills more evicts sooner. If one instance gets most of the new prompts, say because it is predicted
+to be a little faster, the other caches keep unused prefixes, and the cluster's hit rate falls. So a second of
+prefilling costs more where more was prefilled lately, in proportion to the hit rate.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Turnover:
         self._asked = self._found = 0.0  # tokens of the last prompts
 
     def cost(self, name: str, among: int) -> float:
-        """What a second of prefilling on an instance costs whoever looks for something there later, in seconds.
+        """The cost of a second of prefilling on an instance for later requests, in seconds.
 
         Args:
             among: instances.
@@ -55,6 +54,6 @@ class Turnover:
         self._found = self._found * rest + prompt_tokens - computed
 
     def _rescale(self, factor: float) -> None:
-        # who has prefilled nothing for ever so long comes to 0, and is forgotten
+        # instances without recent prefills reach 0 and are removed
         self._prefilled = {name: tokens * factor for name, tokens in self._prefilled.items() if tokens * factor}
         self._total = sum(self._prefilled.values())

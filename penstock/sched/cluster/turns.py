@@ -1,4 +1,4 @@
-"""Nobody waits for ever, and offline work waits for gaps: what every policy that holds sequences back has to see to."""
+"""Starvation freedom and offline work, for every policy that lets sequences wait."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SHOWN = 4  # offline sequences, and instances to prefill them, that are tried fo
 
 
 class Turns:
-    """After PATIENCE decisions for others the sequence that has waited longest is due, wherever its policy ranks it: it
-    is tried before all others, and if it finds no room its policy keeps an instance free of others until it does.
-    Under overload, when those are late already, this costs one decision in PATIENCE + 1."""
+    """After PATIENCE decisions for others the sequence that has waited longest is due, whatever its rank: it is tried
+    first, and if it finds no room, its policy reserves an instance for it until it does. Under overload, when those are
+    late already, this costs one decision in PATIENCE + 1."""
 
     def __init__(self) -> None:
         self._oldest: Key | None = None
         self._passed = 0
 
     def due(self, candidates: Candidates) -> Demand | None:
-        """Who has to be tried first now; None when nobody has waited for long."""
+        """The sequence to try first; None when none is due."""
         oldest = next((d for d in candidates.view.queue if candidates.prefillers(d)), None)
         if oldest is None:
             return None
@@ -33,7 +33,7 @@ class Turns:
         return oldest if self._passed >= PATIENCE else None
 
     def kept_for(self, candidates: Candidates, demand: Demand) -> str:
-        """The instance that is to be kept free of others until one that is due goes there: the roomiest."""
+        """The instance reserved for a sequence that is due: the one with the most room."""
         able = candidates.prefillers(demand)
         homes = list(candidates.takers(demand, able[0])) or able
         output = candidates.view.rates.output_tokens
@@ -47,7 +47,7 @@ class Turns:
 
 def fill_gap(foresight: Foresight, candidates: Candidates, policy: str) -> Decision | Later:
     """Offline work goes where no prompt is to be prefilled, one at a time, and only beside online sequences that it
-    does not slow down too much: to whom has the least to do."""
+    does not slow down too much: to the least loaded instance."""
     view = candidates.view
     at = inf
     for demand in view.offline[:SHOWN]:
@@ -76,7 +76,7 @@ def fill_gap(foresight: Foresight, candidates: Candidates, policy: str) -> Decis
 def _offline_home(
     foresight: Foresight, candidates: Candidates, demand: Demand, load: InstanceLoad
 ) -> tuple[InstanceLoad | None, dict[str, float]]:
-    """Where it may decode, as in `Foresight.home`; but nobody makes way for it."""
+    """Where it may decode, as in `Foresight.home`; but without preempting others."""
     output = candidates.view.rates.output_tokens
     costs: dict[str, float] = {}
     for home in foresight.lightest(candidates, demand, load):

@@ -5,10 +5,10 @@ A prompt goes to the prefiller (role P) with the earliest first token; where tha
 prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
 Not in the paper:
-- "Late" is long before the target (`SOON`): who asks for help when the target is about to be missed gets it too late.
-- When no more decoders may leave, those who can prefill a prompt within one step of their TPOT target help as well.
+- "Late" is long before the target (`SOON`): help requested when the target is about to be missed comes too late.
+- When no more decoders may leave, those that can prefill a prompt within one step of their TPOT target help as well.
   xLLM's public code does something like it.
-- When nobody can be in time, the prompt goes where it is prefilled first.
+- When no instance can meet the deadline, the prompt goes where it is prefilled first.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class _Prefiller:
 
 
 def make_xllm(dwell: float = DWELL) -> tuple[Xllm, XllmRoles]:
-    """Both halves of it: they share what they know of the roles."""
+    """Its dispatch and role policies, which share their state."""
     roles = XllmRoles(dwell)
     return Xllm(roles), roles
 
 
 class Xllm:
-    """A `DispatchPolicy` that lets nobody wait. Costs are predicted ms: until the first token, and of a decode step.
+    """A `DispatchPolicy` that never lets sequences wait. Costs are predicted ms: until the first token, and of a decode
+    step.
 
     Args:
         roles: decides whose role changes; None where roles stay as they are.
@@ -96,7 +97,7 @@ class Xllm:
     def _prefiller(
         self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], costs: dict[str, float]
     ) -> _Prefiller:
-        """Who prefills it; what was held against whom goes into `costs`."""
+        """The instance that prefills it; fills in `costs`."""
         if able[0].role == "decode":
             return _soonest(view, demand, able, costs)  # no role prefills prompts
         found: list[_Prefiller] = []
@@ -124,7 +125,7 @@ class Xllm:
     def _taker(
         self, view: ClusterView, demand: Demand, prefiller: _Prefiller, costs: dict[str, float], moves: list[Move]
     ) -> InstanceLoad:
-        """Who decodes; whoever has to become a decoder for that is added to `moves`."""
+        """The instance that decodes; a role change that this needs is added to `moves`."""
         here = prefiller.instance
         role: Role = "prefill" if moves else here.role
         tokens = demand.prompt_tokens + min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
@@ -145,7 +146,7 @@ class Xllm:
                 costs[helper.name] = 1e3 * step_seconds(helper, sequences=1, kv_tokens=demand.prompt_tokens)
                 moves.append(Move(name=helper.name, role="decode", reason="decode-short"))
                 return helper
-        # nobody bears it: where there is room at least, and the steps are shortest
+        # no instance meets the target: one with room and the shortest steps
         roomy = [i for i in (here, *compared) if fullness(i, sequences=1, tokens=tokens) <= FULL]
         return min(roomy or compared or [here], key=lambda i: (costs[i.name], i.name))
 

@@ -123,7 +123,7 @@ def host_blocks(memory: int | None, block_bytes: int, *, prefix_cache: bool) -> 
         memory: bytes; None asks for none.
 
     Raises:
-        ConfigError: not even one fits, or nobody would find it.
+        ConfigError: not even one fits, or the prefix cache is off.
     """
     if memory is None:
         return 0

@@ -51,7 +51,7 @@ class Load(NamedTuple):
     """Bring these copies into their blocks, and look whether they are what was stored.
 
     Attributes:
-        seconds: that it is expected to take, waiting for others included; 0 when nobody knows.
+        seconds: that it is expected to take, waiting for others included; 0 when unknown.
     """
 
     number: int

@@ -6,9 +6,9 @@ Steps in flight let the next one be scheduled while one still runs (xLLM, sectio
     look_ahead(); then = schedule(); launch(then)    while the runner computes `plan`
     outputs = update(plan, result)                while the runner computes `then`; and again from `look_ahead`
 
-`look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, who gets a
-token, and who thereby reaches its greatest length. A token that is still to be sampled stands in its sequence as a
-placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
+`look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, which
+sequences get a token, and which reach their greatest length. A token that is still to be sampled stands in its sequence
+as a placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
 place. `update` takes all that back and records what has really been. So the scheduler has a single state, and schedules
 ahead by the same rules.
 
@@ -16,7 +16,7 @@ A sequence that a stop token ends, or that is cancelled, is still in the step af
 dropped: one token at most.
 
 Blocks are safe without any order between threads: what a step in flight reads or writes stays held until it has landed,
-also when its sequence has let go of it. Only then it may be written by whoever gets it next, be it a later step, a
+also when its sequence has freed it. Only then it may get another owner, be it a later step, a
 block that arrives from another instance, or another process. Preemption, which needs blocks at once, is held back until
 nothing is in flight, and nothing is scheduled ahead meanwhile.
 """
@@ -82,8 +82,8 @@ class InFlightSteps:
         self._in_flight.append(InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
 
     def look_ahead(self, running: list[Sequence], longest: int) -> bool:
-        """Count the step in flight as done; those who end by it leave `running`. False when nothing may be scheduled
-        before it is.
+        """Count the step in flight as done; sequences that end by it leave `running`. False when nothing may be
+        scheduled before it is.
 
         Args:
             longest: tokens of a sequence at most.

@@ -37,7 +37,7 @@ REFUSED = 4  # sequences that are tried on every instance in vain, until the nex
 
 
 class _Line(NamedTuple):
-    """Everyone who waits; [demands] each."""
+    """All queued sequences; [demands] each."""
 
     deadline: npt.NDArray[np.float64]
     prompt_tokens: npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ class _Line(NamedTuple):
     tpot: npt.NDArray[np.float64]
 
     def easier(self, refused: Demand) -> npt.NDArray[np.bool_]:
-        """Whom an instance may take although none could take that one."""
+        """Sequences that may still fit although that one did not."""
         easier: npt.NDArray[np.bool_] = self.prompt_tokens < refused.prompt_tokens
         easier |= self.tokens < refused.tokens
         easier |= self.tpot > refused.tpot
@@ -129,7 +129,7 @@ class Aladdin:
             if self._is_slow(load):
                 continue
             costs[load.name] = emptiness
-            # (a); nothing stands before one that is late, and it stands before nobody
+            # (a); a late sequence has no queue before it, and delays none
             if load.name == barred or load.free_at > (start if hurried else view.now):
                 continue
             if not candidates.may_prefill(demand, load):
@@ -137,7 +137,7 @@ class Aladdin:
             home, steps = self._home(candidates, demand, load, hurried, barred)
             if home is None:
                 if load.role == "prefill" and not load.unlinked and candidates.hands_over(demand, load):
-                    return None  # whoever prefills, nobody takes over
+                    return None  # no instance takes over from any prefiller
                 continue
             self._turns.took(demand)
             return staged_decision(self.name, view, demand, load, home, costs, steps)
@@ -146,7 +146,7 @@ class Aladdin:
     def _home(
         self, candidates: Candidates, demand: Demand, load: InstanceLoad, hurried: bool, barred: str | None
     ) -> tuple[InstanceLoad | None, dict[str, float]]:
-        """Who decodes: the fullest under (c) and (d); itself, under (b) too, where nobody takes over."""
+        """The instance that decodes: the fullest under (c) and (d); itself, under (b) too, without a hand-off."""
         view = candidates.view
         if not candidates.hands_over(demand, load):
             fits = self._admits(view, load, demand, hurried) and self._pays(view, load, demand, hurried)

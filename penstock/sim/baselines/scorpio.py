@@ -1,5 +1,5 @@
-"""SCORPIO: heterogeneous targets on one instance (arXiv 2505.23022), with a round-robin over instances before it as
-the HFX paper extends it.
+"""SCORPIO: heterogeneous targets on one instance (arXiv 2505.23022), behind a round robin over instances, as extended
+by the HFX paper.
 
 There: each sequence belongs to an instance from its arrival on. The TTFT guard orders what waits for an instance by
 deadline; the TPOT guard admits a sequence only while the predicted step with it stays within the strictest TPOT.
@@ -36,7 +36,7 @@ _Places = npt.NDArray[np.intp]
 
 
 class _Line(NamedTuple):
-    """Everyone who waits; [demands] each. `own` is the place of its instance, -1 without one."""
+    """All queued sequences; [demands] each. `own` is the place of its instance, -1 without one."""
 
     deadline: _Values
     prompt_tokens: _Values
@@ -128,7 +128,7 @@ class Scorpio:
         return -1 if name is None or name in demand.exclude else self._places.get(name, -1)
 
     def _next_taker(self, candidates: Candidates, demand: Demand, prefill: InstanceLoad) -> InstanceLoad:
-        """In the order of names. There is somebody."""
+        """The next in the order of names; at least one exists."""
         names = [i.name for i in candidates.takers(demand, prefill)]
         following = [name for name in names if name > self._last_taker]
         self._last_taker = min(following or names)
@@ -146,11 +146,11 @@ class Scorpio:
     def _serve(
         self, candidates: Candidates, refusals: Refusals, ranked: _Ranked, order: _Places, barred: str | None
     ) -> tuple[Decision | None, float]:
-        """The first of them who is admitted; or when the next instance wants more.
+        """Place the first that is admitted; or say when the next instance wants more.
 
         Args:
             order: their places in the queue.
-            barred: an instance that is kept for whom is due.
+            barred: an instance reserved for the sequence that is due.
         """
         view, line = candidates.view, ranked.line
         free_at = self._free_at.of(view.instances)[line.own[order]]
