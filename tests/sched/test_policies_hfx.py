@@ -188,8 +188,9 @@ def test_offline_work_waits_until_nothing_is_to_be_prefilled_and_goes_to_whoever
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-@pytest.mark.parametrize(("tokens", "blocks"), [(1500, 128), (300, 32)])
-@pytest.mark.parametrize("roles", [["any", "any"], ["prefill", "decode"]])
+@pytest.mark.parametrize(
+    ("roles", "tokens", "blocks"), [(["any", "any"], 300, 32), (["prefill", "decode"], 1500, 128)], ids=["any", "apart"]
+)
 def test_no_class_starves_while_more_arrives_than_can_be_served(name, roles, tokens, blocks):
     loads = linked(*(instance(f"{role[0]}{i}", role, num_blocks=blocks) for i, role in enumerate(roles)))
     both = roles == ["any", "any"] or not SUBJECTS[name].minds_roles

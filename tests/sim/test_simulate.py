@@ -38,8 +38,7 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(shape):
     assert as_bytes(*run(scenario, seed=2)) != first
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@pytest.mark.parametrize(("shape", "policy"), zip(SHAPES, ("least_loaded", "round_robin") * 2, strict=True))
 def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     result, cluster = run(read(WORKLOAD, SHAPES[shape]), policy)  # runs every check
     assert result["requests"] == 300
@@ -151,8 +150,15 @@ def test_max_tokens_ends_what_would_go_on():
 # --- failures
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("policy", ["round_robin", "hfx", "rtp_llm", "unified"])
+FAILING = {
+    "colocated": ("round_robin", "unified"),
+    "copied": ("hfx", "rtp_llm"),
+    "shared": ("unified", "round_robin"),
+    "tiered": ("rtp_llm", "hfx"),
+}
+
+
+@pytest.mark.parametrize(("shape", "policy"), [(shape, policy) for shape in FAILING for policy in FAILING[shape]])
 def test_what_failed_instances_had_goes_on_elsewhere(shape, policy):
     failure = FAILURE if "prefill" in SHAPES[shape] else FAILURE_OF_ONE
     result, cluster = run(read(WORKLOAD, SHAPES[shape], failure), policy)
