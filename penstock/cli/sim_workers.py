@@ -137,7 +137,7 @@ def _most(scenario: Scenario, groups: Sequence[InstanceGroup]) -> list[InstanceG
 
 
 def _run(run: Run, seconds: float) -> dict[str, Any] | None:
-    """The result, without its large parts unless it is to be saved; None when nobody comes at so small a scale.
+    """The result, without its large parts unless it is to be saved; None when no request comes at so small a scale.
 
     Args:
         seconds: of arrivals, in all of the workload at this scale.

@@ -36,7 +36,7 @@ from penstock.service.recorder import Recorder
 from penstock.service.session import FleetLimits
 from penstock.sim import instance as engine
 from penstock.sim.events import Due, Priority, Timeline
-from penstock.sim.frontend import ClientRecord, SimFrontend
+from penstock.sim.frontend import SimFrontend, SimRecord
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
@@ -93,7 +93,7 @@ class Cluster:
         self._local_policy = local_policy
         self._scenario, self._requests, self._noises, self._strides = scenario, requests, noises, strides
         self._lengths = {str(work.number): work.output_tokens for work in requests}
-        self._notice: Callable[[ClientRecord], None] = lambda record: None
+        self._notice: Callable[[SimRecord], None] = lambda record: None
         self._root = root_key(groups[0].geometry, "bfloat16")
         self._wires = Wires(scenario.transport)
         self.places = make_slots(groups, scenario.scaling)
@@ -122,11 +122,11 @@ class Cluster:
         return not self._left
 
     @property
-    def records(self) -> list[ClientRecord]:
+    def records(self) -> list[SimRecord]:
         return self.frontend.records
 
     def run(
-        self, *, sample_every: float, notice: Callable[[ClientRecord], bool], since: float = 0.0, until: float = inf
+        self, *, sample_every: float, notice: Callable[[SimRecord], bool], since: float = 0.0, until: float = inf
     ) -> None:
         """Simulate until every online request has ended; or all, when there are only offline ones.
 
@@ -139,7 +139,7 @@ class Cluster:
         stopped = False
         least = 0.0 if until == inf else until
 
-        def ended(record: ClientRecord) -> None:
+        def ended(record: SimRecord) -> None:
             nonlocal stopped
             stopped = notice(record) or stopped
 
@@ -187,7 +187,7 @@ class Cluster:
             dues.append(Due(self._requests[index + 1].at, Priority.ARRIVAL, partial(self._arrive, index + 1)))
         return dues
 
-    def _count(self, record: ClientRecord) -> None:
+    def _count(self, record: SimRecord) -> None:
         self.ended += 1
         if record.number in self.judged:
             self._left -= self._offline_alone or not record.offline
@@ -405,7 +405,7 @@ class _Costs:
         records: of requests, by number.
     """
 
-    def __init__(self, records: Sequence[ClientRecord], other: Recorder | None) -> None:
+    def __init__(self, records: Sequence[SimRecord], other: Recorder | None) -> None:
         self._records, self._other = records, other
 
     def decided(

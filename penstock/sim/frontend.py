@@ -36,7 +36,7 @@ STOPS = frozenset({STOP})
 
 
 @dataclass(slots=True)
-class ClientRecord:
+class SimRecord:
     """A request's outcome. Times are seconds since the start, as its client saw them.
 
     Attributes:
@@ -96,7 +96,7 @@ class FrontendSender(Protocol):
     def frontend_to_engine(self, now: float, name: str, command: Command) -> Due: ...
 
 
-_Flight = Flight[ClientRecord]
+_Flight = Flight[SimRecord]
 
 
 class SimFrontend:
@@ -118,9 +118,9 @@ class SimFrontend:
         max_tokens: int,
         max_model_len: int,
         root: bytes,
-        ended: Callable[[ClientRecord], None],
+        ended: Callable[[SimRecord], None],
     ) -> None:
-        self.records: list[ClientRecord] = []
+        self.records: list[SimRecord] = []
         self.joined = Joined(0)
         self._post = post
         self._max_tokens, self._max_model_len, self._root = max_tokens, max_model_len, root
@@ -150,7 +150,7 @@ class SimFrontend:
             tpot_ms=_milliseconds(work.tpot, work),
             offline=work.offline,
         )
-        record = ClientRecord(
+        record = SimRecord(
             work.number,
             now,
             work.prompt_tokens,

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.sim.cluster import Cluster
-from penstock.sim.frontend import ClientRecord
+from penstock.sim.frontend import SimRecord
 from penstock.sim.slots import Sample, Use
 from penstock.sim.workload import WHOLE, Slice
 
 Column = npt.NDArray[Any]
 
 
-def kept(record: ClientRecord) -> bool:
+def kept(record: SimRecord) -> bool:
     """Whether a request that is over got all it asked for, within both of its targets."""
     return not record.error and _in_time(record) and _at_pace(record)
 
@@ -87,7 +87,7 @@ class Outcomes:
 COLUMNS = tuple(field.name for field in fields(Outcomes) if field.name not in ("regret", "targets"))
 
 
-def outcomes_of(records: Sequence[ClientRecord], since: float = 0.0) -> Outcomes:
+def outcomes_of(records: Sequence[SimRecord], since: float = 0.0) -> Outcomes:
     """
     Args:
         since: of their times; the columns' begin at 0.
@@ -150,11 +150,11 @@ def _words(values: Iterable[str]) -> Column:
     return np.array(list(values), dtype=object)
 
 
-def _in_time(record: ClientRecord) -> bool:
+def _in_time(record: SimRecord) -> bool:
     return record.ttft is not None and record.ttft <= record.ttft_target
 
 
-def _at_pace(record: ClientRecord) -> bool:
+def _at_pace(record: SimRecord) -> bool:
     return record.tpot is None or record.tpot <= record.tpot_target
 
 
@@ -311,7 +311,7 @@ def tasks_over_time(these: Outcomes) -> dict[str, Any] | None:
     }
 
 
-def request_rows(records: Sequence[ClientRecord]) -> list[dict[str, Any]]:
+def request_rows(records: Sequence[SimRecord]) -> list[dict[str, Any]]:
     """Every request by itself, in order of arrival."""
     return [
         {

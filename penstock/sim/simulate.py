@@ -17,7 +17,7 @@ from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
 from penstock.sim.cluster import Cluster
-from penstock.sim.frontend import ClientRecord
+from penstock.sim.frontend import SimRecord
 from penstock.sim.result import Account, account_of, joined_accounts, kept, summarise
 from penstock.sim.scenario import Scenario
 from penstock.sim.traffic import make_traffic
@@ -170,7 +170,7 @@ def _simulate(
     online = sum(not request.offline for request in requests)
     allowed = online if allowed_misses is None else int(allowed_misses * online + 1e-9)
 
-    def notice(record: ClientRecord) -> bool:
+    def notice(record: SimRecord) -> bool:
         nonlocal missed
         missed += record.number in cluster.judged and not record.offline and not kept(record)
         progress(cluster.ended, len(requests))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.sim.frontend import ClientRecord
+from penstock.sim.frontend import SimRecord
 from penstock.sim.result import (
     Account,
     by_second,
@@ -23,7 +23,7 @@ from penstock.sim.slots import InstanceSlot, Sample, Use
 def record(number=0, arrival=0.0, *, first=None, ended=None, received=1, **fields):
     """Of a request that got `received` tokens."""
     targets = {} if fields.get("offline") else {"ttft_target": 1.0, "tpot_target": 0.1}
-    return ClientRecord(
+    return SimRecord(
         number=number,
         arrival=arrival,
         prompt_tokens=100,

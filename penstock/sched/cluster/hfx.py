@@ -175,7 +175,7 @@ class _Line(NamedTuple):
 
 def _prefillers_do(view: ClusterView, line: _Line) -> bool:
     """Whether for everyone who waits there is an instance that is not for decodes alone, so that those prefill
-    nobody."""
+    none."""
     longest = max((i.max_model_len for i in view.instances if i.role != "decode"), default=0)
     return not line.excluded.any() and bool((line.prompt_tokens + line.max_tokens).max() <= longest)
 

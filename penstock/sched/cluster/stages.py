@@ -17,7 +17,7 @@ def hands_over(source: Role, target: Role) -> bool:
 
 
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
-    """Instances of "prefill" and "any"; when those have nobody to give, all. Empty when nobody could hold it."""
+    """Instances with the role "prefill" or "any"; all when there is none of these. Empty when none could hold it."""
     able = fitting(view, demand)
     return [i for i in able if i.role != "decode"] or able
 
