@@ -45,7 +45,7 @@ class SequenceStep:
         blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
         sample: whether these tokens reach the end of the sequence, so that a next token is sampled.
         params, seed: how to draw it.
-        history: with `sample`, and only where `params.penalised`: every token so far; the last as in `tokens`.
+        history: with `sample`, and only where `params` have a penalty: every token so far; the last as in `tokens`.
         prompt_tokens: how many of `history` are the prompt.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
         banned: with `sample`: token ids that must not be sampled; something else is always left.

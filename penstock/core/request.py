@@ -58,11 +58,6 @@ class Request:
         """All that is read before the next token is sampled: the prompt, and what was generated elsewhere."""
         return [*self.prompt, *self.generated] if self.generated else self.prompt
 
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted, and have not left with a first token already."""
-        return self.params.prompt_logprobs is not None and not self.generated
-
 
 @dataclass(slots=True)
 class TokenLogprobs:

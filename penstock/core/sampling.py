@@ -225,11 +225,6 @@ class SamplingParams:
         """Also where dividing by the temperature would leave float32's range, and with it the order of the logits."""
         return self.temperature < GREEDY_BELOW
 
-    @property
-    def penalised(self) -> bool:
-        """Whether a draw depends on which tokens came before, beyond what the model computes."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
-
 
 def _check_ids(tokens: tuple[Any, ...], name: str) -> None:
     if tokens and set(map(type, tokens)) == {int} and min(tokens) >= 0:

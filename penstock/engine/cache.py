@@ -11,7 +11,12 @@ token to token as far as blocks are consecutive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,16 +24,16 @@ from torch import Tensor
 
 from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS, StepPlan
-from penstock.engine.arena import Arena
-from penstock.engine.mapper import MapCounters, Mapper
+from penstock.engine.arena import Arena, MapCounters, Mapper
 from penstock.engine.memory import MAPPINGS
-from penstock.engine.reserve import Reserve
 from penstock.kv.ranges import Change, Ranges
 from penstock.nn.config import DTYPES, DecoderConfig
 
 if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
 
+MOST_READY = 64  # blocks that `Reserve` keeps ready: prompts of 4,096 tokens together
+QUIET = 0.05  # seconds in which nothing ran: a client that asks again as soon as it is answered is not in the way
 PAGE = 4096  # bytes: a CPU's mapping unit
 MOST_RANGES = 8192
 MOST_ADDRESSES = 16 << 40  # bytes of ranges; a process has 128 TiB of addresses
@@ -73,11 +78,14 @@ class KVCache:
         layout: of a block.
         slots: what kernels see, [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim].
         blocks: the physical blocks, its first part or all of it.
+        direct: kernels find blocks where the plan says they are: a step without fresh blocks needs no `prepare`, and
+            one without `computed` no `settle`.
         reserve: has the memory of coming blocks found; None where all of it is there.
         computed: marks on a CUDA device that the last step which `settle` has seen is computed; None where nobody asks.
     """
 
     address_mode = "table"
+    direct = True
 
     def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, reserve: Reserve | None = None) -> None:
         """`memory` is [elements], of the layout's dtype."""
@@ -147,6 +155,7 @@ class ContiguousCache(KVCache):
     """
 
     address_mode = "contiguous"
+    direct = False
 
     def __init__(
         self, layout: KVLayout, memory: PoolMemory, *, max_sequences: int, range_blocks: int, budget: int = MAPPINGS
@@ -218,3 +227,120 @@ def _take(fresh: set[int], blocks: Sequence[int], slots: Sequence[int], start: i
     taken = [(block, slot) for block, slot in zip(blocks[start:], slots[start:], strict=False) if block in fresh]
     fresh.difference_update(block for block, _ in taken)
     return [slot for _, slot in taken]
+
+
+Wanted = SimpleQueue[int | threading.Event | None]
+
+
+class _Pause:
+    """Says when blocks may be touched."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._hurry = False
+        self._from: float | None = 0.0  # when it is quiet; None while something runs
+
+    def begin(self) -> None:
+        """Until `end`, unless there is hurry."""
+        self._from = None
+
+    def end(self) -> None:
+        with self._changed:
+            self._from = time.monotonic() + QUIET
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Until `relax`, whatever runs."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify()
+
+    def relax(self) -> None:
+        self._hurry = False
+
+    def wait(self) -> None:
+        with self._changed:
+            while not self._hurry:
+                start = self._from
+                left = None if start is None else start - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._changed.wait(left)
+
+
+class Reserve:
+    """Has the memory of blocks found before they are used.
+
+    A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.3 to 0.6 ms a
+    MiB, and several times that in a virtual machine whose host has to find it first. Prompts would wait for it, so a
+    thread touches the blocks that come next, a limited number ahead: once nothing has run for a while, since it takes a
+    core from whatever does, or at once when few are left. One thread calls it.
+
+    Attributes:
+        size: blocks that are kept ready.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.size = min(MOST_READY, arena.num_blocks)
+        self._there: set[int] = set()  # blocks that have their memory, or will without anybody's doing
+        self._left = 0  # of those that were expected
+        self._wanted: Wanted = SimpleQueue()
+        stopped = threading.Event()
+        self._pause = _Pause()
+        # a daemon: the process need not wait for it at its end
+        self._thread = threading.Thread(
+            target=_touch_wanted, args=(arena, self._wanted, stopped, self._pause), name="penstock-reserve", daemon=True
+        )
+        self._stop = weakref.finalize(self, _stop, self._wanted, stopped, self._pause)
+        self._thread.start()
+
+    def use(self, blocks: Sequence[int]) -> bool:
+        """These are being written, in a step that begins. Returns whether few are ready: then there is hurry."""
+        self._pause.begin()
+        self._there.update(blocks)
+        self._left -= len(blocks)
+        return self._left < self.size // 4
+
+    def expect(self, coming: Iterable[int], *, hurry: bool = False) -> None:
+        """These are next, in this order; as many as `size`, if there are. Without hurry, nothing runs any more."""
+        self._left = self.size
+        for block in coming:
+            if block not in self._there:
+                self._there.add(block)
+                self._wanted.put(block)
+        if hurry:
+            self._pause.hurry()
+        else:
+            self._pause.end()
+
+    def settle(self) -> None:
+        """Return when everything that was expected has its memory, or was refused it; its use will then fail."""
+        reached = threading.Event()
+        self._wanted.put(reached)
+        self._pause.hurry()
+        reached.wait()
+
+    def close(self) -> None:
+        """Nothing is touched any more, and nothing of this keeps the memory."""
+        self._stop()
+        self._thread.join()
+
+
+def _touch_wanted(arena: Arena, wanted: Wanted, stopped: threading.Event, pause: _Pause) -> None:
+    while (next_one := wanted.get()) is not None and not stopped.is_set():
+        if isinstance(next_one, threading.Event):
+            next_one.set()
+        else:
+            pause.wait()
+            if stopped.is_set():
+                return
+            with suppress(OSError):
+                arena.touch(next_one)
+        if wanted.empty():
+            pause.relax()
+
+
+def _stop(wanted: Wanted, stopped: threading.Event, pause: _Pause) -> None:
+    stopped.set()
+    wanted.put(None)
+    pause.hurry()

@@ -45,13 +45,16 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        batch = Batch(plan.sequences, self.device, self.cache.prepare(plan), self._scratch)
+        cache = self.cache
+        placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
+        batch = Batch(plan.sequences, self.device, placed, self._scratch)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
             batch.tokens = filled(batch.tokens, self._sampled)
         try:
             return self._compute(plan, batch)
         finally:
-            self.cache.settle()  # from here on the blocks may get other owners
+            if not cache.direct or cache.computed is not None:
+                cache.settle()  # from here on the blocks may get other owners
 
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()

@@ -62,6 +62,7 @@ class BlockPool:
         self._added: dict[bytes, Published] = {}
         self._removed: set[bytes] = set()
         self.changed = False  # whether there is something for `take_changes`
+        self.used = 0  # blocks that somebody holds
         self.num_blocks = self.unused
         assert len(self._ours) == self.num_blocks > 0
 
@@ -74,11 +75,6 @@ class BlockPool:
     def unused(self) -> int:
         """Blocks that `allocate` can hand out without evicting anything."""
         return len(self._free) + len(self._fresh)
-
-    @property
-    def used(self) -> int:
-        """Blocks with a holder."""
-        return self.num_blocks - self.available
 
     @property
     def cached(self) -> int:
@@ -129,8 +125,10 @@ class BlockPool:
     def hold(self, blocks: Sequence[int]) -> None:
         """One more holder for each; they must be held or idle."""
         for block in blocks:
-            assert self._is_held(block) or block in self._idle, f"block {block} is free"
-            self._idle.pop(block, None)
+            if not self._is_held(block):
+                assert block in self._idle, f"block {block} is free"
+                del self._idle[block]
+                self.used += 1
             self._holders[block] = self._holders.get(block, 0) + 1
 
     def allocate(self, count: int) -> list[int]:
@@ -149,6 +147,7 @@ class BlockPool:
             blocks += self._renew(count - len(blocks))
         for block in blocks:
             self._holders[block] = 1
+        self.used += count
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -240,6 +239,7 @@ class BlockPool:
         if block in self._spent:
             self._spent.remove(block)
             self._holders[block] = 1
+            self.used += 1
         elif self._is_held(block) or block in self._idle:
             self.hold([block])
         else:
@@ -255,6 +255,7 @@ class BlockPool:
         """The last sequence has released it; a hand-off may still need it."""
         if block in self._transfers:
             return
+        self.used -= 1
         if block in self._named:
             self._idle[block] = None
         elif block in self._offered:
@@ -334,6 +335,7 @@ class BlockPool:
         assert (
             len(free) + len(idle) + len(spent) + len(held) + len(self._fresh) == self.num_blocks == len(self._ours)
         ), "a block is in two places"
+        assert self.used == len(held)
         assert min(self._holders.values(), default=0) >= 0
         assert all(t > 0 for t in self._transfers.values())
         assert self._block == {named.key: block for block, named in self._named.items()}

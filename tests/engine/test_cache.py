@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from penstock.core.layout import KVLayout
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
-from penstock.engine import reserve as reserve_module
-from penstock.engine.arena import Arena
-from penstock.engine.cache import ContiguousCache, KVCache
-from penstock.engine.mapper import Mapper
-from penstock.engine.reserve import Reserve
+from penstock.engine import cache as cache_module
+from penstock.engine.arena import Arena, Mapper
+from penstock.engine.cache import ContiguousCache, KVCache, Reserve
 from penstock.kv.pool import BlockPool
 from penstock.kv.ranges import Change
 from penstock.nn.loader import load_model
@@ -66,7 +64,7 @@ def test_slots_show_the_blocks_that_lie_behind_them(memory):
 
 def test_what_is_not_mapped_cannot_be_read():
     code = """
-from penstock.engine import reserve as reserve_module
+from penstock.engine import cache as cache_module
 from penstock.engine.arena import Arena
 from penstock.transfer.memory import PoolMemory
 arena = Arena(PoolMemory.memfd(2, 4096), 2)
@@ -156,7 +154,7 @@ def test_what_comes_has_its_memory_before_it_is_used():
 def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
     touched: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(Arena, "touch", lambda arena, block: touched.put(block))
-    monkeypatch.setattr(reserve_module, "QUIET", 0.001)
+    monkeypatch.setattr(cache_module, "QUIET", 0.001)
     memory = PoolMemory.memfd(100, 4096)
     reserve = Reserve(Arena(memory, 0))
     memory.close()

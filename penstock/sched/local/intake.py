@@ -217,8 +217,8 @@ class Intake:
         """Which token that is to be read the model does not know; "" when it knows all."""
         if self._vocab_size is None:
             return ""
-        tokens = request.context
-        low, high = min(tokens, default=0), max(tokens, default=0)
+        low = min(min(request.prompt, default=0), min(request.generated, default=0))
+        high = max(max(request.prompt, default=0), max(request.generated, default=0))
         if low >= 0 and high < self._vocab_size:
             return ""
         wrong = low if low < 0 else high

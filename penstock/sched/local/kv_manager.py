@@ -40,7 +40,8 @@ class KVManager:
         if not self._prefix_cache or sequence.prompt_logprobs is not None:
             return []
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        if full > len(sequence.keys):
+            extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
         return sequence.keys[:full]
 
     def load(self, sequence: Sequence, running: list[Sequence], before: Iterable[Sequence] = ()) -> bool:

@@ -185,7 +185,7 @@ class Scheduler:
             InvalidRequest: a request of that id is here already, the prompt is empty, nothing is left to generate, or a
                 beam search is wider or longer than what ever runs at once.
         """
-        length, longest = len(request.context), self.limits.max_model_len
+        length, longest = len(request.prompt) + len(request.generated), self.limits.max_model_len
         if not request.prompt:
             raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
         if length >= longest:
@@ -380,10 +380,13 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
         builder = StepBuilder(self.limits.token_budget)
-        self._decode(builder, allowance.decoding)
-        self._fill(builder, allowance, prefilling)
+        if self._policy.steady and not (prefilling or self._waiting):
+            self._decode(builder, decoding)
+        else:
+            allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
+            self._decode(builder, allowance.decoding)
+            self._fill(builder, allowance, prefilling)
         if not builder.grants:
             held = self._migrating or self._reserved or self._in_flight
             moves = self.offload is not None and not self.offload.idle
@@ -482,7 +485,7 @@ class Scheduler:
         """Spend what is left of the budget on prompts, running and waiting alike, in order of their turns."""
         prefilling.sort(key=_turn, reverse=True)
         admitting = True
-        if allowance.gaps:
+        if allowance.bounded:
             admitting = self._prefill(builder, allowance, prefilling, admitting, _ONLINE)
             self._decode(builder, allowance.held_back())
         self._prefill(builder, allowance, prefilling, admitting)
@@ -504,8 +507,8 @@ class Scheduler:
             if runs:
                 sequence = prefilling.pop()
                 most = min(sequence.pending, builder.budget)
-                count = allowance.chunk(sequence, sequence.computed, most)
-                if count and self._grant_running(builder, sequence, count):
+                count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
+                if count and self._grant_running(builder, sequence, count) and allowance.bounded:
                     allowance.granted(sequence, sequence.computed, count)
             else:
                 # no admission in a step that preempted: the victim would be admitted again
@@ -559,7 +562,8 @@ class Scheduler:
         hit = self.kv.prefix_hit(sequence)
         cached = len(hit) * BLOCK_TOKENS
         rest = len(sequence.tokens) - cached
-        count = allowance.chunk(sequence, cached, min(rest, builder.budget))
+        most = min(rest, builder.budget)
+        count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         if not count:
             return False
         # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
@@ -573,7 +577,8 @@ class Scheduler:
             builder.forget(victim)
             self._preempt(victim)
         if victims:  # their tokens are available again
-            count = allowance.chunk(sequence, cached, min(rest, builder.budget))
+            most = min(rest, builder.budget)
+            count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         self._waiting.remove(sequence)
         self._running.append(sequence)
         self.kv.admit(sequence, hit)
@@ -583,7 +588,8 @@ class Scheduler:
             self.counters.prefix_hits += cached
             self.counters.prefix_loads += min(sequence.loaded, cached)
         self._grant(builder, sequence, count)
-        allowance.granted(sequence, cached, count)
+        if allowance.bounded:
+            allowance.granted(sequence, cached, count)
         return True
 
     # --- who gives way to whom

@@ -59,6 +59,7 @@ class Sequence:
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
             (`sched.local.steps`); when it draws a token, the last of `tokens` is a placeholder.
         special: it has parameters that most sequences' steps do not need.
+        penalised: what is sampled depends on which tokens came before, beyond what the model computes.
         guided: what may be sampled next depends on which tokens were sampled.
         prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
         root: parent of its first block's prefix key.
@@ -87,6 +88,7 @@ class Sequence:
         "loaded",
         "loads",
         "migrates",
+        "penalised",
         "prompt_logprobs",
         "published",
         "rank",
@@ -115,14 +117,17 @@ class Sequence:
         self.ttft = inf if request.ttft_ms is None else request.ttft_ms / 1e3
         self.tpot = inf if request.tpot_ms is None else request.tpot_ms / 1e3
         self.first: float | None = None
-        self.prompt_logprobs: list[TokenLogprobs] | None = [] if request.scores_prompt else None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         params = request.params
+        if params.prompt_logprobs is not None and not request.generated:  # else they left with the first token
+            self.prompt_logprobs = []
+        self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         self.special = bool(
-            params.penalised or params.min_tokens or request.bad_words or self.prompt_logprobs is not None
+            self.penalised or params.min_tokens or request.bad_words or self.prompt_logprobs is not None
         )
         self.guided = bool(request.bad_words)
-        self.root = salted(root, request.cache_salt)
-        self.tokens = list(request.context)
+        self.root = salted(root, request.cache_salt) if request.cache_salt else root
+        self.tokens = [*request.prompt, *request.generated]
         self.computed = self.in_flight = 0
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
@@ -254,7 +259,7 @@ class Sequence:
         )
         if self.special:
             if sample:
-                step.history = tokens[:] if request.params.penalised else None
+                step.history = tokens[:] if self.penalised else None
                 step.banned = self.banned()
             step.targets = self.targets(count)
         return step

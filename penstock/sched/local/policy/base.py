@@ -21,11 +21,12 @@ class Allowance:
 
     Attributes:
         decoding: sequences that get their next token in any case, in this order.
-        gaps: whether everything offline comes after everything online.
+        bounded: whether it may be less than the token budget, and everything offline comes after everything online;
+            else `chunk`, `granted` and `held_back` need not be called.
     """
 
     decoding: list[Sequence]
-    gaps: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
@@ -42,10 +43,7 @@ class Allowance:
 class LocalPolicy(Protocol):
     """One per scheduler. It may remember, and sees time only as `now`, in seconds of the engine's clock."""
 
-    @property
-    def steady(self) -> bool:
-        """Whether a step in which all decode is followed by its like for as long as nothing comes and nothing ends."""
-        ...
+    steady: bool  # a step in which all decode, and nothing waits, may hold all of them: then `begin` is not called
 
     def predict_by(self, times: StepTime) -> None:
         """Use this step-time model from now on."""

@@ -119,7 +119,7 @@ class _Paid(Allowance):
             still are.
     """
 
-    gaps: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -201,31 +201,31 @@ class Slack:
         self._times = times
         self._share = max(FLOOR, int(most * SHARE))
         self._targeted = self._offline = 0  # sequences that are here
+        self.steady = True
         self._hopeful: dict[Sequence, _Prompt] = {}
         self._late: dict[Sequence, float] = {}  # -> when its patience ends
         self._favoured: Sequence | None = None
         self._review_at = self._favour_at = -inf
         self._spare = inf
 
-    @property
-    def steady(self) -> bool:
-        return not (self._targeted and self._offline)
-
     def predict_by(self, times: StepTime) -> None:
         self._times = times
 
     def join(self, sequence: Sequence) -> None:
-        self._targeted += sequence.targeted
-        self._offline += sequence.offline
+        self._count(sequence, 1)
 
     def leave(self, sequence: Sequence) -> None:
-        self._targeted -= sequence.targeted
-        self._offline -= sequence.offline
+        self._count(sequence, -1)
         self._late.pop(sequence, None)
         if self._hopeful.pop(sequence, None) is not None:
             self._review_at = -inf
         if sequence is self._favoured:
             self._favoured = None
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self._targeted += change * sequence.targeted
+        self._offline += change * sequence.offline
+        self.steady = not (self._targeted and self._offline)
 
     def wait(self, sequence: Sequence, cached: Callable[[Sequence], int]) -> None:
         if sequence is self._favoured:
