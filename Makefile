@@ -8,7 +8,7 @@ serve: .venv/.runtime
 	.venv/bin/penstock serve demo $(ARGS)
 
 test: .venv/.dev
-	$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: .venv/.dev
 	$(PY) -m pytest -m slow $(ARGS)

@@ -31,6 +31,8 @@ def test_doctor_shows_the_speed_and_writes_nothing(cache, capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "bfloat16" in shown
+    assert "vector units" in shown
+    assert "demo model" in shown
     assert "GB/s" in shown
     assert not cache.exists()
     with pytest.raises(ConfigError, match="never measured; `penstock doctor --save` does"):

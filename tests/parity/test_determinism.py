@@ -16,6 +16,7 @@ from penstock.nn.ops import OPS, sdpa
 from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_request
+from tests.helpers.pairs import pairwise
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_k": 20, "min_p": 0.01}}
@@ -63,22 +64,35 @@ def prompt(length: int, seed: int) -> list[int]:
 PROMPT = prompt(200, 1)
 
 
-ADDRESSED = list(product(("contiguous", "table"), ("block", "token")))
-AHEAD = ("ahead", "in-turn")
-GRAPHS = ("auto", "partial", "eager")
-ON_KERNELS = [(*a, "short", ahead, graph) for a, ahead, graph in product(ADDRESSED, AHEAD, GRAPHS)]
-ON_TORCH = [(*a, length, ahead, "auto") for a, length, ahead in product(ADDRESSED, ("short", "long"), AHEAD)]
-CASES = [
-    *product([*ARCHITECTURES, *(f"{name}:bfloat16" for name in ELSEWHERE)], [DEFAULT], VARIANTS),
-    *product(ELSEWHERE, [how for how in ON_KERNELS if how != DEFAULT], ["seeded"]),
-    *product([f"{name}:torch" for name in ELSEWHERE], ON_TORCH, ["seeded"]),
-    *product([f"{name}:bfloat16" for name in ELSEWHERE], [how for how in ON_KERNELS if how != DEFAULT], ["seeded"]),
-]
+MODES, ORDERS, AHEAD = ("contiguous", "table"), ("block", "token"), ("ahead", "in-turn")
+ON_KERNELS = (MODES, ORDERS, ("short",), AHEAD, ("auto", "partial", "eager"))
+ON_TORCH = (MODES, ORDERS, ("short", "long"), AHEAD, ("auto",))
+BFLOAT16 = [f"{name}:bfloat16" for name in ELSEWHERE]
+EVERYWHERE = [((*ELSEWHERE, *BFLOAT16), ON_KERNELS), ([f"{name}:torch" for name in ELSEWHERE], ON_TORCH)]
+
+
+def cases():
+    """(model, how it runs, variant), and whether it is one of the few that run with the others: the rest is slow."""
+    names = [*ARCHITECTURES, *BFLOAT16]
+    for (i, name), variant in product(enumerate(names), VARIANTS):
+        quick = name.partition(":")[0] in ELSEWHERE or variant == list(VARIANTS)[i % len(VARIANTS)]
+        yield name, DEFAULT, variant, quick
+    for models, how in EVERYWHERE:
+        few = pairwise(models, *how)
+        for name, *how_it_runs in product(models, *how):
+            if tuple(how_it_runs) != DEFAULT or name.endswith(":torch"):
+                yield name, tuple(how_it_runs), "seeded", (name, *how_it_runs) in few
+
+
+def parameter(name, how, variant, quick):
+    return pytest.param(
+        name, how, variant, id=f"{name}-{'-'.join(how)}-{variant}", marks=[] if quick else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "make_engine", "variant"),
-    [pytest.param(*case, id=f"{case[0]}-{'-'.join(case[1])}-{case[2]}") for case in CASES],
+    [parameter(*case) for case in cases()],
     indirect=["model", "make_engine"],
 )
 def test_same_tokens_however_it_runs(model, make_engine, variant):
