@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.core.wire.master import Outcome
-from penstock.service.rates import WINDOW, RateMeter, RateWindow
+from penstock.service.queue import RateWindow
+from penstock.service.rates import WINDOW, RateMeter
 from tests.helpers.policies import demand
 
 
