@@ -23,7 +23,7 @@ import msgspec
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
 from penstock.service.recorder import Entry, FlightRecorder
-from penstock.service.recording import AnyRecord, Decoder, Encoder, from_bytes, to_bytes
+from penstock.service.recording import AnyRecord, RecordDecoder, RecordEncoder, from_bytes, to_bytes
 
 log = logging.getLogger("penstock.master")
 MAGIC = b"penstock flight recording 1\n"
@@ -54,7 +54,7 @@ class RecorderFile:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._path, self._recorder, self._clock, self._limit, self._wall = path, recorder, clock, limit, wall
-        self._encoder = Encoder()
+        self._encoder = RecordEncoder()
         self._written = recorder.total  # entries
         self._failed = False
         try:
@@ -141,7 +141,7 @@ def read(path: Path) -> Iterator[tuple[float, Entry]]:
         for file in files:
             _check_kind(file, path, "--file")
             try:
-                yield from Decoder().decode(map(from_bytes, _frames(file)))
+                yield from RecordDecoder().decode(map(from_bytes, _frames(file)))
             except (msgspec.DecodeError, ValueError) as error:
                 raise ConfigError(f"--file: {file.name} is of another version, or damaged ({error})", "file") from None
 

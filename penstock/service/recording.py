@@ -32,11 +32,11 @@ QUEUE = 256  # demands of each queue that are written, the first ones
 HITS = 64  # instances of which a demand's hits are written, those with the most
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, tag=lambda name: name.removesuffix("Record")):
+class FlightRecord(msgspec.Struct, frozen=True, array_like=True, tag=lambda name: name.removesuffix("Record")):
     pass
 
 
-class BeganRecord(Record, frozen=True):
+class BeganRecord(FlightRecord, frozen=True):
     """
     Attributes:
         now, wall: the same moment by the master's clock and in seconds since 1970, UTC.
@@ -50,14 +50,14 @@ class BeganRecord(Record, frozen=True):
     rates: tuple[str, ...]
 
 
-class InstanceRecord(Record, frozen=True):
+class InstanceRecord(FlightRecord, frozen=True):
     """From here on this number is this instance."""
 
     number: int
     name: str
 
 
-class ModelRecord(Record, frozen=True):
+class ModelRecord(FlightRecord, frozen=True):
     """A model on a device."""
 
     number: int
@@ -65,7 +65,7 @@ class ModelRecord(Record, frozen=True):
     shape: ModelShape
 
 
-class TimesRecord(Record, frozen=True):
+class TimesRecord(FlightRecord, frozen=True):
     """What predicts an instance's steps from here on."""
 
     instance: int
@@ -73,7 +73,7 @@ class TimesRecord(Record, frozen=True):
     factors: dict[str, float]
 
 
-class LinksRecord(Record, frozen=True):
+class LinksRecord(FlightRecord, frozen=True):
     """To whom an instance can hand over from here on, and why not to others."""
 
     instance: int
@@ -81,14 +81,14 @@ class LinksRecord(Record, frozen=True):
     unlinked: dict[str, str]
 
 
-class LoadRecord(Record, frozen=True):
+class LoadRecord(FlightRecord, frozen=True):
     """An instance's load from here on."""
 
     instance: int
     values: list[Any]
 
 
-class DemandRecord(Record, frozen=True):
+class DemandRecord(FlightRecord, frozen=True):
     """
     Attributes:
         loads: of the hits; older recordings have none.
@@ -102,13 +102,13 @@ class DemandRecord(Record, frozen=True):
     loads: dict[int, int] = msgspec.field(default_factory=dict)
 
 
-class HeldRecord(Record, frozen=True):
+class HeldRecord(FlightRecord, frozen=True):
     now: float
     demand: int
     until: float
 
 
-class MoveRecord(Record, frozen=True):
+class MoveRecord(FlightRecord, frozen=True):
     """
     Attributes:
         kind: "move", "start" or "stop"; the last has no role.
@@ -120,12 +120,12 @@ class MoveRecord(Record, frozen=True):
     reason: str
 
 
-class MovedRecord(Record, frozen=True):
+class MovedRecord(FlightRecord, frozen=True):
     now: float
     move: MoveRecord
 
 
-class DecidedRecord(Record, frozen=True):
+class DecidedRecord(FlightRecord, frozen=True):
     """
     Attributes:
         instances, waiting: how many there were.
@@ -151,7 +151,7 @@ class DecidedRecord(Record, frozen=True):
     moves: list[MoveRecord]
 
 
-class EndedRecord(Record, frozen=True):
+class EndedRecord(FlightRecord, frozen=True):
     now: float
     request_id: str
     frontend: str
@@ -174,7 +174,7 @@ RATES = _names(Rates, frozenset())
 _load_values, _demand_values, _rates_values = attrgetter(*LOAD), attrgetter(*DEMAND), attrgetter(*RATES)
 
 
-class Encoder:
+class RecordEncoder:
     """Entries to records. Keeps what was written last: of every instance, and of the demands of the last view."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ def _move(record: MoveRecord) -> Move | Start | Stop:
     return kind(name=record.name, role=record.role, reason=record.reason)
 
 
-class Decoder:
+class RecordDecoder:
     """Records to entries."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ PACKAGE = "penstock"
 # only the command line's own table of commands names this one, and only when the command is given
 LAZY = {"penstock.cli.sim": {"penstock.cli.main"}}
 # where circles are still to be mended
-PENDING: tuple[str, ...] = ("penstock.cli.", "penstock.sched.local.")
+PENDING: tuple[str, ...] = ()
 
 
 def modules() -> dict[str, Path]:

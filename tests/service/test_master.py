@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
-from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed
+from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
@@ -314,3 +314,25 @@ class Days(RuleBasedStateMachine):
 
 TestDays = Days.TestCase
 TestDays.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
+    cluster = Cluster("a0", max_model_len=100)
+    asked = {"long": 200, "short": 20}
+    for name, tokens in asked.items():
+        (answer,) = cluster.frontend(Place(name, tokens, 10, [], exclude=["a0"], patience=5.0))
+        assert answer == Queued(name, 0)
+        assert cluster.frontend(Place(name, tokens, 10, [], exclude=["a0"], patience=5.0)) == [Queued(name, 0)]
+    assert cluster.master.waiting == 2
+    assert cluster.tick(1.0) == []
+    cluster.engine("a0", ChannelLost("gone"))
+    cluster.start("a0", life=2, max_model_len=100)  # this incarnation has failed none of them
+    (placed,) = [a.message for a in cluster.tick() if isinstance(a, ToFrontend)]
+    assert (placed.request_id, placed.prefill) == ("short", peer("a0", 2))
+    cluster.snap("a0", life=2)
+    assert cluster.tick(4.0) == []
+    cluster.snap("a0", 2, life=2)
+    (refused,) = [a.message for a in cluster.tick(0.1) if isinstance(a, ToFrontend)]
+    assert isinstance(refused, NoPlace)
+    assert (refused.request_id, cluster.master.waiting) == ("long", 0)
+    cluster.master.check()

@@ -16,18 +16,18 @@ from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, Inst
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.recorder import Decided, Ended, FlightRecorder, Moved
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
-from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, Decoder, Encoder, from_bytes, to_bytes
+from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, RecordDecoder, RecordEncoder, from_bytes, to_bytes
 from penstock.sim.replay import first_token, redecide, replay, spread, summary
 from tests.helpers.recordings import TIMES, an_afternoon, decision, demand, load, outcome
 
 
 def recorded(*entries):
     """After a way through bytes."""
-    encoder = Encoder()
+    encoder = RecordEncoder()
     records = [encoder.begin(0.0, 1000.0)]
     for entry in entries:
         records += encoder.encode(entry)
-    return [entry for _, entry in Decoder().decode(from_bytes(to_bytes(record)) for record in records)]
+    return [entry for _, entry in RecordDecoder().decode(from_bytes(to_bytes(record)) for record in records)]
 
 
 # --- the ring
@@ -129,7 +129,7 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
 
 def test_what_does_not_change_is_not_written_again():
     view = ClusterView(now=0.0, instances=[load(f"e{i}", peers={"e0", "e1"}) for i in range(WHOLE)])
-    encoder = Encoder()
+    encoder = RecordEncoder()
     encoder.begin(0.0, 0.0)
     asked = demand("r")
     entry = Decided(0.0, "r", "f", asked, decision(asked, "e0"), view, WHOLE, 1)
@@ -166,18 +166,18 @@ def test_of_a_large_cluster_the_best_and_the_chosen_are_written():
 def test_a_recording_of_other_fields_can_be_read():
     recorder = FlightRecorder()
     an_afternoon(recorder)
-    encoder = Encoder()
+    encoder = RecordEncoder()
     began = encoder.begin(0.0, 0.0)
     records = [record for entry in recorder.entries for record in encoder.encode(entry)]
     unknown = tuple("mood" if name == "requests" else name for name in began.load)
     began = type(began)(began.now, began.wall, unknown, began.demand, began.rates)
-    entries = [entry for _, entry in Decoder().decode([began, *records])]
+    entries = [entry for _, entry in RecordDecoder().decode([began, *records])]
     assert len(entries) == len(recorder.entries)
     assert {one.requests for entry in entries if isinstance(entry, Decided) for one in entry.view.instances} == {0}
     with pytest.raises(ValueError, match="does not fit"):
-        list(Decoder().decode([began, *records[3:]]))
+        list(RecordDecoder().decode([began, *records[3:]]))
     with pytest.raises(ValueError, match="without a beginning"):
-        list(Decoder().decode(records))
+        list(RecordDecoder().decode(records))
 
 
 def test_what_was_to_be_loaded_comes_back_and_is_nothing_in_older_recordings():
@@ -188,12 +188,12 @@ def test_what_was_to_be_loaded_comes_back_and_is_nothing_in_older_recordings():
     there = first_token(entry.view, replace(entry.demand, loads={}), entry.view.instances[1])
     assert later == pytest.approx(there + TIMES.load_ms(640) / 1e3)
 
-    encoder = Encoder()
+    encoder = RecordEncoder()
     before = []
     for record in [encoder.begin(0.0, 0.0), *encoder.encode(entry)]:
         fields_of = msgspec.msgpack.decode(to_bytes(record))
         before.append(from_bytes(msgspec.msgpack.encode(fields_of[:-1] if fields_of[0] == "Demand" else fields_of)))
-    (older,) = [decided for _, decided in Decoder().decode(before)]
+    (older,) = [decided for _, decided in RecordDecoder().decode(before)]
     assert (older.demand.hits, older.demand.loads) == (entry.demand.hits, {})
 
 
