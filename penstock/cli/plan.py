@@ -33,7 +33,8 @@ from penstock.cli.processes import lost_processes, make_progress
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.sim.plan import Candidate, Kind, Search, Verdict
+    from penstock.sim.plan import Candidate, Kind
+    from penstock.sim.plan_search import Search, Verdict
     from penstock.sim.scenario import InstanceGroup, Scenario
 
 # of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.bench.document import check_writable
-    from penstock.sim.plan import Search, candidates, demands, estimate
+    from penstock.sim.plan import candidates, demands, estimate
+    from penstock.sim.plan_search import Search
 
     check_writable(args.json, "--json")
     check_writable(args.write, "--write")
@@ -294,7 +296,7 @@ def _keep(problem: Problem) -> None:
 def _judge(groups: tuple[InstanceGroup, ...], policy: str) -> Verdict:
     """In a worker process: what becomes of these instances."""
     from penstock.sim.bound import bound_attainment
-    from penstock.sim.plan import Verdict
+    from penstock.sim.plan_search import Verdict
     from penstock.sim.simulate import simulate
 
     problem = _problem_here

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.sim.plan import Candidate, Estimate, Search, Verdict
+    from penstock.sim.plan import Candidate, Estimate
+    from penstock.sim.plan_search import Search, Verdict
     from penstock.sim.scenario import Scenario
     from penstock.workload.requests import WorkRequest
 
@@ -68,7 +69,7 @@ def _seen(guess: Estimate, verdict: Verdict | None) -> dict[str, float | None]:
 def explained(search: Search, candidate: Candidate, verdict: Verdict | None, asked: Any) -> str:
     import numpy as np
 
-    from penstock.sim.plan import explain
+    from penstock.sim.plan_search import explain
 
     ttft, tpot = (float(np.median(targets)) * 1e3 for targets in (asked.ttft, asked.tpot))
     return explain(search.estimates[candidate], verdict, ttft, tpot)
