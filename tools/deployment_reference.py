@@ -17,7 +17,7 @@ BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 SECTIONS = (
     ("At the top", TABLES.top),
     ("`limits`", TABLES.limits),
-    ("`priorities`, a list of what priorities may be worth", TABLES.priorities),
+    ("`priorities`, a list of targets by priority", TABLES.priorities),
     ("`instances`, a list of groups", TABLES.instances),
     ("`engine`, and each group of `instances`, on `cpu` and `cuda`", TABLES.engine),
     ("the same, on `modelled:` devices", TABLES.modelled),

@@ -108,12 +108,12 @@ TABLES = Tables(
     instances=(
         Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
         Option("count", integer(1, 1024), 1, "how many of this kind"),
-        Option("role", one_of("any", "prefill", "decode"), "any", "the work that they are meant for"),
+        Option("role", one_of("any", "prefill", "decode"), "any", "prefill, decode or any"),
     ),
     priorities=(
         Option("priority", integer(-(1 << 31), (1 << 31) - 1), None, "of requests; lower runs first"),
-        Option("ttft-ms", span, None, "bounds of the time to first token that it may be worth, [LOW, HIGH]"),
-        Option("tpot-ms", span, None, "the same of the mean time per token after it"),
+        Option("ttft-ms", span, None, "bounds of its TTFT target, [LOW, HIGH]"),
+        Option("tpot-ms", span, None, "bounds of its TPOT target, [LOW, HIGH]"),
     ),
     engine=ENGINE,
     modelled=(
@@ -126,31 +126,31 @@ TABLES = Tables(
         ),
     ),
     transport=(
-        Option("kind", one_of("shared", "tcp"), "shared", "blocks change their owner, or are copied"),
-        Option("lease", number(0, 3600), 5.0, "seconds that a hand-off may hear nothing from the other side"),
+        Option("kind", one_of("shared", "tcp"), "shared", "shared: blocks change their holder; tcp: they are copied"),
+        Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
     ),
     faults=(
-        Option("seed", integer(0), 0, "of what goes wrong"),
-        Option("delay-ms", between(0, 60_000), 0.0, "of every frame"),
+        Option("seed", integer(0), 0, "seed of the faults"),
+        Option("delay-ms", between(0, 60_000), 0.0, "delay of every frame"),
         *(
             Option(name, between(0, 1), 0.0, "probability, for each frame")
             for name in ("drop", "duplicate", "reorder", "corrupt")
         ),
         Option("only", messages, (), "messages that the above is for; by default all"),
-        Option("stall", messages, (), "messages of which each request's first never leaves"),
+        Option("stall", messages, (), "messages of which each request's first is never sent"),
     ),
     partition=(
-        Option("after", integer(0), 0, "frames that pass before nothing does"),
+        Option("after", integer(0), 0, "frames that pass before the partition"),
         Option("for-s", number(0), None, "seconds that it lasts; by default for ever"),
     ),
-    kv_pool=(Option("orphans", number(0), 60.0, "seconds that it holds the blocks of an engine that died"),),
+    kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(
-        Option("backoff", number(0, 3600), 0.5, "seconds until a process that died starts again; doubles each time"),
+        Option("backoff", number(0, 3600), 0.5, "seconds until a failed process is restarted; doubles each time"),
         Option(
             "limit",
             integer(0),
             5,
-            "deaths in a row that are made good; then an engine is given up, and anything else ends all",
+            "failures in a row that are restarted; then an engine is given up, any other process ends all",
         ),
     ),
 )

@@ -127,10 +127,12 @@ def make_tables() -> ScenarioTables:
             Option("delay-ms", between(0, 60_000), 5.0, "by which the master hears of them later"),
         ),
         transport=(
-            Option("kind", one_of("shared", "copy"), "copy", "blocks change their owner, or are copied"),
+            Option(
+                "kind", one_of("shared", "copy"), "copy", "shared: blocks change their holder; copy: they are copied"
+            ),
             Option("gbps", number(0, 1e6), 400.0, "gigabits per second into and out of each instance"),
             Option("latency-us", between(0, 1e6), 20.0, "of every message between instances"),
-            Option("lease", number(0, 3600), 5.0, "seconds that a hand-off may hear nothing from the other side"),
+            Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
         ),
         failures=(
             needed("instance", text, help="which dies"),

@@ -28,26 +28,31 @@ def device(name: str) -> str:
 ENGINE_OPTIONS = (
     Option("device", device, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
     Option(
-        "dtype", one_of("auto", "bfloat16", "float16", "float32"), "auto", "of weights and KV; auto is the checkpoint's"
+        "dtype",
+        one_of("auto", "bfloat16", "float16", "float32"),
+        "auto",
+        "data type of weights and KV; auto is the checkpoint's",
     ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),
-    Option("max-num-batched-tokens", integer(1), None, "tokens in one step; by default found while it runs"),
+    Option("max-num-batched-tokens", integer(1), None, "tokens in one step; by default measured while it runs"),
     Option(
         "step-time-limit-ms",
         number(0),
         None,
-        "what a step may take when how many tokens it holds is found out; by default 100, on a CPU 500",
+        "limit of a step's duration, from which the token budget is measured; by default 100, on a CPU 500",
     ),
-    Option("kv-cache-memory", size, None, "of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"),
+    Option(
+        "kv-cache-memory", size, None, "size of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"
+    ),
     Option(
         "host-cache-memory",
         size,
         None,
-        "of a tier of copies of KV blocks in the host's memory, below a GPU's, such as 64G; by default none",
+        "size of a KV tier in the host's memory, below a GPU's, such as 64G; by default none",
     ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
-    Option("enable-prefix-caching", switch, True, "find computed prefixes again"),
+    Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(
         "scheduling-policy",
         one_of(*LOCAL_POLICIES),
@@ -83,19 +88,19 @@ SERVER_OPTIONS = (
         "max-queued-tokens",
         integer(1),
         None,
-        "of prompts that wait for their first token; more get a 429; by default four times what the KV caches hold",
+        "prompt tokens that wait for a first token; more get a 429; by default four times what the KV caches hold",
     ),
-    Option("seed", integer(0), None, "of the seeds given to requests that bring none; by default unpredictable"),
+    Option("seed", integer(0), None, "of the generator of seeds for requests without one; by default unpredictable"),
     Option("drain-timeout", integer(0), 30, "seconds that running requests get to finish after SIGTERM"),
     Option(
         "send-timeout",
         number(0, 86400),
         60.0,
-        "seconds in which a client must read some of what waits for it; then it is disconnected",
+        "seconds without progress in sending to a client, after which it is disconnected",
     ),
-    Option("log-level", one_of("debug", "info", "warning", "error"), "info", "of the log on standard error"),
-    Option("log-format", one_of("text", "json"), "text", "of the log"),
-    Option("max-body-size", size, 8 << 20, "of a request's body; longer ones get a 413"),
+    Option("log-level", one_of("debug", "info", "warning", "error"), "info", "level of the log on standard error"),
+    Option("log-format", one_of("text", "json"), "text", "format of the log"),
+    Option("max-body-size", size, 8 << 20, "bytes of a request's body; longer ones get a 413"),
     Option("metrics-compat", one_of("none", "vllm"), "none", "vllm: metrics also under the names that vLLM gives them"),
     Option("otlp-traces-endpoint", text, None, "where OpenTelemetry traces go, over HTTP; needs penstock[otel]"),
 )
