@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
 
 MOST_READY = 64  # blocks that `Reserve` keeps ready: prompts of 4,096 tokens together
-QUIET = 0.05  # seconds in which nothing ran: a client that asks again as soon as it is answered is not in the way
+QUIET = 0.05  # seconds without a step: a client that sends its next request at once is not delayed
 PAGE = 4096  # bytes: a CPU's mapping unit
 MOST_RANGES = 8192
 MOST_ADDRESSES = 16 << 40  # bytes of ranges; a process has 128 TiB of addresses
@@ -81,7 +81,7 @@ class KVCache:
         direct: kernels find blocks where the plan says they are: a step without fresh blocks needs no `prepare`, and
             one without `computed` no `settle`.
         reserve: has the memory of coming blocks found; None where all of it is there.
-        computed: marks on a CUDA device that the last step which `settle` has seen is computed; None where nobody asks.
+        computed: marks on a CUDA device that the last step which `settle` has seen is computed; None without listeners.
     """
 
     address_mode = "table"
@@ -272,9 +272,9 @@ class Reserve:
     """Has the memory of blocks found before they are used.
 
     A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.3 to 0.6 ms a
-    MiB, and several times that in a virtual machine whose host has to find it first. Prompts would wait for it, so a
-    thread touches the blocks that come next, a limited number ahead: once nothing has run for a while, since it takes a
-    core from whatever does, or at once when few are left. One thread calls it.
+    MiB, and several times that in a virtual machine. A thread touches the next blocks, a limited number ahead, so that
+    prompts do not wait: when nothing has run for a while, as it uses a core, or at once when few are left. One thread
+    calls it.
 
     Attributes:
         size: blocks that are kept ready.

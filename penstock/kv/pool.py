@@ -6,8 +6,8 @@ A block of an instance is in exactly one of four states:
     held     sequences hold it (`holders`), or a hand-off in progress does (`transfers`); a full one may have a key,
              so that others can join
     idle     not held, but it has a key: found by a prefix hit, or evicted when blocks are needed
-    spent    nobody here holds it and it has no key, but another instance may be reading it: it goes back to where
-             blocks come from, and another one comes in its stead
+    spent    no holder here and no key, but another instance may be reading it: it is exchanged for another block of the
+    source
 
 Blocks become idle from the tail of a sequence to its head, and a sequence that holds a block holds every block before
 it. So in the order of becoming idle every block stands before its parent, and evicting the oldest is at once

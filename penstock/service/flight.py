@@ -39,10 +39,10 @@ class Flight(Generic[Owner]):
         request: as its client sent it, with the targets that it was given with its place.
         attempt: `generation` of the wire: what belongs to another one is dropped.
         launches: places that it was sent to.
-        keys: prefix keys of what is to be read, where somebody wants them.
+        keys: prefix keys of the tokens to prefill, where the master wants them.
         tokens: that have left here.
         launched, first: when it was sent to an engine, and when its first token left here.
-        heard: outputs of this attempt that were believed.
+        heard: outputs of this attempt that were accepted.
         handed_over: the decoding instance owns it, for tokens came from there.
         interrupted: why an attempt was lost; "" if none was.
         stranded: that is so of this attempt.

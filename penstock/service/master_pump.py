@@ -200,7 +200,7 @@ async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: s
 
     def deliver(action: ToFrontend) -> None:
         socket.send_multipart([action.name.encode(), codec.encode(action.message)])
-        inbox.look()  # what arrives while something is sent wakes nobody
+        inbox.look()  # messages that arrive during a send cause no wake-up
 
     def answer(frames: list[bytes]) -> None:
         sender, *rest = frames

@@ -98,7 +98,7 @@ class RemotePlacement:
         self._said_waiting = 0
         self.wants_keys = False
         self._asked: dict[str, _Question] = {}  # by request id
-        self._queued: dict[str, _Question] = {}  # the same, of those that the master said it has heard
+        self._queued: dict[str, _Question] = {}  # the same, of those that the master has queued
         self._answered: Answered = _nobody_listens
 
     def start(self, answered: Answered) -> None:

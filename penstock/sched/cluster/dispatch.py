@@ -23,7 +23,7 @@ from penstock.sched.cluster.stages import hands_over, why
 
 
 class InstanceChoice(Protocol):
-    """Compares instances. Who is a candidate at all is decided before it is asked; see `Immediate`."""
+    """Compares instances. Candidates are chosen before; see `Immediate`."""
 
     name: str
 
@@ -34,10 +34,10 @@ class InstanceChoice(Protocol):
 
 
 class Immediate:
-    """A `DispatchPolicy` that lets nobody wait.
+    """A `DispatchPolicy` that never lets sequences wait.
 
-    Instances of "prefill" and "any" prefill prompts; one of "any" may keep what it has prefilled. When a role has
-    nobody to give, the other one does all of the work, and the reason says so.
+    Instances of "prefill" and "any" prefill prompts; one of "any" may keep what it has prefilled. When a role has no
+    instance, the other one does all of the work, and the reason says so.
     """
 
     wants_keys = False
@@ -78,8 +78,8 @@ class Immediate:
 
 
 class LeastLoaded:
-    """A cost is in tokens: those that are still to be computed, and those that are held. Among equals the lot decides,
-    so that a burst does not always begin with the first."""
+    """A cost is in tokens: those that are still to be computed, and those that are held. Ties are broken at random, so
+    that a burst does not always begin with the first."""
 
     name = "least-loaded"
 

@@ -70,8 +70,8 @@ class KVManager:
             self.offload.use(sequence)
 
     def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
-        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that costs nobody
-        anything. Returns those that are new.
+        """Blocks for its next `count` tokens, which must be there, and for the step after them, if that evicts nothing.
+        Returns those that are new.
 
         Args:
             running: all that run, whose needs come before that step.
@@ -86,8 +86,8 @@ class KVManager:
         return blocks
 
     def _ahead(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> int:
-        """Blocks beyond this step's that the next one will need and that cost nobody anything: so the memory behind
-        them can be made ready while this step runs."""
+        """Free blocks beyond this step's that the next one will need, so that their memory can be made ready while this
+        step runs."""
         end = sequence.computed + count
         rest = len(sequence.tokens) - end
         if rest == 0:  # it decodes: one more token, unless this step's is the last

@@ -1,4 +1,4 @@
-"""Policies that others are compared with, for the simulator only: a deployment cannot name them."""
+"""Baseline policies for comparison, in the simulator only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.sim.baselines.threshold_scaling import ThresholdScaling
 
 
 def _colocated(share: Callable[[], Colocation]) -> Bundle:
-    """Least-loaded, and something that shares the instances between online and offline work."""
+    """Least-loaded dispatch, with a policy that divides the instances between online and offline work."""
 
     def make(at: Circumstances) -> Policies:
         return Policies(dispatch=Colocated(Immediate(LeastLoaded()), share()), priorities=at.mapping())
