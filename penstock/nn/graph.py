@@ -84,7 +84,7 @@ def obstacle(stack: Stack, mode: Mode) -> str | None:
     if not isinstance(weight := _layers(stack)[0].mlp.down_proj.weight, PackedWeight):
         dtype = str(weight.dtype).removeprefix("torch.")
         return native.missing() or f"there are no kernels for {dtype} on {weight.device.type}"
-    other = [op.name for op, kernel in CHAINED[mode] if op.on("cpu") is not kernel]
+    other = [op.name for op, kernel in CHAINED[mode] if op["cpu"] is not kernel]
     return f"{', '.join(other)} computed by other backends" if other else None
 
 

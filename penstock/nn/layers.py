@@ -9,14 +9,6 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.packed import PackedWeight, Weight
-from penstock.nn.rope import frequencies, longest
-
-
-def project(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T + bias, in x's dtype unless another is asked for."""
-    if isinstance(weight, PackedWeight):
-        return ops.packed_linear(x, weight, bias, dtype)
-    return ops.linear(x, weight, bias).to(dtype or x.dtype)
 
 
 class Linear(nn.Module):
@@ -33,7 +25,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(outs)), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight, self.bias)
+        return ops.project(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -65,28 +57,6 @@ def hold(module: Linear | Embedding, weight: Weight) -> None:
     """Replace a module's weight."""
     del module.weight  # torch puts no module where a parameter is
     module.weight = weight
-
-
-class Rotation:
-    """cos and sin of a step's positions, for all layers; out of tables, which grow as far as positions reach."""
-
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        base, self._factor = frequencies(config)
-        self._longest = longest(config)
-        self._base = base.to(device)
-        self._dtype = dtype
-        nothing = torch.empty(0, len(base), dtype=dtype, device=device)
-        self._tables = nothing, nothing  # replaced together
-
-    def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-        """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
-        cos, sin = self._tables
-        if reach > len(cos):
-            size = max(reach, min(1 << max(10, (reach - 1).bit_length()), self._longest))
-            angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
-            cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
-            self._tables = cos, sin
-        return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ Blocks that move between engines:
 
     transports.py       what every transport does, and the menu of them
     shared.py, tcp.py   the two that there are: one host's pool, or bytes over sockets
-    carrier.py          links between engines, over which messages and bytes go
+    carrier.py          links between engines, over which messages and bytes go; io_thread.py, the thread it is on
     faulty.py           a carrier that loses, delays, duplicates and corrupts frames
     peer_link.py        one link and its sockets
     frames.py           what lies on a socket, and how its two ends authenticate each other

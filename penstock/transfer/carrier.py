@@ -12,12 +12,10 @@ import logging
 import os
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count
 
 import msgspec
@@ -28,6 +26,7 @@ from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage, decode_peer
 from penstock.transfer.addresses import NO_ROOM, dial, listen, remove_socket_file, socket_file, tune
 from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, Handshake, Stranger, key_of, make_frame, read_greet
+from penstock.transfer.io_thread import IOThread
 from penstock.transfer.peer_link import (
     CONNECT_SECONDS,
     Connection,
@@ -73,34 +72,29 @@ class Carrier:
         self._numbers = count(1)
         self._connections: set[Connection] = set()
         self._unflushed: set[Connection] = set()
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._timer_numbers = count()
-        self._commands: deque[Callable[[], object]] = deque()
         self._arrived: deque[ReceivedMessage | LinkDown] = deque()
         self._told = 0  # arrivals that were announced
         self._news = 0  # arrivals so far
         self._arrival_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._command_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = self._crowded = self._seen_stranger = False
         self._failure: BaseException | None = None
-        self._selector = selectors.DefaultSelector()
+        self._io = IOThread(self._after_turn, self._ended)
+        self._selector = self._io.selector
         self._selector.register(self._listener, _READ, self._accept)
-        self._selector.register(self._command_event, _READ, self._woken)
-        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
-        self._thread.start()
+        self._io.start()
 
     # --- the engine thread
 
     def connect(self, peer: Peer) -> None:
-        self._do(partial(self._link, peer))
+        self._io.do(partial(self._link, peer))
 
     def disconnect(self, peer: Peer) -> None:
-        self._do(partial(self._unlink, peer))
+        self._io.do(partial(self._unlink, peer))
 
     def send(self, peer: Peer, message: PeerMessage, payload: memoryview | None = None) -> None:
         """Queue a message; its payload is read when it is sent."""
         frame = make_frame(message, self._me.incarnation, peer.incarnation, payload)
-        self._do(partial(self._send, peer, frame))
+        self._io.do(partial(self._send, peer, frame))
 
     def receive(self) -> list[ReceivedMessage | LinkDown]:
         if self._closing:
@@ -120,59 +114,26 @@ class Carrier:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._command_event, 1)
-        self._thread.join()
+        self._io.stop()
         os.close(self._arrival_event)
-        os.close(self._command_event)
-
-    def _do(self, command: Callable[[], object]) -> None:
-        self._commands.append(command)
-        if not self._closing:
-            os.eventfd_write(self._command_event, 1)
 
     # --- the I/O thread: everything below
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._turn()
-            self._run_commands()  # what was sent just before
-            self._flush_all()
-        except BaseException as error:
-            log.exception("the transfer thread failed")
-            self._failure = error
-            os.eventfd_write(self._arrival_event, 1)
-        finally:
-            for connection in list(self._connections):
-                self._drop_connection(connection)
-            self._selector.close()
-            self._listener.close()
-            remove_socket_file(self._socket_file)
-
-    def _turn(self) -> None:
-        wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-        for key, events in self._selector.select(wait):
-            if isinstance(key.data, Connection):
-                self._guard(key.data, partial(self._ready, key.data, events))
-            else:
-                key.data()
-        self._run_commands()
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            heappop(self._timers)[2]()
+    def _after_turn(self) -> None:
         self._flush_all()
         if self._told != self._news:
             self._told = self._news
             os.eventfd_write(self._arrival_event, 1)
 
-    def _woken(self) -> None:
-        os.eventfd_read(self._command_event)
-
-    def _run_commands(self) -> None:
-        for _ in range(len(self._commands)):
-            self._commands.popleft()()
-
-    def _later(self, seconds: float, command: Callable[[], object]) -> None:
-        heappush(self._timers, (time.monotonic() + seconds, next(self._timer_numbers), command))
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            log.error("the transfer thread failed", exc_info=error)
+            self._failure = error
+            os.eventfd_write(self._arrival_event, 1)
+        for connection in list(self._connections):
+            self._drop_connection(connection)
+        self._listener.close()
+        remove_socket_file(self._socket_file)
 
     def _tell(self, news: ReceivedMessage | LinkDown) -> None:
         self._arrived.append(news)
@@ -192,13 +153,13 @@ class Carrier:
         """The link to a peer, dialled if there is none. None, and a LinkDown, for an outdated incarnation."""
         life = (peer.name, peer.incarnation)
         if self._is_replaced(peer):
-            message = f"{peer.name}: life {peer.incarnation} was followed by {self._latest[peer.name]}"
+            message = f"{peer.name}: incarnation {peer.incarnation} was followed by {self._latest[peer.name]}"
             self._tell(LinkDown(peer, message))
             return None
         if life not in self._links:
             link = PeerLink(peer, next(self._numbers), self._sockets, True, self._staging())
             self._links[life] = [link]
-            self._later(CONNECT_SECONDS, partial(self._give_up, link))
+            self._io.later(CONNECT_SECONDS, partial(self._give_up, link))
             self._dial(link, 0)
         return self._links[life][0] if life in self._links else None
 
@@ -223,7 +184,7 @@ class Carrier:
         if not self._payload_bytes:
             return None
         slots = max(2 * self._sockets, STAGING_BYTES // self._payload_bytes)
-        return Staging(slots, self._payload_bytes, partial(self._do, self._feed_starved))
+        return Staging(slots, self._payload_bytes, partial(self._io.do, self._feed_starved))
 
     def _give_up(self, link: PeerLink) -> None:
         if not link.lost and not link.up:
@@ -272,10 +233,10 @@ class Carrier:
         if index or isinstance(error, ValueError) or time.monotonic() + link.retry > link.deadline:
             self._lose(link, f"{link.peer.name} at {link.peer.address} cannot be reached: {error}")
             return
-        self._later(link.retry, partial(self._dial, link, 0))
+        self._io.later(link.retry, partial(self._dial, link, 0))
         link.retry *= 2
 
-    def _accept(self) -> None:
+    def _accept(self, events: int) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -284,20 +245,23 @@ class Carrier:
                     log.warning("no connection can be accepted for now: %s", error)
                 self._crowded = True
                 self._selector.unregister(self._listener)
-                self._later(ACCEPT_PAUSE, partial(self._selector.register, self._listener, _READ, self._accept))
+                self._io.later(ACCEPT_PAUSE, partial(self._selector.register, self._listener, _READ, self._accept))
             return  # the connection is gone already
         self._crowded = False
         sock.setblocking(False)
         tune(sock)
         connection = Connection(sock, Handshake(self._key, dialled=False))
         self._watch(connection)
-        self._later(GREET_SECONDS, partial(self._send_away, connection))
+        self._io.later(GREET_SECONDS, partial(self._send_away, connection))
         if challenge := connection.handshake.first_word():
             self._transmit(connection, make_frame(challenge, 0, 0))
 
     def _send_away(self, connection: Connection) -> None:
         if connection.link is None:
             self._drop_connection(connection)
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        self._guard(connection, partial(self._ready, connection, events))
 
     def _ready(self, connection: Connection, events: int) -> None:
         if connection.connecting:
@@ -338,9 +302,9 @@ class Carrier:
         if not interest:
             self._selector.unregister(connection.sock)
         elif connection.interest:
-            self._selector.modify(connection.sock, interest, connection)
+            self._selector.modify(connection.sock, interest, partial(self._serve, connection))
         else:
-            self._selector.register(connection.sock, interest, connection)
+            self._selector.register(connection.sock, interest, partial(self._serve, connection))
         connection.interest = interest
 
     def _drop_connection(self, connection: Connection) -> None:
@@ -493,7 +457,7 @@ class Carrier:
         if greet.socket == 0 and not known and 0 < greet.sockets <= MAX_SOCKETS:
             link = PeerLink(peer, greet.link, greet.sockets, False, self._staging())
             self._links.setdefault(life, []).append(link)
-            self._later(GREET_SECONDS, partial(self._give_up, link))
+            self._io.later(GREET_SECONDS, partial(self._give_up, link))
         elif known and 0 < greet.socket < len(known[0].connections) and known[0].connections[greet.socket] is None:
             link = known[0]
         else:
@@ -509,4 +473,4 @@ class Carrier:
         for name, before in list(self._links):
             if name == peer.name and before < peer.incarnation:
                 for link in list(self._links[name, before]):
-                    self._lose(link, f"{name}: life {before} was followed by {peer.incarnation}")
+                    self._lose(link, f"{name}: incarnation {before} was followed by {peer.incarnation}")

@@ -115,13 +115,13 @@ class FaultyCarrier(Carrier):
         for _ in range(copies):
             go = partial(super()._transmit, connection, frame)
             if faults.delay_ms:
-                go = partial(self._later, faults.delay_ms / 1000, go)
+                go = partial(self._io.later, faults.delay_ms / 1000, go)
             if overtaken:
                 self._held.append(go)
             else:
                 go()
         if overtaken:
-            self._later(REORDER_SECONDS, self._let_go)
+            self._io.later(REORDER_SECONDS, self._let_go)
         else:
             self._let_go()
 

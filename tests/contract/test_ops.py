@@ -191,9 +191,9 @@ def agree(op, name, backend, device, data, dtype):
     arguments, changed = case(name, data, device, dtype)
     copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
     with op.using(backend):
-        ours = op.on(device)(*arguments)
+        ours = op[device](*arguments)
     with op.using("reference"):
-        theirs = op.on(device)(*copies)
+        theirs = op[device](*copies)
     pairs = [(arguments[i], copies[i]) for i in changed]
     if isinstance(ours, tuple):
         pairs += zip(ours, theirs, strict=True)
@@ -262,9 +262,9 @@ def test_threads_change_no_bit(name, backend, device, data, dtype):
     arguments, changed = case(name, data, device, dtype)
     copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
     with OPS[name].using(backend):
-        ours = OPS[name].on(device)(*arguments)
+        ours = OPS[name][device](*arguments)
         with threads(1):
-            theirs = OPS[name].on(device)(*copies)
+            theirs = OPS[name][device](*copies)
     for i in changed:
         assert torch.equal(arguments[i], copies[i])
     if ours is not None:

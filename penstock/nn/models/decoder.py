@@ -13,8 +13,9 @@ from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits
 from penstock.nn.config import DecoderConfig
 from penstock.nn.graph import Graph, mode_of
-from penstock.nn.layers import Embedding, Linear, Rotation, Stack, hold, project
+from penstock.nn.layers import Embedding, Linear, Stack, hold
 from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.rope import frequencies, longest
 
 
 class Decoder(nn.Module):
@@ -102,7 +103,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
-        return project(hidden, self._head, dtype=torch.float32)
+        return ops.project(hidden, self._head, dtype=torch.float32)
 
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
         """[rows, hidden] -> [rows] tokens, without the logits that they are drawn from; None where these are needed."""
@@ -112,3 +113,25 @@ class Decoder(nn.Module):
         assert isinstance(weight, PackedWeight)
         tokens = ops.choose(hidden, weight, self._bounded_logits, draws)
         return None if -1 in tokens.tolist() else tokens
+
+
+class Rotation:
+    """cos and sin of a step's positions, for all layers; out of tables, which grow as far as positions reach."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        base, self._factor = frequencies(config)
+        self._longest = longest(config)
+        self._base = base.to(device)
+        self._dtype = dtype
+        nothing = torch.empty(0, len(base), dtype=dtype, device=device)
+        self._tables = nothing, nothing  # replaced together
+
+    def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
+        cos, sin = self._tables
+        if reach > len(cos):
+            size = max(reach, min(1 << max(10, (reach - 1).bit_length()), self._longest))
+            angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
+            cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
+            self._tables = cos, sin
+        return cos.index_select(0, positions), sin.index_select(0, positions)

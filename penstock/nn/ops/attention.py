@@ -24,7 +24,7 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
     Returns:
         [rows, heads, dim] in q's dtype.
     """
-    return OP.on(q.device.type)(q, cache, batch, scale, window)
+    return OP[q.device.type](q, cache, batch, scale, window)
 
 
 def reads_in_place(device: str, dtype: torch.dtype) -> bool:

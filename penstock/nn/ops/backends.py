@@ -31,22 +31,25 @@ class Backend(Generic[Function]):
         return (not self.devices or device in self.devices) and self.missing() is None
 
 
-class Op(Generic[Function]):
-    """A named op and its backends, best first; the last one is the reference and runs everywhere."""
+class Op(dict[str, Function]):
+    """A named op: a table from device types ("cpu", "cuda") to the function to call for tensors there.
+
+    The table is filled as it is asked, with the best backend that serves the device.
+
+    Args:
+        backends: best first; the last one is the reference and runs everywhere.
+    """
 
     def __init__(self, name: str, *backends: Backend[Function]) -> None:
         assert backends[-1].name == "reference", name
         assert name not in OPS, name
+        super().__init__()
         self.name = name
         self.backends = backends
-        self._chosen: dict[str, Function] = {}
         OPS[name] = self
 
-    def on(self, device: str) -> Function:
-        """The function to call for tensors on a device type ("cpu", "cuda")."""
-        function = self._chosen.get(device)
-        if function is None:
-            function = self._chosen[device] = self.backend_on(device).function
+    def __missing__(self, device: str) -> Function:
+        function = self[device] = self.backend_on(device).function
         return function
 
     def backend_on(self, device: str) -> Backend[Function]:
@@ -59,20 +62,23 @@ class Op(Generic[Function]):
     @contextmanager
     def using(self, backend: str) -> Iterator[None]:
         """Use one backend by name, for tests and comparisons."""
-        before = self._chosen
         chosen = self.backend(backend)
-        self._chosen = dict.fromkeys(chosen.devices or ("cpu", "cuda"), chosen.function)
-        try:
+        with self._table(dict.fromkeys(chosen.devices or ("cpu", "cuda"), chosen.function)):
             yield
-        finally:
-            self._chosen = before
 
     @contextmanager
     def wrapped(self, device: str, wrap: Callable[[Function], Function]) -> Iterator[None]:
         """On one device, call what `wrap` makes of the function, for measurements."""
-        before = self._chosen
-        self._chosen = {**before, device: wrap(self.on(device))}
+        with self._table({**self, device: wrap(self[device])}):
+            yield
+
+    @contextmanager
+    def _table(self, table: dict[str, Function]) -> Iterator[None]:
+        before = dict(self)
+        self.clear()
+        self.update(table)
         try:
             yield
         finally:
-            self._chosen = before
+            self.clear()
+            self.update(before)

@@ -25,7 +25,7 @@ def branch_attention(
     Returns:
         [rows of the span, heads, dim] in q's dtype.
     """
-    return OP.on(q.device.type)(q, cache, span, scale, window, scratch)
+    return OP[q.device.type](q, cache, span, scale, window, scratch)
 
 
 def _reference(

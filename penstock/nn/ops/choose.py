@@ -35,7 +35,7 @@ def choose(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Seque
 
     Returns: the tokens; -1 where a row or its logits are not finite, and where its numbers are too large to bound.
     """
-    return OP.on(x.device.type)(x, weight, bounded, draws)
+    return OP[x.device.type](x, weight, bounded, draws)
 
 
 def _reference(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:

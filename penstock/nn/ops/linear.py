@@ -9,12 +9,19 @@ from torch.nn import functional
 
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.packed import PackedWeight
+from penstock.nn.packed import PackedWeight, Weight
+
+
+def project(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x @ weight.T + bias of a dense or a packed weight, in x's dtype unless another is asked for."""
+    if isinstance(weight, PackedWeight):
+        return packed_linear(x, weight, bias, dtype)
+    return linear(x, weight, bias).to(dtype or x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[rows, in] x [out, in] -> [rows, out], in x's dtype."""
-    return OP.on(x.device.type)(x, weight, bias)
+    return OP[x.device.type](x, weight, bias)
 
 
 def packed_linear(
@@ -26,12 +33,12 @@ def packed_linear(
         x, bias: of the weight's dtype.
         dtype: of the result, the weight's or float32; None is the weight's.
     """
-    return PACKED_OP.on(x.device.type)(x, weight, bias, dtype or x.dtype)
+    return PACKED_OP[x.device.type](x, weight, bias, dtype or x.dtype)
 
 
 def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
     """weight[index], index [rows] int64 -> [rows, in]."""
-    return ROWS_OP.on(index.device.type)(weight, index)
+    return ROWS_OP[index.device.type](weight, index)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ def qkv_to_cache(
     Returns:
         [rows, heads, dim], normed and rotated.
     """
-    return OP.on(qkv.device.type)(qkv, norms, eps, rotation, cache, batch)
+    return OP[qkv.device.type](qkv, norms, eps, rotation, cache, batch)
 
 
 def _reference(

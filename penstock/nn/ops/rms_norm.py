@@ -9,12 +9,12 @@ from penstock.nn.ops.backends import Backend, Op
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32; x's shape and dtype."""
-    return OP.on(x.device.type)(x, weight, eps)
+    return OP[x.device.type](x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), the sum rounded to x's dtype before it is normed."""
-    return ADD_OP.on(x.device.type)(x, residual, weight, eps)
+    return ADD_OP[x.device.type](x, residual, weight, eps)
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: [rows, heads, dim].
         cos, sin: [rows, dim / 2], in x's dtype.
     """
-    return OP.on(x.device.type)(x, cos, sin)
+    return OP[x.device.type](x, cos, sin)
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Draw(NamedTuple):
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token per row, [rows] int64, of [rows, vocab] float32. A row's token depends on nothing but that row."""
-    return OP.on(logits.device.type)(logits, draws)
+    return OP[logits.device.type](logits, draws)
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Of a row that holds a NaN, the entry may be any.
     """
-    return ARGMAX_OP.on(logits.device.type)(logits)
+    return ARGMAX_OP[logits.device.type](logits)
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         [rows, candidates] float32.
     """
-    return NOISE_OP.on(keys.device.type)(keys, tokens)
+    return NOISE_OP[keys.device.type](keys, tokens)
 
 
 def row_key(seed: int, position: int) -> int:

@@ -10,7 +10,7 @@ from penstock.nn.ops.backends import Backend, Op
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [rows, 2 * width], gate in the first half -> [rows, width]."""
-    return OP.on(gate_up.device.type)(gate_up)
+    return OP[gate_up.device.type](gate_up)
 
 
 def _reference(gate_up: Tensor) -> Tensor:

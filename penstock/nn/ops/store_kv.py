@@ -17,7 +17,7 @@ def store_kv(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:
         cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim], K at 0 and V at 1.
         batch: says which block and place each row belongs to.
     """
-    OP.on(k.device.type)(k, v, cache, batch)
+    OP[k.device.type](k, v, cache, batch)
 
 
 def reference(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:
