@@ -80,7 +80,7 @@ class StepWork(NamedTuple):
         prefills: (new tokens, tokens before them) of each sequence that computes more than one.
         decodes: sequences that compute one, and beams.
         kv_tokens: that these read together, the new ones among them.
-        rows: draws.
+        rows: that are sampled.
     """
 
     prefills: list[tuple[int, int]]

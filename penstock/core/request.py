@@ -23,8 +23,8 @@ class Request:
     Attributes:
         id: unique among the requests an engine holds.
         prompt: token ids, at least one.
-        params: of which the engine reads what concerns draws and log-probabilities; the rest is resolved below or the
-            frontend's business.
+        params: of which the engine reads what concerns sampling and log-probabilities; the rest is resolved below or is
+            the frontend's business.
         seed: of this sequence's noise, in [-2**63, 2**63). A draw is a function of (seed, position, token).
         stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
         max_tokens: generated tokens at most, at least 1; already cut to the model's length.
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def context(self) -> Sequence[int]:
-        """All that is read before the next token is sampled: the prompt, and what was generated elsewhere."""
+        """All that prefill computes before the next token is sampled: the prompt, and what was generated elsewhere."""
         return [*self.prompt, *self.generated] if self.generated else self.prompt
 
 
@@ -119,7 +119,7 @@ class TokenOutput:
         generation: which attempt to run the request this comes from.
         prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
         hypotheses: with `finish`, of a beam search: all its results, the best first. It brings no tokens besides, but
-            says with none at all that its prompt was read.
+            says with none at all that its prefill is over.
     """
 
     request_id: str

@@ -173,7 +173,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
 
 
 @dataclass(slots=True)
-class Pacing:
+class StepPacer:
     """Whether steps took as long as they should, in seconds since the start.
 
     Attributes:
@@ -227,8 +227,8 @@ class PacedRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.token_ids = token_ids
-        self.pacing = Pacing()
-        self._reported = Pacing()
+        self.pacer = StepPacer()
+        self._reported = StepPacer()
         self._arithmetic = DigestArithmetic(positions, vocab_size)
         words = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(memory.num_blocks, -1)
         self._digests = words[:, :BLOCK_TOKENS]
@@ -256,14 +256,14 @@ class PacedRunner:
         return result
 
     def counts(self) -> dict[str, int]:
-        """Its pacing, for inspection."""
-        pacing = self.pacing
+        """Its pacer, for inspection."""
+        pacer = self.pacer
         return {
-            "modelled_steps": pacing.steps,
-            "modelled_ms": round(pacing.modelled * 1e3),
-            "late_steps": pacing.late_steps,
-            "late_ms": round(pacing.late * 1e3),
-            "overslept_ms": round(pacing.overslept * 1e3),
+            "modelled_steps": pacer.steps,
+            "modelled_ms": round(pacer.modelled * 1e3),
+            "late_steps": pacer.late_steps,
+            "late_ms": round(pacer.late * 1e3),
+            "overslept_ms": round(pacer.overslept * 1e3),
         }
 
     def check(self) -> None:
@@ -290,23 +290,23 @@ class PacedRunner:
 
     def _pace(self, begin: float, duration: float) -> None:
         """Returns `duration` seconds after `begin`, or at once when that has passed, and keeps account."""
-        pacing = self.pacing
+        pacer = self.pacer
         left = begin + duration - self._clock.now()
-        pacing.steps += 1
-        pacing.modelled += duration
+        pacer.steps += 1
+        pacer.modelled += duration
         if left > 0:
             self._sleep(left)
-            pacing.overslept += max(0.0, self._clock.now() - begin - duration)
+            pacer.overslept += max(0.0, self._clock.now() - begin - duration)
         else:
-            pacing.late_steps += 1
-            pacing.late -= left
+            pacer.late_steps += 1
+            pacer.late -= left
         self._ended = self._clock.now()
-        if pacing.modelled - self._reported.modelled >= REPORT_EVERY:
+        if pacer.modelled - self._reported.modelled >= REPORT_EVERY:
             self._report()
 
     def _report(self) -> None:
         """Warn when steps since the last check took much longer than modelled."""
-        new, old = self.pacing, self._reported
+        new, old = self.pacer, self._reported
         modelled = new.modelled - old.modelled
         late, overslept = new.late - old.late, new.overslept - old.overslept
         if late + overslept > LATE_SHARE * modelled:
@@ -319,7 +319,7 @@ class PacedRunner:
                 new.steps - old.steps,
                 overslept,
             )
-        self._reported = Pacing(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
+        self._reported = StepPacer(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
 
 
 def _certain(asked: int | None, token: int) -> TokenLogprobs | None:

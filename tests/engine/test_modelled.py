@@ -294,9 +294,9 @@ def test_a_step_takes_what_the_device_would_take():
     assert clock.now() == pytest.approx(3 * prefill)
     runner.run(plan_of(tokens=1, start=500))
     assert clock.now() == pytest.approx(3 * (prefill + TIMES.step_ms(decodes=1, kv_tokens=501) / 1e3))
-    pacing = runner.pacing
-    assert (pacing.steps, pacing.late_steps, pacing.late, pacing.error) == (2, 0, 0, pytest.approx(0, abs=1e-9))
-    assert pacing.modelled == pytest.approx(clock.now())
+    pacer = runner.pacer
+    assert (pacer.steps, pacer.late_steps, pacer.late, pacer.error) == (2, 0, 0, pytest.approx(0, abs=1e-9))
+    assert pacer.modelled == pytest.approx(clock.now())
 
 
 def test_what_the_arithmetic_took_is_not_slept_again():
@@ -304,7 +304,7 @@ def test_what_the_arithmetic_took_is_not_slept_again():
     slept: list[float] = []
     runner = make_runner(PoolMemory.memfd(16, BLOCK_BYTES), clock, sleep=slept.append, slowdown=10.0)
     runner.run(plan_of())
-    assert slept == [pytest.approx(runner.pacing.modelled - 1e-3)]
+    assert slept == [pytest.approx(runner.pacer.modelled - 1e-3)]
 
 
 def test_what_the_engine_did_between_two_steps_is_part_of_their_overhead():
@@ -313,10 +313,10 @@ def test_what_the_engine_did_between_two_steps_is_part_of_their_overhead():
     runner.run(plan_of())
     other = replace(plan_of().sequences[0], request_id="b")
     for gap, plan, counts in ((0.004, plan_of(), 0.004), (0.104, plan_of(), 0.005), (0.004, StepPlan((other,)), 0)):
-        began, before = clock.now(), runner.pacing.modelled
+        began, before = clock.now(), runner.pacer.modelled
         clock.advance(gap)
         runner.run(plan)
-        assert clock.now() - began == pytest.approx(gap - counts + runner.pacing.modelled - before)
+        assert clock.now() - began == pytest.approx(gap - counts + runner.pacer.modelled - before)
 
 
 def test_lateness_is_counted_and_said(caplog):
@@ -325,10 +325,10 @@ def test_lateness_is_counted_and_said(caplog):
     with caplog.at_level(logging.WARNING):
         runner.run(plan_of())
         assert not caplog.messages
-        assert runner.pacing.late_steps == 1
-        assert runner.pacing.late == pytest.approx(5.0 - runner.pacing.modelled)
-        runner.pacing.modelled += 30
-        runner.pacing.late += 30
+        assert runner.pacer.late_steps == 1
+        assert runner.pacer.late == pytest.approx(5.0 - runner.pacer.modelled)
+        runner.pacer.modelled += 30
+        runner.pacer.late += 30
         runner.run(plan_of())
     assert "this host cannot keep the pace" in caplog.text
 
@@ -338,7 +338,7 @@ def test_an_oversleep_is_counted():
     memory = PoolMemory.memfd(16, BLOCK_BYTES)
     runner = make_runner(memory, clock, sleep=lambda seconds: clock.advance(seconds + 0.25))
     runner.run(plan_of())
-    assert (runner.pacing.late_steps, runner.pacing.overslept) == (0, pytest.approx(0.25))
+    assert (runner.pacer.late_steps, runner.pacer.overslept) == (0, pytest.approx(0.25))
     assert (runner.counts()["modelled_steps"], runner.counts()["overslept_ms"]) == (1, 250)
 
 

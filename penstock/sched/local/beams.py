@@ -242,7 +242,7 @@ class BeamGroup(Sequence):
         return max(self.search.looked_at, self.request.params.logprobs or 0)
 
     def advance(self, step: SequenceStep, result: StepResult) -> TokenOutput | None:
-        """Record a step that brought candidates. Returns what there is to tell: that the prompt was read, and in the
+        """Record a step that brought candidates. Returns what there is to tell: that prefill is over, and in the
         end the results."""
         self.computed = step.start + 1 if step.branches else step.start + len(step.tokens)
         search = self.search

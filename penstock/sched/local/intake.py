@@ -214,7 +214,7 @@ class Intake:
         return self._owner.pop(request_id)
 
     def _unknown_tokens(self, request: Request) -> str:
-        """Which token that is to be read the model does not know; "" when it knows all."""
+        """Which token of the prompt the model does not know; "" when it knows all."""
         if self._vocab_size is None:
             return ""
         low = min(min(request.prompt, default=0), min(request.generated, default=0))

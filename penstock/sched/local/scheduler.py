@@ -6,7 +6,7 @@ used, is decided by the local policy (`sched.local.policy`). A sequence that mee
 one takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
 longer in the cache.
 
-A sequence may leave for another instance once its prompt is read (`migrates`), and one may come from another instance:
+A sequence may leave for another instance after its prefill (`migrates`), and one may come from another instance:
 blocks are set aside for it (`reserve`), filled by the transfer, and then it runs (`resume`).
 """
 
@@ -299,7 +299,7 @@ class Scheduler:
         return [s.id for s in self._sequences.values() if s.transferring]
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Set blocks aside for a request whose prompt is read elsewhere; None when there is no room now. Offline
+        """Set blocks aside for a request whose prompt is prefilled elsewhere; None when there is no room now. Offline
         sequences are preempted for an online one, unless that is `held_back`.
 
         Raises InvalidRequest or PromptTooLong when there never will be.

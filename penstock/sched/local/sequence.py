@@ -57,11 +57,11 @@ class Sequence:
         tokens: the prompt and what was generated, here and before.
         computed: the KV of tokens[:computed] is in `blocks`.
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
-            (`sched.local.steps`); when it draws a token, the last of `tokens` is a placeholder.
+            (`sched.local.steps`); when it samples a token, the last of `tokens` is a placeholder.
         special: it has parameters that most sequences' steps do not need.
         penalised: what is sampled depends on which tokens came before, beyond what the model computes.
         guided: what may be sampled next depends on which tokens were sampled.
-        prompt_logprobs: of the prompt, as far as it was read; None when they are not wanted, or have left.
+        prompt_logprobs: of the prompt, as far as it was computed; None when they are not wanted, or have left.
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are not computed yet: one while decoding, more while the prompt is read."""
+        """Tokens that are not computed yet: one while decoding, more during prefill."""
         return len(self.tokens) - self.computed
 
     @property
@@ -271,10 +271,10 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Blocks set aside for a request whose prompt is read at another instance.
+    """Blocks set aside for a request whose prompt is prefilled at another instance.
 
     Attributes:
-        keys: prefix keys of the full blocks of all that is read there.
+        keys: prefix keys of the full blocks of all that is prefilled there.
         blocks: for all of it, in order; those before `have` hold its KV already.
     """
 
@@ -309,7 +309,7 @@ class Queue:
         del self._sequences[place]
 
     def move(self, sequence: Sequence, turn: tuple[float, ...]) -> None:
-        """Give a sequence another turn, whether it waits or is being read."""
+        """Give a sequence another turn, whether it waits or is in prefill."""
         waits = not sequence.blocks
         if waits:
             self.remove(sequence)

@@ -8,9 +8,9 @@ Steps in flight let the next one be scheduled while one still runs (xLLM, sectio
 
 `look_ahead` counts the step in flight as done, as far as that is known without its tokens: what is computed, which
 sequences get a token, and which reach their greatest length. A token that is still to be sampled stands in its sequence
-as a placeholder, a negative number that says where in the step's draws it will be; the runner puts the real one in its
-place. `update` takes all that back and records what has really been. So the scheduler has a single state, and schedules
-ahead by the same rules.
+as a placeholder, a negative number that says which of the step's samples it will be; the runner puts the real one in
+its place. `update` takes all that back and records what has really been. So the scheduler has a single state, and
+schedules ahead by the same rules.
 
 A sequence that a stop token ends, or that is cancelled, is still in the step after that, whose result for it is
 dropped: one token at most.
@@ -281,7 +281,7 @@ class Measurements:
 
 
 def placeholder(row: int) -> int:
-    """Stands for the token of that row of the step's draws before the one that computes it: -1 - row."""
+    """Stands for the token of that row of the step's samples before the one that computes it: -1 - row."""
     return -1 - row
 
 

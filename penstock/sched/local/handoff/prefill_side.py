@@ -35,7 +35,7 @@ class _Outgoing:
         heard: when the decode side last answered; before that, when it was asked.
         pushed: blocks that the decoder has or was sent.
         lacking: blocks that the decoder asked for last, after the commit.
-        deadline: by which an answer must have come, once the prompt is read.
+        deadline: by which an answer must have come, once prefill is over.
     """
 
     lease: Lease
@@ -267,7 +267,7 @@ class PrefillSide:
     def check(self) -> None:
         """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
         for request_id in self._scheduler.transferring():
-            assert request_id in self._outgoing, "blocks travel and nobody sends them"
+            assert request_id in self._outgoing, "blocks are being sent and no hand-off sends them"
         leaving = [out for out in self._outgoing.values() if self._scheduler.migrating(out.lease.request_id)]
         assert len(leaving) == self._scheduler.num_migrating, "a sequence waits to leave and nobody takes it"
         assert all(out.deadline is not None for out in leaving), "a sequence waits to leave without a deadline"
