@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
+from penstock.core.heartbeat import step_limit
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
@@ -21,6 +24,7 @@ from penstock.core.wire.engine import (
     Peer,
     Ready,
     Refused,
+    Role,
     StepReport,
 )
 from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
@@ -28,13 +32,98 @@ from penstock.obs.metrics import Metrics
 from penstock.service.channel import EngineChannel
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
-from penstock.service.instances import ChannelLost, Endpoint, Instance
+from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.placement import Answer, Placement
-from penstock.service.rates import RateMeter
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
+SILENT_AFTER = 2.0  # seconds without a message after which an instance counts as silent
+WINDOW = 10.0  # seconds over which a rate is measured
+SURE = 1.0  # seconds after which a measured rate is better than the last one
 MASTER_LEARNS = 1.0  # seconds until the master knows of an instance that is ready
+
+
+@dataclass(slots=True)
+class Instance:
+    """An instance as a frontend knows it.
+
+    Attributes:
+        ready: what its engine reported; None while none serves.
+        said: the same, or of the previous incarnation while none serves.
+        heard: when its newest message came, in the clock's seconds.
+        lost: why its last incarnation ended; "" before the first, and while one runs.
+    """
+
+    name: str
+    role: Role
+    ready: Ready | None = None
+    said: Ready | None = None
+    heard: float = 0.0
+    lost: str = ""
+
+    def state(self, now: float) -> str:
+        """ "starting", "ready", "silent", "stuck" or "lost"."""
+        if self.lost:
+            return "lost"
+        if self.ready is None:
+            return "starting"
+        return "stuck" if self.stuck(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
+
+    def serves(self, now: float) -> bool:
+        return self.ready is not None and not self.stuck(now)
+
+    def stuck(self, now: float) -> bool:
+        """Whether it has been silent for longer than its longest step can take. Usually the launcher notices earlier
+        and kills it."""
+        ready = self.ready
+        if ready is None or now - self.heard <= SILENT_AFTER:
+            return False
+        return now - self.heard > step_limit(ready.token_budget + ready.max_sequences, ready.device)
+
+    def trouble(self, now: float) -> str:
+        """Why it does not serve although it should; "" otherwise."""
+        return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
+
+    def is_current(self, incarnation: int) -> bool:
+        """Whether this incarnation is the current one."""
+        return self.ready is not None and self.ready.peer.incarnation == incarnation
+
+
+class RateMeter:
+    """The rate of some work while there is any, over the last `WINDOW` seconds."""
+
+    def __init__(self) -> None:
+        self._done: deque[tuple[float, float]] = deque()  # when, how much
+        self._sum = 0.0
+        self._since: float | None = None  # when there began to be something to do
+        self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """Work is available. No effect if it was before."""
+        if self._since is None:
+            self._since = now
+
+    def count(self, now: float, amount: float) -> None:
+        """Count work done."""
+        self._done.append((now, amount))
+        self._sum += amount
+
+    def rest(self, now: float) -> None:
+        """No work is left."""
+        self._last = self.rate(now)
+        self._done.clear()
+        self._sum, self._since = 0.0, None
+
+    def rate(self, now: float) -> float:
+        """Per second; when there is nothing to do, of the last time that there was. 0 when nothing is known."""
+        if self._since is None:
+            return self._last
+        while self._done and self._done[0][0] < now - WINDOW:
+            self._sum -= self._done.popleft()[1]
+        elapsed = min(now - self._since, WINDOW)
+        if not self._done or (elapsed < SURE and self._last):
+            return self._last
+        return self._sum / max(elapsed, 0.1)
 
 
 class EngineClient:

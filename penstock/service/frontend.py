@@ -23,10 +23,9 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
-from penstock.service.engine_client import TICK, EngineClient
+from penstock.service.engine_client import TICK, EngineClient, Instance
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
-from penstock.service.instances import Instance
 from penstock.service.intake import ModelLimits, make_sequences
 from penstock.text.tokenizer import Tokenizer
 

@@ -1,13 +1,10 @@
-"""Instances as a frontend or a master knows them."""
+"""Where instances are, and the end of a channel to one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.heartbeat import step_limit
-from penstock.core.wire.engine import Ready, Role
-
-SILENT_AFTER = 2.0  # seconds without a message after which an instance counts as silent
+from penstock.core.wire.engine import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,49 +26,3 @@ class ChannelLost:
     """A connection has ended. Messages in flight may be lost; all that arrived were handled before."""
 
     message: str
-
-
-@dataclass(slots=True)
-class Instance:
-    """An instance as a frontend knows it.
-
-    Attributes:
-        ready: what its engine reported; None while none serves.
-        said: the same, or of the previous incarnation while none serves.
-        heard: when its newest message came, in the clock's seconds.
-        lost: why its last incarnation ended; "" before the first, and while one runs.
-    """
-
-    name: str
-    role: Role
-    ready: Ready | None = None
-    said: Ready | None = None
-    heard: float = 0.0
-    lost: str = ""
-
-    def state(self, now: float) -> str:
-        """ "starting", "ready", "silent", "stuck" or "lost"."""
-        if self.lost:
-            return "lost"
-        if self.ready is None:
-            return "starting"
-        return "stuck" if self.stuck(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
-
-    def serves(self, now: float) -> bool:
-        return self.ready is not None and not self.stuck(now)
-
-    def stuck(self, now: float) -> bool:
-        """Whether it has been silent for longer than its longest step can take. Usually the launcher notices earlier
-        and kills it."""
-        ready = self.ready
-        if ready is None or now - self.heard <= SILENT_AFTER:
-            return False
-        return now - self.heard > step_limit(ready.token_budget + ready.max_sequences, ready.device)
-
-    def trouble(self, now: float) -> str:
-        """Why it does not serve although it should; "" otherwise."""
-        return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
-
-    def is_current(self, incarnation: int) -> bool:
-        """Whether this incarnation is the current one."""
-        return self.ready is not None and self.ready.peer.incarnation == incarnation

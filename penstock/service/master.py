@@ -330,6 +330,8 @@ class Master:
 
     def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
         """For each instance, a prompt's cached tokens, and how many of them are not on its device."""
+        if not place.keys:
+            return {}, {}
         found = self.index.match(place.keys)
         hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in found.items()}
         loads = self.index.loads(place.keys, found)
@@ -370,7 +372,8 @@ class Master:
             decision.predicted_ttft,
         )
         self._in_flight[key] = sequence
-        self.index.expect(prefiller.name, place.keys)
+        if place.keys:
+            self.index.expect(prefiller.name, place.keys)
         prefiller.add_prompt(now, demand)
         home.house(demand)
         if self._recorder is not None:
@@ -404,7 +407,8 @@ class Master:
             return
         over.prefiller.prompt_done(now, key)
         over.home.leave(key)
-        self.index.unexpect(over.prefiller.name, over.place.keys)
+        if over.place.keys:
+            self.index.unexpect(over.prefiller.name, over.place.keys)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
             if self._policies.priorities is not None:

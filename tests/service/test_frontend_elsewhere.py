@@ -11,9 +11,9 @@ from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
 from penstock.kv.keys import extend_keys
-from penstock.service.engine_client import MASTER_LEARNS
+from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
 from penstock.service.flight import ATTEMPTS, PATIENCE
-from penstock.service.instances import SILENT_AFTER, ChannelLost
+from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, until, value
 from tests.helpers.scripted import STATS, ready
 

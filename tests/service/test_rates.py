@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.core.wire.master import Outcome
+from penstock.service.engine_client import WINDOW, RateMeter
 from penstock.service.queue import RateWindow
-from penstock.service.rates import WINDOW, RateMeter
 from tests.helpers.policies import demand
 
 
