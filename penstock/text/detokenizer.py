@@ -70,6 +70,7 @@ class DecodeStream:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._vocabulary = tokenizer.vocabulary
+        self._known = tokenizer.vocabulary.known_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # byte level only
         self._run: list[str] = []  # byte tokens whose text is not known yet
@@ -80,7 +81,8 @@ class DecodeStream:
         if token in self._skipped:
             return ""
         if self._vocabulary.byte_level:
-            return self._utf8.decode(self._vocabulary.token_bytes(token))
+            spelled = self._known.get(token)
+            return self._utf8.decode(self._vocabulary.token_bytes(token) if spelled is None else spelled)
         piece = self._vocabulary.piece(token)
         if piece is None:
             return ""

@@ -158,6 +158,7 @@ class Vocabulary:
     Attributes:
         byte_level: whether the decoder is the byte-level one.
         byte_ids: token id -> byte, of the byte tokens that a vocabulary of text pieces falls back to.
+        known_bytes: token id -> `token_bytes`, of the tokens that were asked for before.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -178,7 +179,7 @@ class Vocabulary:
                     self.byte_ids[token] = int(code, 16)
         self._byte_of_char = _byte_level_alphabet()
         self._text_length = len(self.decode([_TEXT]))
-        self._bytes: dict[int, bytes] = {}
+        self.known_bytes: dict[int, bytes] = {}
 
     def piece(self, token: int) -> str | None:
         """The vocabulary's own string for a token, or None for an id that it does not have."""
@@ -186,9 +187,9 @@ class Vocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds in the middle of a text, special or not; nothing for an id outside the vocabulary."""
-        data = self._bytes.get(token)
+        data = self.known_bytes.get(token)
         if data is None:
-            data = self._bytes[token] = self._spell(token)
+            data = self.known_bytes[token] = self._spell(token)
         return data
 
     def decode(self, pieces: list[str]) -> str:

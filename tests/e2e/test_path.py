@@ -16,8 +16,8 @@ from tests.helpers.servers import QUICK, serving
 
 ROOT = Path(__file__).parents[2]
 CHATS, TOKENS = 5, 60
-FRONTEND, ENGINE = 43, 20  # at most so many files before Enqueue is sent, and from its arrival to the first kernel
-FRONTEND_LATER, ENGINE_LATER = 18, 18  # at most so many for a later token
+FRONTEND, ENGINE = 25, 20  # at most so many files before Enqueue is sent, and from its arrival to the first kernel
+FRONTEND_LATER, ENGINE_LATER = 12, 18  # at most so many for a later token
 
 
 def chat(url: str) -> None:
