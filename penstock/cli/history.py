@@ -15,7 +15,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
 from penstock.service.policies import Circumstances
-from penstock.service.recorder import Decided, Ended, Entry, Held, Moved
+from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry
 from penstock.service.recorder_file import read
 from penstock.sim.baselines import POLICIES
 from penstock.sim.replay import Redecided, first_token, replay, spread, summary
@@ -39,10 +39,10 @@ class History:
 
     id: str
     frontend: str
-    held: list[tuple[float, int, Held]] = field(default_factory=list)
-    decided: list[tuple[float, int, Decided]] = field(default_factory=list)
-    moved: list[tuple[float, Moved]] = field(default_factory=list)
-    ended: tuple[float, Ended] | None = None
+    held: list[tuple[float, int, HeldEntry]] = field(default_factory=list)
+    decided: list[tuple[float, int, DecidedEntry]] = field(default_factory=list)
+    moved: list[tuple[float, MovedEntry]] = field(default_factory=list)
+    ended: tuple[float, EndedEntry] | None = None
     again: dict[int, Redecided] = field(default_factory=dict)  # by number of the decision
 
     @property
@@ -70,7 +70,7 @@ def explain(path: Path, request: str, policy: str | None = None, seed: int = 0) 
         recorded = list(entries)
         entries = iter(recorded)
         wanted = pattern_of(request)
-        decisions = [entry for _, entry in recorded if isinstance(entry, Decided)]
+        decisions = [entry for _, entry in recorded if isinstance(entry, DecidedEntry)]
         # a policy with state must see all earlier views
         again = {
             n: r for n, r in enumerate(_replay(decisions, policy, seed)) if wanted.fullmatch(decisions[n].request_id)
@@ -89,25 +89,25 @@ def _collect(
     """Find what belongs to a request; returns how many decisions there are."""
     count = 0
     for wall, entry in entries:
-        if isinstance(entry, Moved):
+        if isinstance(entry, MovedEntry):
             for sequence in found.values():
                 if sequence.ended is None and entry.move.name in sequence.instances:
                     sequence.moved.append((wall, entry))
         elif wanted.fullmatch(entry.request_id):
             key = entry.frontend, entry.request_id
             sequence = found.setdefault(key, History(entry.request_id, entry.frontend))
-            if isinstance(entry, Held):
+            if isinstance(entry, HeldEntry):
                 sequence.held.append((wall, count, entry))
-            elif isinstance(entry, Decided):
+            elif isinstance(entry, DecidedEntry):
                 sequence.decided.append((wall, count, entry))
                 sequence.ended = None  # it is placed again after a failed placement
             else:
                 sequence.ended = wall, entry
-        count += isinstance(entry, Decided)
+        count += isinstance(entry, DecidedEntry)
     return count
 
 
-def _replay(decisions: Sequence[Decided], policy: str, seed: int) -> Iterable[Redecided]:
+def _replay(decisions: Sequence[DecidedEntry], policy: str, seed: int) -> Iterable[Redecided]:
     return replay(decisions, lambda: POLICIES[policy].make(Circumstances()).dispatch, random.Random(seed))
 
 
@@ -150,11 +150,11 @@ def _demand(demand: Demand) -> dict[str, Any]:
     }
 
 
-def _held(wall: float, held: Held) -> dict[str, Any]:
+def _held(wall: float, held: HeldEntry) -> dict[str, Any]:
     return {"at": _time(wall), "asked_again_after_ms": (held.until - held.now) * 1e3}
 
 
-def _moved(wall: float, moved: Moved) -> dict[str, Any]:
+def _moved(wall: float, moved: MovedEntry) -> dict[str, Any]:
     return {"at": _time(wall), **_move(moved.move)}
 
 
@@ -163,7 +163,7 @@ def _move(move: Any) -> dict[str, Any]:
     return {"what": kind, "instance": move.name, "role": getattr(move, "role", None), "reason": move.reason}
 
 
-def _placement(found: History, wall: float, number: int, decided: Decided) -> dict[str, Any]:
+def _placement(found: History, wall: float, number: int, decided: DecidedEntry) -> dict[str, Any]:
     decision, demand = decided.decision, decided.demand
     before = [(count, held) for _, count, held in found.held if held.now <= decided.now]
     again = found.again.get(number)
@@ -186,7 +186,7 @@ def _placement(found: History, wall: float, number: int, decided: Decided) -> di
     }
 
 
-def _predicted(decided: Decided) -> float | None:
+def _predicted(decided: DecidedEntry) -> float | None:
     """TTFT in ms from the client's request on; by the instance's step times when the policy predicts none."""
     if decided.decision.predicted_ttft is not None:
         return decided.decision.predicted_ttft * 1e3
@@ -196,7 +196,7 @@ def _predicted(decided: Decided) -> float | None:
     return (decided.now - decided.demand.arrived + first_token(decided.view, decided.demand, load)) * 1e3
 
 
-def _stages(decided: Decided) -> tuple[Stage, ...]:
+def _stages(decided: DecidedEntry) -> tuple[Stage, ...]:
     return (
         ("prefill", "decode")
         if decided.decision.decode is not None or "decode" in decided.decision.costs
@@ -204,7 +204,7 @@ def _stages(decided: Decided) -> tuple[Stage, ...]:
     )
 
 
-def _candidates(decided: Decided, stage: Stage) -> list[dict[str, Any]]:
+def _candidates(decided: DecidedEntry, stage: Stage) -> list[dict[str, Any]]:
     """The chosen one first, then by cost. `ms` is the same of all policies: what the first token takes from here, or a
     step in which this sequence decodes with the others."""
     view, decision = decided.view, decided.decision
@@ -261,7 +261,7 @@ def _replayed(again: Redecided) -> dict[str, Any]:
 
 def replay_all(path: Path, policy: str, seed: int) -> dict[str, Any]:
     """Every decision again by another policy."""
-    decisions = [entry for _, entry in read(path) if isinstance(entry, Decided)]
+    decisions = [entry for _, entry in read(path) if isinstance(entry, DecidedEntry)]
     if not decisions:
         raise ConfigError(f"--file: {path} has no decisions", "file")
     by = Counter(decided.decision.policy for decided in decisions)
@@ -277,13 +277,13 @@ def summarise(path: Path) -> dict[str, Any]:
     begins = ends = None
     for wall, entry in read(path):
         begins, ends = begins or wall, wall
-        if isinstance(entry, Decided):
+        if isinstance(entry, DecidedEntry):
             decision = entry.decision
             reasons[decision.policy, decision.reason.partition(":")[0]] += 1
             predicted[entry.frontend, entry.request_id] = _predicted(entry)
             where = {"prefill": decision.prefill, "decode": decision.decode}
             latest.append({"at": _time(wall), "id": entry.request_id, **where, "reason": decision.reason})
-        elif isinstance(entry, Ended):
+        elif isinstance(entry, EndedEntry):
             guess = predicted.pop((entry.frontend, entry.request_id), None)
             if guess is not None and entry.outcome is not None:
                 gaps.append(guess - entry.outcome.ttft_ms)

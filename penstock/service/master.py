@@ -64,7 +64,7 @@ from penstock.service.events import (
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.mesh import Mesh
 from penstock.service.policies import Policies
-from penstock.service.queue import Queue, RateWindow, Tracked
+from penstock.service.queue import RateWindow, Tracked, WaitQueue
 from penstock.service.recorder import Recorder
 from penstock.service.session import SUSPECT_AFTER, FleetLimits, InstanceSession, Roster, Scaler
 
@@ -109,8 +109,8 @@ class Master:
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
         self._frontends: dict[str, float] = {}  # name -> when it was heard
         self._frontend_incarnations: dict[str, int] = {}
-        self._queue = Queue()  # online
-        self._backlog = Queue(shown=SHOWN)  # offline
+        self._queue = WaitQueue()  # online
+        self._backlog = WaitQueue(shown=SHOWN)  # offline
         self._unplaceable: dict[Key, Tracked] = {}  # that no instance can take now, of which policies are not told
         self._untold: list[Key] = []  # queued ones, whose frontends have not been sent `Queued`
         self._in_flight: dict[Key, Tracked] = {}

@@ -38,7 +38,7 @@ class Tracked:
     home: InstanceSession = field(init=False)
 
 
-class Queue(dict[Key, Tracked]):
+class WaitQueue(dict[Key, Tracked]):
     """Sequences in order of arrival. One that asks again must be removed before.
 
     Args:

@@ -19,7 +19,7 @@ LOADS = 200_000  # instances' loads and waiting demands that they refer to, at m
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecidedEntry:
     """A sequence was given a place.
 
     Attributes:
@@ -42,7 +42,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldEntry:
     """A sequence began to wait in the master's queue.
 
     Attributes:
@@ -58,7 +58,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedEntry:
     """An instance changes its role, is started, or is stopped."""
 
     now: float
@@ -67,7 +67,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedEntry:
     """A sequence has ended; without an outcome when its answer is incomplete."""
 
     now: float
@@ -77,7 +77,7 @@ class Ended:
     weight = 1
 
 
-Entry = Decided | Held | Moved | Ended
+Entry = DecidedEntry | HeldEntry | MovedEntry | EndedEntry
 
 
 class Recorder(Protocol):
@@ -113,16 +113,16 @@ class FlightRecorder:
     ) -> None:
         waiting = len(view.queue) + len(view.offline)
         self._decided += 1
-        self._add(Decided(now, request_id, frontend, demand, decision, view, len(view.instances), waiting))
+        self._add(DecidedEntry(now, request_id, frontend, demand, decision, view, len(view.instances), waiting))
 
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
-        self._add(Held(now, request_id, frontend, demand, later.at))
+        self._add(HeldEntry(now, request_id, frontend, demand, later.at))
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
-        self._add(Moved(now, move))
+        self._add(MovedEntry(now, move))
 
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
-        self._add(Ended(now, request_id, frontend, outcome))
+        self._add(EndedEntry(now, request_id, frontend, outcome))
 
     def since(self, total: int) -> list[Entry]:
         """The remaining entries after the first `total`."""
@@ -136,4 +136,4 @@ class FlightRecorder:
         while self._decided > self._decisions or (self._weight > self._loads and len(self.entries) > 1):
             oldest = self.entries.popleft()
             self._weight -= oldest.weight
-            self._decided -= isinstance(oldest, Decided)
+            self._decided -= isinstance(oldest, DecidedEntry)

@@ -24,7 +24,7 @@ from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop
 from penstock.sched.cluster.base import Key
 from penstock.sched.steptime import StepTime
-from penstock.service.recorder import Decided, Ended, Entry, Held, Moved
+from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry
 
 WHOLE = 64  # instances that are all written
 BEST = 16  # candidates of a stage that are written when there are more
@@ -197,18 +197,18 @@ class RecordEncoder:
         assert self._began
         out: list[AnyRecord] = []
         match entry:
-            case Decided():
+            case DecidedEntry():
                 out.append(self._decided(entry, out))
-            case Held(now, request_id, frontend, demand, until):
+            case HeldEntry(now, request_id, frontend, demand, until):
                 assert demand.key == (frontend, request_id)
                 out.append(HeldRecord(now, self._demand(demand, out), until))
-            case Moved(now, move):
+            case MovedEntry(now, move):
                 out.append(MovedRecord(now, _move_record(move)))
-            case Ended(now, request_id, frontend, outcome):
+            case EndedEntry(now, request_id, frontend, outcome):
                 out.append(EndedRecord(now, request_id, frontend, outcome))
         return out
 
-    def _decided(self, entry: Decided, out: list[AnyRecord]) -> DecidedRecord:
+    def _decided(self, entry: DecidedEntry, out: list[AnyRecord]) -> DecidedRecord:
         view, decision = entry.view, entry.decision
         assert entry.demand.key == decision.key == (entry.frontend, entry.request_id)
         whole = len(view.instances) <= WHOLE
@@ -377,13 +377,13 @@ class RecordDecoder:
             case HeldRecord(now, number, until):
                 demand = self._demands[number]
                 frontend, request_id = demand.key
-                return Held(now, request_id, frontend, demand, until)
+                return HeldEntry(now, request_id, frontend, demand, until)
             case MovedRecord(now, move):
-                return Moved(now, _move(move))
+                return MovedEntry(now, _move(move))
             case DecidedRecord():
                 return self._decided(record, began)
             case EndedRecord(now, request_id, frontend, outcome):
-                return Ended(now, request_id, frontend, outcome)
+                return EndedEntry(now, request_id, frontend, outcome)
         return None
 
     def _demand(self, record: DemandRecord, began: BeganRecord) -> Demand:
@@ -395,7 +395,7 @@ class RecordDecoder:
             **_known(began.demand, record.values, DEMAND),
         )
 
-    def _decided(self, record: DecidedRecord, began: BeganRecord) -> Decided:
+    def _decided(self, record: DecidedRecord, began: BeganRecord) -> DecidedEntry:
         demand = self._demands[record.demand]
         view = ClusterView(
             now=record.now,
@@ -420,7 +420,7 @@ class RecordDecoder:
         here = {record.demand, *record.queue, *record.offline}
         self._demands = {number: known for number, known in self._demands.items() if number in here}
         frontend, request_id = demand.key
-        return Decided(record.now, request_id, frontend, demand, decision, view, record.instances, record.waiting)
+        return DecidedEntry(record.now, request_id, frontend, demand, decision, view, record.instances, record.waiting)
 
     def _view(self, number: int) -> InstanceLoad:
         if number not in self._views:

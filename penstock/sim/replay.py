@@ -29,7 +29,7 @@ from penstock.sched.cluster import (
     Random,
     fitting,
 )
-from penstock.service.recorder import Decided
+from penstock.service.recorder import DecidedEntry
 
 PATIENCE = 16  # times that a policy which waits for a moment of its own choice is asked at that moment
 
@@ -57,7 +57,7 @@ class Redecided:
         other_regret: of the other policy's, with what it waited.
     """
 
-    recorded: Decided
+    recorded: DecidedEntry
     decision: Decision | None
     waited: float
     regret: float
@@ -69,7 +69,7 @@ class Redecided:
         return now is not None and (was.key, was.prefill, was.decode) == (now.key, now.prefill, now.decode)
 
 
-def redecide(policy: DispatchPolicy, recorded: Decided, rng: Random) -> Redecided:
+def redecide(policy: DispatchPolicy, recorded: DecidedEntry, rng: Random) -> Redecided:
     """Ask a policy, which remembers what it was asked before."""
     view = recorded.view
     regret = _regret(view, recorded.demand, recorded.decision)
@@ -107,7 +107,7 @@ def _regret(view: ClusterView, demand: Demand, decision: Decision, waited: float
     return max(0.0, cost - best)  # excluded instances and those that only decode may be below the best
 
 
-def replay(recorded: Iterable[Decided], make: Callable[[], DispatchPolicy], rng: Random) -> Iterable[Redecided]:
+def replay(recorded: Iterable[DecidedEntry], make: Callable[[], DispatchPolicy], rng: Random) -> Iterable[Redecided]:
     """Replay every decision, with a new policy wherever a recording restarts."""
     policy, newest = make(), -inf
     for entry in recorded:

@@ -29,7 +29,7 @@ from penstock.sched.cluster import (
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.queue import Queue, Tracked
+from penstock.service.queue import Tracked, WaitQueue
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.scorpio import Scorpio
@@ -126,7 +126,7 @@ class ToyMaster:
     def __init__(self, instances: list[InstanceLoad], subject: Subject, seed: int = 0) -> None:
         self.machines = {i.name: Machine(i) for i in instances}
         self.subject, self.policy, self.rng = subject, subject.make(), random.Random(seed)
-        self.online, self.offline = Queue(), Queue()
+        self.online, self.offline = WaitQueue(), WaitQueue()
         self._loads: list[InstanceLoad] = []
         self._history: list[int] = []  # of these
         self.placed: dict = {}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.sched.cluster.columns import QueueColumns
-from penstock.service.queue import MEMORY, Queue, Tracked
+from penstock.service.queue import MEMORY, Tracked, WaitQueue
 from tests.helpers.policies import demand
 
 names = st.integers(0, 7)
@@ -13,7 +13,7 @@ come = st.tuples(st.just("come"), names, st.integers(1, 5), st.booleans())
 
 @given(st.lists(st.one_of(come, st.tuples(st.just("go"), names, st.just(0), st.just(False))), max_size=40))
 def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(actions):
-    queue, whole, plain, before = Queue(shown=3), Queue(), {}, None
+    queue, whole, plain, before = WaitQueue(shown=3), WaitQueue(), {}, None
     columns = QueueColumns(lambda d: d.prompt_tokens)
     for what, name, length, picky in actions:
         key = ("f", str(name))
@@ -37,7 +37,7 @@ def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(acti
 
 
 def test_what_has_come_and_gone_is_not_kept_for_ever():
-    queue, columns = Queue(), QueueColumns(lambda d: d.prompt_tokens)
+    queue, columns = WaitQueue(), QueueColumns(lambda d: d.prompt_tokens)
     histories = set()
     for number in range(3 * MEMORY):
         queue[("f", str(number))] = Tracked(demand(str(number), number), None, 0.0)

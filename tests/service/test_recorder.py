@@ -14,7 +14,7 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates, Start, Stop
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.recorder import Decided, Ended, FlightRecorder, Moved
+from penstock.service.recorder import DecidedEntry, EndedEntry, FlightRecorder, MovedEntry
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
 from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, RecordDecoder, RecordEncoder, from_bytes, to_bytes
 from penstock.sim.replay import first_token, redecide, replay, spread, summary
@@ -41,10 +41,10 @@ def test_the_ring_holds_no_more_than_it_may():
             asked = demand(str(number))
             recorder.decided(float(number), view, asked, str(number), "f", decision(asked, "e0"))
             recorder.ended(float(number), str(number), "f", None)
-    decisions = [entry for entry in by_decisions.entries if isinstance(entry, Decided)]
+    decisions = [entry for entry in by_decisions.entries if isinstance(entry, DecidedEntry)]
     assert [entry.request_id for entry in decisions] == ["97", "98", "99"]
     assert sum(entry.weight for entry in by_loads.entries) <= 50
-    assert by_loads.entries[-1] == Ended(99.0, "99", "f", None)
+    assert by_loads.entries[-1] == EndedEntry(99.0, "99", "f", None)
     assert by_loads.total == 200
 
 
@@ -70,7 +70,7 @@ def test_everything_comes_back_as_it_was():
     recorder.moved(13.0, Stop(name="busy", reason="nobody comes"))
     again = recorded(*recorder.entries)
     assert again == list(recorder.entries)
-    places = [entry for entry in again if isinstance(entry, Decided)]
+    places = [entry for entry in again if isinstance(entry, DecidedEntry)]
     assert places[1].view.queue[1] is places[2].view.queue[0]
     assert places[0].view.instances[1] is places[2].view.instances[1]
     assert isinstance(again[-2].move, Start)
@@ -123,7 +123,7 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
         view = ClusterView(now=float(now), instances=tuple(shown), queue=tuple(waiting), rates=rates)
         chosen = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
         choice = decision(chosen, data.draw(st.sampled_from(sorted(known))), predicted_ttft=data.draw(seconds))
-        entries.append(Decided(float(now), chosen.key[1], "f", chosen, choice, view, len(shown), len(view.queue)))
+        entries.append(DecidedEntry(float(now), chosen.key[1], "f", chosen, choice, view, len(shown), len(view.queue)))
     assert recorded(*entries) == entries
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_change_is_not_written_again():
     encoder = RecordEncoder()
     encoder.begin(0.0, 0.0)
     asked = demand("r")
-    entry = Decided(0.0, "r", "f", asked, decision(asked, "e0"), view, WHOLE, 1)
+    entry = DecidedEntry(0.0, "r", "f", asked, decision(asked, "e0"), view, WHOLE, 1)
     first, second = encoder.encode(entry), encoder.encode(dataclasses.replace(entry, demand=demand("r")))
     assert len(first) > 2 * WHOLE
     assert [type(record).__name__ for record in second] == ["DemandRecord", "DecidedRecord"]
@@ -149,7 +149,7 @@ def test_of_a_large_cluster_the_best_and_the_chosen_are_written():
     view = ClusterView(now=0.0, instances=instances, queue=queue)
     costs = {name: float(-number) for number, name in enumerate(names)}
     chosen = decision(queue[-1], "e3", "e5", costs)
-    (entry,) = recorded(Decided(0.0, queue[-1].key[1], "f", queue[-1], chosen, view, len(instances), len(queue)))
+    (entry,) = recorded(DecidedEntry(0.0, queue[-1].key[1], "f", queue[-1], chosen, view, len(instances), len(queue)))
     best = {"e3", "e5", *names[-BEST:]}
     assert [one.name for one in entry.view.instances] == [name for name in names if name in best]
     assert {one.name: one.requests for one in entry.view.instances}["e3"] == 3
@@ -159,7 +159,7 @@ def test_of_a_large_cluster_the_best_and_the_chosen_are_written():
     assert len(entry.view.queue) == QUEUE
     assert entry.demand.key not in [d.key for d in entry.view.queue]
     without_costs = replace(chosen, key=queue[0].key, costs={})
-    (entry,) = recorded(Decided(0.0, "0", "f", queue[0], without_costs, view, len(instances), 1))
+    (entry,) = recorded(DecidedEntry(0.0, "0", "f", queue[0], without_costs, view, len(instances), 1))
     assert len(entry.view.instances) == BEST
 
 
@@ -173,7 +173,7 @@ def test_a_recording_of_other_fields_can_be_read():
     began = type(began)(began.now, began.wall, unknown, began.demand, began.rates)
     entries = [entry for _, entry in RecordDecoder().decode([began, *records])]
     assert len(entries) == len(recorder.entries)
-    assert {one.requests for entry in entries if isinstance(entry, Decided) for one in entry.view.instances} == {0}
+    assert {one.requests for entry in entries if isinstance(entry, DecidedEntry) for one in entry.view.instances} == {0}
     with pytest.raises(ValueError, match="does not fit"):
         list(RecordDecoder().decode([began, *records[3:]]))
     with pytest.raises(ValueError, match="without a beginning"):
@@ -202,7 +202,7 @@ def test_of_many_hits_only_what_is_written_is_to_be_loaded():
     hits = {name: 64 * number for number, name in enumerate(names)}
     asked = demand("r", hits=hits, loads=dict.fromkeys(names, 64))
     view = ClusterView(now=0.0, instances=[load("e0")], queue=[asked])
-    (again,) = recorded(Decided(0.0, "r", "f", asked, decision(asked, "e0"), view, 1, 1))
+    (again,) = recorded(DecidedEntry(0.0, "r", "f", asked, decision(asked, "e0"), view, 1, 1))
     assert again.demand.hits.keys() == again.demand.loads.keys() == set(names[HITS:])
 
 
@@ -242,7 +242,7 @@ def test_a_torn_end_costs_no_more_than_itself(tmp_path_factory, cut, junk):
     next_life.ended(6.0, "later", "f", None)
     file.close()
     after = [entry for _, entry in read(path)]
-    assert after == [*kept, Ended(6.0, "later", "f", None)]
+    assert after == [*kept, EndedEntry(6.0, "later", "f", None)]
 
 
 def test_it_is_rotated_and_both_files_are_read(tmp_path):
@@ -312,7 +312,7 @@ def decided(now=10.0, chosen="busy", **changes):
     asked = demand("r", arrived=9.9, **changes)
     queues = {"offline": [asked]} if asked.offline else {"queue": [asked]}
     view = ClusterView(now=now, instances=[busy, load("free")], **queues)
-    return Decided(now, "r", "f", asked, decision(asked, chosen), view, 2, 1)
+    return DecidedEntry(now, "r", "f", asked, decision(asked, chosen), view, 2, 1)
 
 
 def test_regret_is_what_another_instance_would_have_been_sooner():
@@ -392,7 +392,7 @@ def test_the_spread_of_values():
 def test_every_policy_decides_again_what_was_recorded(name):
     recorder = FlightRecorder()
     an_afternoon(recorder)
-    decisions = [entry for entry in recorded(*recorder.entries) if isinstance(entry, Decided)]
+    decisions = [entry for entry in recorded(*recorder.entries) if isinstance(entry, DecidedEntry)]
     found = list(replay(decisions, DISPATCH[name], random.Random(1)))
     assert len(found) == len(decisions)
     assert found == list(replay(decisions, DISPATCH[name], random.Random(1)))
@@ -401,7 +401,7 @@ def test_every_policy_decides_again_what_was_recorded(name):
 def test_moves_and_outcomes_are_kept():
     recorder = FlightRecorder()
     an_afternoon(recorder)
-    assert sum(isinstance(entry, Moved) for entry in recorder.entries) == 3
-    told = [entry.outcome for entry in recorder.entries if isinstance(entry, Ended)]
+    assert sum(isinstance(entry, MovedEntry) for entry in recorder.entries) == 3
+    told = [entry.outcome for entry in recorder.entries if isinstance(entry, EndedEntry)]
     assert told[0] == outcome("one-0badc0de", ttft_ms=350.0)
     assert told[-1] is None
