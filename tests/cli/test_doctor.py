@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.cli import devices
+from penstock.cli import devices, doctor
 from penstock.cli import engine as engine_process
 from penstock.cli.devices import known_device, load_device, save_device, saved_file
 from penstock.cli.main import main
@@ -27,13 +27,19 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_doctor_shows_the_speed_and_writes_nothing(cache, capsys):
+@pytest.fixture
+def measured(monkeypatch):
+    """What was measured, without measuring it."""
+    monkeypatch.setattr(doctor, "measure", lambda device: (DEVICE, 3e11))
+
+
+def test_doctor_shows_the_speed_and_writes_nothing(measured, cache, capsys):
     assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "bfloat16" in shown
+    shown = " ".join(capsys.readouterr().out.split())
     assert "vector units" in shown
     assert "demo model" in shown
-    assert "GB/s" in shown
+    assert "1e+12 bfloat16 and 3e+11 float32 operations a second" in shown
+    assert "50 GB/s, 20 GB" in shown
     assert not cache.exists()
     with pytest.raises(ConfigError, match="never measured; `penstock doctor --save` does"):
         load_device("this-machine")
@@ -51,7 +57,7 @@ def test_doctor_saves_where_this_machine_is_looked_for(cache, capsys):
         assert known_device(torch.device("cpu")) == device
 
 
-def test_doctor_saves_to_a_file(tmp_path, cache, capsys):
+def test_doctor_saves_to_a_file(measured, tmp_path, cache, capsys):
     file = tmp_path / "new" / "here.json"
     assert main(["doctor", "--save", str(file)]) == 0
     assert json.loads(file.read_text())["bandwidth"] == load_device(str(file)).bandwidth

@@ -1,20 +1,37 @@
-"""The demo behind each kind of server, for the tests that leave it as they found it."""
+"""The demo behind each kind of server, started once and shared. Who kills a part of it waits for it to serve again."""
 
 import openai
 import pytest
 
-from tests.helpers.deployments import deployed, disaggregated
+from tests.helpers.deployments import DEMO, colocated, deployed, disaggregated
 from tests.helpers.servers import QUICK, serving
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """`penstock serve`."""
+    with serving("demo", *QUICK, "--dtype", "float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pair():
+    """`penstock up` of two engines that take turns."""
+    with deployed(colocated(2, policy="round_robin", seed=1)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def apart():
+    """`penstock up` with prefill apart from decode: every part of the service is in the way. There is memory enough for
+    every request to be handed over."""
+    with deployed(disaggregated(engine=DEMO | {"kv-cache-memory": "256M"})) as running:
+        yield running
 
 
 @pytest.fixture(scope="session", params=["serve", "up"])
 def server(request):
-    if request.param == "serve":
-        with serving("demo", *QUICK, "--dtype", "float32") as running:
-            yield running
-    else:  # prefill apart from decode: every part of the service is in the way
-        with deployed(disaggregated()) as running:
-            yield running
+    return request.getfixturevalue({"serve": "alone", "up": "apart"}[request.param])
 
 
 @pytest.fixture(scope="session")

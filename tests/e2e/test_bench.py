@@ -16,12 +16,13 @@ def bench(tmp_path, *arguments):
 
 
 @pytest.mark.parametrize(
-    "load",
+    ("server", "load"),
     [
-        ["--max-concurrency", "6"],
-        ["--request-rate", "10", "--endpoint", "chat"],
-        ["--dataset-name", "prefix", "--num-prefixes", "2", "--prefix-len", "150", "--max-concurrency", "4"],
+        ("serve", ["--max-concurrency", "6"]),
+        ("serve", ["--request-rate", "10", "--endpoint", "chat"]),
+        ("up", ["--dataset-name", "prefix", "--num-prefixes", "2", "--prefix-len", "150", "--max-concurrency", "4"]),
     ],
+    indirect=["server"],
 )
 def test_the_client_and_the_server_agree(server, tmp_path, load):
     sizes = ["--num-prompts", "30", "--random-input-len", "60", "--random-output-len", "16"]
@@ -33,10 +34,10 @@ def test_the_client_and_the_server_agree(server, tmp_path, load):
         assert -5 <= rows[name]["difference"] <= max(most, 0.25 * rows[name]["server"]), rows[name]
 
 
-def test_slo_search_ends_with_a_load(server, tmp_path):
+def test_slo_search_ends_with_a_load(alone, tmp_path):
     limits = ["--goodput", "ttft:60000", "--search", "concurrency", "--max-load", "4", "--num-prompts", "4"]
     sizes = ["--random-input-len", "20", "--random-output-len", "4", "--probe-seconds", "1"]
-    result = bench(tmp_path, "slo", "--base-url", server.url, *limits, *sizes)
+    result = bench(tmp_path, "slo", "--base-url", alone.url, *limits, *sizes)
     assert 1 <= result["best"] <= 4
     assert result["probes"]
 

@@ -27,7 +27,6 @@ QUICK = [
     ("shared", "frontend-0", "committed"),
     ("shared", "master", "reserve"),
     ("shared", "borrower", "push"),
-    ("tcp", "decode-0", "push"),
 ]
 
 

@@ -4,12 +4,12 @@ import json
 import random
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from penstock.transfer.transports import TRANSPORTS
-from tests.helpers.deployments import DEMO, colocated, deployed, disaggregated
-from tests.helpers.servers import serving
+from tests.helpers.deployments import DEMO, deployed, disaggregated
 
 WORDS = [
     "return",
@@ -62,15 +62,13 @@ def answers(url, requests):
 
 
 @pytest.fixture(scope="module")
-def one_engine():
+def one_engine(alone):
     """What one engine answers, by number of requests."""
     known = {}
 
     def ask(count):
         if count not in known:
-            flags = [word for name, value in DEMO.items() for word in (f"--{name}", str(value))]
-            with serving("demo", *flags) as server:
-                known[count] = answers(server.url, make_requests(count))
+            known[count] = answers(alone.url, make_requests(count))
         return known[count]
 
     return ask
@@ -80,21 +78,25 @@ COUNTS = [pytest.param(60, id="60"), pytest.param(200, id="200", marks=pytest.ma
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_two_engines_give_the_text_of_one(one_engine, count):
-    expected = one_engine(count)
-    with deployed(colocated()) as up:
-        assert answers(up.url, make_requests(count)) == expected
-        assert all(up.metric("prefix_cache_queries_total", engine=f"engine-{i}") for i in range(2)), "one did it all"
+def test_two_engines_give_the_text_of_one(one_engine, pair, count):
+    def asked():
+        return [pair.metric("prefix_cache_queries_total", engine=f"engine-{i}") for i in range(2)]
+
+    expected, before = one_engine(count), asked()
+    assert answers(pair.url, make_requests(count)) == expected
+    assert all(after > earlier for after, earlier in zip(asked(), before, strict=True)), "one did it all"
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, kind, count):
+def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, apart, kind, count):
     expected = one_engine(count)
-    with deployed(disaggregated(kind=kind, engine=ROOMY)) as up:
+    with ExitStack() as stack:
+        up = apart if kind == "shared" else stack.enter_context(deployed(disaggregated(kind=kind, engine=ROOMY)))
+        before = up.metric("handoffs_total")
         assert answers(up.url, make_requests(count)) == expected
         moved = sum(body["max_tokens"] > 1 for body in make_requests(count))
-        assert up.metric("handoffs_total") > 0.9 * moved, "hardly anything was handed over"
+        assert up.metric("handoffs_total") - before > 0.9 * moved, "hardly anything was handed over"
 
 
 def test_nothing_is_shared_where_prefix_caching_is_off(one_engine):

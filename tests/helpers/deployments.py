@@ -116,7 +116,8 @@ class UpProcesses:
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 if "-m" in words:  # not between fork and exec, and no zombie
                     settings = json.loads(words[words.index("-m") + 2])
-                    name = settings.get("name") or words[words.index("-m") + 1].rpartition(".")[2]
+                    module = words[words.index("-m") + 1].rpartition(".")[2]
+                    name = settings.get("name") or module.replace("_", "-")
                     found[int(pid)] = (name, settings)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import re
@@ -119,7 +120,9 @@ def refuses_while_it_drains(server: Any) -> None:
             assert refused.headers["connection"] == "close"
         health = httpx.get(server.url + "/health", timeout=10)
         assert (health.status_code, health.json()["status"]) == (200, "draining")
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+        *_, last, done = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
 
 
 @contextlib.contextmanager
