@@ -238,6 +238,9 @@ def test_a_failing_trial_is_one_clear_error(server):
     server.status = 503
     with pytest.raises(Unavailable, match="a trial request failed, http 503"):
         measure(server, workload(), CLOSED)
+    server.status, server.gives_ids, server.gives_usage = 200, False, False
+    with pytest.raises(ConfigError, match="a trial request failed, uncounted"):
+        measure(server, workload(), CLOSED)
 
 
 def test_the_servers_view_stands_beside_the_clients(server):

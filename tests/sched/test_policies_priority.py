@@ -96,3 +96,10 @@ def test_targets_stay_in_bounds_and_depend_on_the_window_only(completed, window)
 def test_bad_bounds_are_refused(bounds):
     with pytest.raises(ConfigError, match="priorit"):
         PriorityMapping(bounds)
+
+
+def test_what_a_sequence_waited_for_a_place_is_not_taken_off_its_time_per_token():
+    mapping = PriorityMapping(LOOSE)
+    for queued in (8.0, 8.0, 8.0, 0.0):
+        mapping.observe(0, 10.0, 0.2, queued=queued)
+    assert mapping.target(0) == (pytest.approx(2.0), 0.2)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.sampling import SamplingParams
-from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
+from penstock.service.intake import ModelLimits, check_room, check_salt, make_sequences, truncated
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]), max_sequences=8, num_blocks=10)
 
@@ -133,3 +133,9 @@ def test_more_beams_than_run_at_once_are_refused():
     with pytest.raises(InvalidRequest, match="n: 9 beams, allowed are at most max-num-seqs, which is 8") as caught:
         make([1], n=9, use_beam_search=True)
     assert caught.value.field == "n"
+
+
+def test_a_prompt_and_its_output_may_fill_the_model_and_no_more():
+    check_room(60, 40, 100)
+    with pytest.raises(InvalidRequest, match="max_tokens: 41 is too large"):
+        check_room(60, 41, 100)
