@@ -18,7 +18,7 @@ from penstock.sched.local.scheduler import Scheduler
 
 
 @dataclass(slots=True)
-class Owner:
+class RequestOwner:
     """The frontend that owns a request, and the attempt.
 
     Attributes:
@@ -65,17 +65,17 @@ class Intake:
         self.news: dict[str, int] = {}
         self._failed: list[TokenOutput] = []
         self._vocab_size = vocab_size
-        self._owner: dict[str, Owner] = {}
+        self._owner: dict[str, RequestOwner] = {}
 
     def __len__(self) -> int:
         """Requests that have an owner."""
         return len(self._owner)
 
-    def owner(self, request_id: str) -> Owner:
+    def owner(self, request_id: str) -> RequestOwner:
         """Of a request that is here."""
         return self._owner[request_id]
 
-    def owners(self) -> Iterable[tuple[str, Owner]]:
+    def owners(self) -> Iterable[tuple[str, RequestOwner]]:
         """All requests, with their owners."""
         return self._owner.items()
 
@@ -108,7 +108,7 @@ class Intake:
             self._add(request, migrates=decode is not None, now=now)
         except UserError as error:
             return Refused(life, request.id, str(error))
-        self._owner[request.id] = Owner(frontend, generation, migrates=decode is not None)
+        self._owner[request.id] = RequestOwner(frontend, generation, migrates=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
             if decode is not None:
@@ -185,7 +185,7 @@ class Intake:
         return self._unknown_tokens(request)
 
     def joined(self, request: Request, frontend: str, generation: int) -> None:
-        self._owner[request.id] = Owner(frontend, generation)
+        self._owner[request.id] = RequestOwner(frontend, generation)
 
     def migrated(self, request_id: str) -> None:
         if request_id in self._owner:
@@ -209,7 +209,7 @@ class Intake:
         self._forget(request_id)
         self.scheduler.cancel(request_id)
 
-    def _forget(self, request_id: str) -> Owner:
+    def _forget(self, request_id: str) -> RequestOwner:
         self.news.pop(request_id, None)
         return self._owner.pop(request_id)
 

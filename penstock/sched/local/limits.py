@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """Totals since the start."""
 
     preemptions: int = 0

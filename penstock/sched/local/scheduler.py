@@ -23,11 +23,11 @@ from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
 from penstock.sched.local.kv_manager import KVManager
-from penstock.sched.local.limits import Counters, Limits
+from penstock.sched.local.limits import Limits, SchedulerCounters
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
-from penstock.sched.local.sequence import Queue, Reservation, Sequence, blocks_for, standing_of
+from penstock.sched.local.sequence import Reservation, Sequence, WaitingQueue, blocks_for, standing_of
 from penstock.sched.local.steps import InFlightSteps, Measurements
 from penstock.sched.steptime import StepTime
 
@@ -100,7 +100,7 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.root = root
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
         self.offload = offload
         self._policy = Fcfs() if policy is None else policy
         self._in_flight = InFlightSteps()
@@ -109,7 +109,7 @@ class Scheduler:
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
         self._running: list[Sequence] = []
-        self._waiting = Queue()
+        self._waiting = WaitingQueue()
         self._loading: Mapping[str, Sequence] = {} if offload is None else offload.waiting  # unknown to the policy
         self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._sequences: dict[str, Sequence] = {}  # all of them

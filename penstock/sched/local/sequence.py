@@ -284,7 +284,7 @@ class Reservation:
     have: int
 
 
-class Queue:
+class WaitingQueue:
     """Waiting sequences hold no blocks. Turns are unique, and change only through `move`."""
 
     def __init__(self) -> None:

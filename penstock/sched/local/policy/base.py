@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from penstock.sched.local.sequence import Queue, Sequence
+from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
 
@@ -71,7 +71,7 @@ class LocalPolicy(Protocol):
         delay: Callable[[], float],
         decoding: list[Sequence],
         prefilling: list[Sequence],
-        queue: Queue,
+        queue: WaitingQueue,
     ) -> Allowance:
         """A step is filled. Turns may be changed now, through the queue.
 

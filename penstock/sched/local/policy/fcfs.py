@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.sched.local.policy.base import Allowance
-from penstock.sched.local.sequence import Queue, Sequence
+from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
 
@@ -32,6 +32,6 @@ class Fcfs:
         delay: Callable[[], float],
         decoding: list[Sequence],
         prefilling: list[Sequence],
-        queue: Queue,
+        queue: WaitingQueue,
     ) -> Allowance:
         return Allowance(decoding)

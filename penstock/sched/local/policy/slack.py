@@ -23,7 +23,7 @@ from math import inf
 from typing import ClassVar
 
 from penstock.sched.local.policy.base import Allowance
-from penstock.sched.local.sequence import Queue, Sequence
+from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
 MARGIN = 0.9  # of the least slack, for errors of prediction
@@ -243,7 +243,7 @@ class Slack:
         delay: Callable[[], float],
         decoding: list[Sequence],
         prefilling: list[Sequence],
-        queue: Queue,
+        queue: WaitingQueue,
     ) -> Allowance:
         times = self._times
         if times is None or not self._targeted or not (prefilling or queue or self._offline):
@@ -270,7 +270,7 @@ class Slack:
 
     # --- which prompts meet their deadlines
 
-    def _review(self, now: float, times: StepTime, decodes: _Decodes, queue: Queue) -> None:
+    def _review(self, now: float, times: StepTime, decodes: _Decodes, queue: WaitingQueue) -> None:
         """Put late prompts behind the others."""
         self._review_at = now + RETHINK
         for sequence in [s for s in self._hopeful if _is_prefilled(s)]:
@@ -307,7 +307,7 @@ class Slack:
             self._late[sequence] = sequence.arrived + PATIENCE * ttft
         return _turn(sequence, _LATE)
 
-    def _favour(self, now: float, queue: Queue) -> None:
+    def _favour(self, now: float, queue: WaitingQueue) -> None:
         """One at a time."""
         if self._favoured is not None and _is_prefilled(self._favoured):
             self._favoured = None
