@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         clock,
     )
     try:
-        if (reserve := built.runner.cache.reserve) is not None:
+        if (reserve := built.runner.cache.prefaulter) is not None:
             reserve.settle()  # it would take a core from what is measured
         ceilings = _ceilings(built.runner.model.dtype)
         found = []

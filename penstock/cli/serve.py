@@ -142,10 +142,10 @@ def run(args: argparse.Namespace) -> int:
             launcher.step()  # the engine loads while this process does
             import uvloop
 
-            from penstock.cli.served import EngineKeeper, serve
+            from penstock.cli.served import SingleEngine, serve
 
-            keeper = EngineKeeper(ENGINE, launcher, supervisor, SystemClock())
-            return uvloop.run(serve(server, keeper, settings["address"], listener, values["flight_recorder"]))
+            engine = SingleEngine(ENGINE, launcher, supervisor, SystemClock())
+            return uvloop.run(serve(server, engine, settings["address"], listener, values["flight_recorder"]))
 
 
 def short_folder() -> str | None:

@@ -17,7 +17,7 @@ from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 log = logging.getLogger("penstock.server")
 
 
-class EngineKeeper:
+class SingleEngine:
     """Restarts the only engine.
 
     Attributes:
@@ -29,7 +29,7 @@ class EngineKeeper:
         self._launcher, self._supervisor, self._clock = launcher, supervisor, clock
         self.began = clock.now()
 
-    async def keep(self, site: Site) -> None:
+    async def run(self, site: Site) -> None:
         """Run until the engine has failed for good; then all requests end with an error, and then the server."""
         engine_client = site.frontend.engine_client
         while not self._supervisor.failure:
@@ -54,16 +54,16 @@ class EngineKeeper:
 
 async def serve(
     options: ServerOptions,
-    keeper: EngineKeeper,
+    engine: SingleEngine,
     address: str,
     listener: socket.socket,
     flight_recorder: str | None,
 ) -> int:
     """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
-    endpoints = [Endpoint(keeper.name, address)]
-    site = make_site(options, listener, "frontend-0", endpoints, keeper.began, flight_recorder=flight_recorder)
+    endpoints = [Endpoint(engine.name, address)]
+    site = make_site(options, listener, "frontend-0", endpoints, engine.began, flight_recorder=flight_recorder)
     try:
-        await site.run(keeper.keep(site))
+        await site.run(engine.run(site))
     finally:
         await site.close()
-    return await keeper.end()
+    return await engine.end()

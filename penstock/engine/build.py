@@ -181,7 +181,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         weights.save_later()
     found = budget if budget.tokens < budget.high else None
     engine = Engine(
-        scheduler, runner, clock, ledger_of(pool), found, cache.reserve, mover, ahead=options.async_scheduling
+        scheduler, runner, clock, ledger_of(pool), found, cache.prefaulter, mover, ahead=options.async_scheduling
     )
     if engine.step_thread is not None:
         runner.computing = engine.step_thread.bell.computing

@@ -32,7 +32,7 @@ from penstock.nn.config import DTYPES, DecoderConfig
 if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
 
-MOST_READY = 64  # blocks that `Reserve` keeps ready: prompts of 4,096 tokens together
+MOST_READY = 64  # blocks that `Prefaulter` keeps ready: prompts of 4,096 tokens together
 QUIET = 0.05  # seconds without a step: a client that sends its next request at once is not delayed
 PAGE = 4096  # bytes: a CPU's mapping unit
 MOST_RANGES = 8192
@@ -80,16 +80,16 @@ class KVCache:
         blocks: the physical blocks, its first part or all of it.
         direct: kernels find blocks where the plan says they are: a step without fresh blocks needs no `prepare`, and
             one without `computed` no `settle`.
-        reserve: has the memory of coming blocks found; None where all of it is there.
+        prefaulter: has the memory of coming blocks found; None where all of it is there.
         computed: marks on a CUDA device that the last step which `settle` has seen is computed; None without listeners.
     """
 
     address_mode = "table"
     direct = True
 
-    def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, reserve: Reserve | None = None) -> None:
+    def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, prefaulter: Prefaulter | None = None) -> None:
         """`memory` is [elements], of the layout's dtype."""
-        self.reserve = reserve
+        self.prefaulter = prefaulter
         self.computed: torch.cuda.Event | None = None
         self.layout = layout
         self.slots = as_blocks(memory, layout)
@@ -106,7 +106,7 @@ class KVCache:
     @classmethod
     def over_pool(cls, layout: KVLayout, memory: PoolMemory) -> KVCache:
         arena = Arena(memory, 0)
-        return cls(_tensor(arena, layout), layout, memory.num_blocks, Reserve(arena))
+        return cls(_tensor(arena, layout), layout, memory.num_blocks, Prefaulter(arena))
 
     def block(self, block: int) -> Tensor:
         """All of one block, [elements], in place and in whatever order."""
@@ -128,8 +128,8 @@ class KVCache:
 
     def close(self) -> None:
         """Release the memory; the cache cannot be used afterwards."""
-        if self.reserve is not None:
-            self.reserve.close()
+        if self.prefaulter is not None:
+            self.prefaulter.close()
         del self.slots, self.blocks, self._flat
 
     def counts(self) -> dict[str, int]:
@@ -164,7 +164,7 @@ class ContiguousCache(KVCache):
         self.ranges = Ranges(num_ranges, range_blocks, budget, base=memory.num_blocks)
         arena = Arena(memory, num_ranges * range_blocks)
         self._mapper = Mapper(arena)
-        super().__init__(_tensor(arena, layout), layout, memory.num_blocks, Reserve(arena))
+        super().__init__(_tensor(arena, layout), layout, memory.num_blocks, Prefaulter(arena))
 
     @property
     def counters(self) -> MapCounters:
@@ -268,7 +268,7 @@ class _Pause:
                 self._changed.wait(left)
 
 
-class Reserve:
+class Prefaulter:
     """Has the memory of blocks found before they are used.
 
     A pool's memory is sparse: the system finds and clears a page when it is first touched, which takes 0.3 to 0.6 ms a
@@ -289,7 +289,10 @@ class Reserve:
         self._pause = _Pause()
         # a daemon: the process need not wait for it at its end
         self._thread = threading.Thread(
-            target=_touch_wanted, args=(arena, self._wanted, stopped, self._pause), name="penstock-reserve", daemon=True
+            target=_touch_wanted,
+            args=(arena, self._wanted, stopped, self._pause),
+            name="penstock-prefault",
+            daemon=True,
         )
         self._stop = weakref.finalize(self, _stop, self._wanted, stopped, self._pause)
         self._thread.start()

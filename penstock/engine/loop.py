@@ -130,7 +130,7 @@ class Engine:
     Args:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
-        reserve: prepares blocks; None where blocks need no preparation.
+        prefaulter: prepares blocks; None where blocks need no preparation.
         mover: copies blocks for the scheduler's tier; None without a tier.
         ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
             (`sched.local.steps`); for runners that know placeholders. Without it a step is computed in `end`.
@@ -151,7 +151,7 @@ class Engine:
         clock: Clock,
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
-        reserve: Expects | None = None,
+        prefaulter: Expects | None = None,
         mover: Moves | None = None,
         *,
         ahead: bool = False,
@@ -168,7 +168,7 @@ class Engine:
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
-        self._reserve = reserve
+        self._prefaulter = prefaulter
         self.short = short
         self._took = short  # the last step
         self._flying: deque[StepPlan] = deque()
@@ -228,13 +228,13 @@ class Engine:
         if step_thread is not None:
             self.scheduler.launch(plan)
             step_thread.give(partial(self._compute, plan))
-        if self._reserve is not None and plan.fresh_blocks and self._reserve.use(plan.fresh_blocks):
+        if self._prefaulter is not None and plan.fresh_blocks and self._prefaulter.use(plan.fresh_blocks):
             self._expect(hurry=True)
         return plan
 
     def _expect(self, *, hurry: bool = False) -> None:
-        if self._reserve is not None:
-            self._reserve.expect(self.scheduler.pool.coming(self._reserve.size), hurry=hurry)
+        if self._prefaulter is not None:
+            self._prefaulter.expect(self.scheduler.pool.coming(self._prefaulter.size), hurry=hurry)
 
     def _delay(self) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""

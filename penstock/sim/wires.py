@@ -65,7 +65,7 @@ class Wires:
 
 
 class MemoryCarrier:
-    """A `sched.local.handoff.Carrier`: keeps messages until they are taken.
+    """A `sched.local.handoff.HandoffTransport`: keeps messages until they are taken.
 
     Args:
         source: this instance's end of the pool that all share; None when blocks are copied.

@@ -29,9 +29,9 @@ from penstock.transfer.frames import HEADER_BYTES, Frame, Greet, Handshake, Stra
 from penstock.transfer.io_thread import IOThread
 from penstock.transfer.peer_link import (
     CONNECT_SECONDS,
-    Connection,
     Counters,
     LinkDown,
+    PeerConnection,
     PeerKey,
     PeerLink,
     ReceivedFrame,
@@ -70,8 +70,8 @@ class Carrier:
         self._links: dict[PeerKey, list[PeerLink]] = {}
         self._latest: dict[str, int] = {}  # name -> its latest incarnation that has greeted; they only grow
         self._numbers = count(1)
-        self._connections: set[Connection] = set()
-        self._unflushed: set[Connection] = set()
+        self._connections: set[PeerConnection] = set()
+        self._unflushed: set[PeerConnection] = set()
         self._arrived: deque[ReceivedMessage | LinkDown] = deque()
         self._told = 0  # arrivals that were announced
         self._news = 0  # arrivals so far
@@ -139,7 +139,7 @@ class Carrier:
         self._arrived.append(news)
         self._news += 1
 
-    def _guard(self, connection: Connection, step: Callable[[], None]) -> None:
+    def _guard(self, connection: PeerConnection, step: Callable[[], None]) -> None:
         """An invalid frame or a socket error ends the connection, and with it its link."""
         try:
             if not connection.closed:
@@ -219,7 +219,7 @@ class Carrier:
         if link.lost:
             return
         try:
-            connection = Connection(dial(link.peer.address), Handshake(self._key, dialled=True))
+            connection = PeerConnection(dial(link.peer.address), Handshake(self._key, dialled=True))
         except (OSError, ValueError) as error:  # a ValueError: no address at all
             self._undialled(link, index, error)
             return
@@ -250,20 +250,20 @@ class Carrier:
         self._crowded = False
         sock.setblocking(False)
         tune(sock)
-        connection = Connection(sock, Handshake(self._key, dialled=False))
+        connection = PeerConnection(sock, Handshake(self._key, dialled=False))
         self._watch(connection)
         self._io.later(GREET_SECONDS, partial(self._send_away, connection))
         if challenge := connection.handshake.first_word():
             self._transmit(connection, make_frame(challenge, 0, 0))
 
-    def _send_away(self, connection: Connection) -> None:
+    def _send_away(self, connection: PeerConnection) -> None:
         if connection.link is None:
             self._drop_connection(connection)
 
-    def _serve(self, connection: Connection, events: int) -> None:
+    def _serve(self, connection: PeerConnection, events: int) -> None:
         self._guard(connection, partial(self._ready, connection, events))
 
-    def _ready(self, connection: Connection, events: int) -> None:
+    def _ready(self, connection: PeerConnection, events: int) -> None:
         if connection.connecting:
             failed = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failed:
@@ -278,7 +278,7 @@ class Carrier:
             self._unflushed.add(connection)
         self._watch(connection)
 
-    def _take(self, connection: Connection, frames: Iterator[ReceivedFrame]) -> None:
+    def _take(self, connection: PeerConnection, frames: Iterator[ReceivedFrame]) -> None:
         for received in frames:
             self._hear(connection, received)
             if connection.closed:
@@ -289,7 +289,7 @@ class Carrier:
             self._guard(connection, partial(self._take, connection, connection.frames()))
             self._watch(connection)
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch(self, connection: PeerConnection) -> None:
         """Registers it for what it waits for."""
         if connection.closed:
             return
@@ -307,7 +307,7 @@ class Carrier:
             self._selector.register(connection.sock, interest, partial(self._serve, connection))
         connection.interest = interest
 
-    def _drop_connection(self, connection: Connection) -> None:
+    def _drop_connection(self, connection: PeerConnection) -> None:
         self._connections.discard(connection)
         self._unflushed.discard(connection)
         if connection.interest:
@@ -316,7 +316,7 @@ class Carrier:
         if not connection.closed:
             connection.close()
 
-    def _broken(self, connection: Connection, error: Exception) -> None:
+    def _broken(self, connection: PeerConnection, error: Exception) -> None:
         link = connection.link
         if link is not None and link.dialled and not connection.ready and isinstance(error, OSError):
             self._drop_connection(connection)
@@ -337,14 +337,14 @@ class Carrier:
 
     # --- frames out
 
-    def _greet(self, connection: Connection, to: int) -> None:
+    def _greet(self, connection: PeerConnection, to: int) -> None:
         me = self._me
         if (link := connection.link) is not None:
             sockets = len(link.connections)
             me = msgspec.structs.replace(me, link=link.number, socket=connection.index, sockets=sockets)
         self._transmit(connection, make_frame(connection.handshake.seal(me, to), me.incarnation, to))
 
-    def _transmit(self, connection: Connection, frame: Frame) -> None:
+    def _transmit(self, connection: PeerConnection, frame: Frame) -> None:
         """Queue a frame for sending. Faults are injected after this."""
         if connection.closed:
             self.counters.dropped["link_down"] += 1
@@ -358,14 +358,14 @@ class Carrier:
             connection = self._unflushed.pop()
             self._guard(connection, partial(self._flush, connection))
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: PeerConnection) -> None:
         if connection.unsent and not connection.connecting:
             self.counters.bytes_sent += connection.flush()
         self._watch(connection)
 
     # --- frames in
 
-    def _hear(self, connection: Connection, received: ReceivedFrame) -> None:
+    def _hear(self, connection: PeerConnection, received: ReceivedFrame) -> None:
         """A complete frame has arrived. Faults are injected before this."""
         header = received.header
         self.counters.frames_received += 1
@@ -377,7 +377,7 @@ class Carrier:
         else:
             self._heard(connection, received)
 
-    def _heard(self, connection: Connection, received: ReceivedFrame) -> None:
+    def _heard(self, connection: PeerConnection, received: ReceivedFrame) -> None:
         header, link = received.header, connection.link
         assert link is not None
         if (header.sender, header.to) != (link.peer.incarnation, self._me.incarnation):
@@ -390,7 +390,7 @@ class Carrier:
         assert received.payload.buffer is not None
         self._tell(ReceivedMessage(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
 
-    def _greeted(self, connection: Connection, received: ReceivedFrame) -> None:
+    def _greeted(self, connection: PeerConnection, received: ReceivedFrame) -> None:
         """The other side has greeted: as an answer when this side dialled, else first."""
         known, body = connection.link, connection.handshake.open(received.body, received.header.to)
         if body is None:
@@ -430,12 +430,12 @@ class Carrier:
     def _is_replaced(self, peer: Peer) -> bool:
         return peer.incarnation < self._latest.get(peer.name, 0)
 
-    def _answer_and_close(self, connection: Connection, peer: Peer) -> None:
+    def _answer_and_close(self, connection: PeerConnection, peer: Peer) -> None:
         self._greet(connection, peer.incarnation)
         self._guard(connection, partial(self._flush, connection))
         self._drop_connection(connection)
 
-    def _welcome(self, connection: Connection, greet: Greet, peer: Peer) -> None:
+    def _welcome(self, connection: PeerConnection, greet: Greet, peer: Peer) -> None:
         self._follow(peer)
         link = connection.link
         if link is None:
@@ -450,7 +450,7 @@ class Carrier:
             for frame in link.take_held():
                 self._transmit(link.lane(frame.message), frame)
 
-    def _join(self, connection: Connection, greet: Greet, peer: Peer) -> PeerLink:
+    def _join(self, connection: PeerConnection, greet: Greet, peer: Peer) -> PeerLink:
         """The link that an accepted connection is part of. ValueError when it cannot be."""
         life = (peer.name, peer.incarnation)
         known = [k for k in self._links.get(life, []) if not k.dialled and k.number == greet.link]

@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.wire.handoff import PeerMessage, Renew
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.frames import Frame, Greet, Greeting
-from penstock.transfer.peer_link import Connection, ReceivedFrame
+from penstock.transfer.peer_link import PeerConnection, ReceivedFrame
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class FaultyCarrier(Carrier):
         self._held: list[Callable[[], None]] = []  # frames that wait to be overtaken
         super().__init__(me, sockets, payload_bytes, secret)
 
-    def _transmit(self, connection: Connection, frame: Frame) -> None:
+    def _transmit(self, connection: PeerConnection, frame: Frame) -> None:
         if self._partitioned():
             self.counters.dropped["partition"] += 1
             return
@@ -103,7 +103,7 @@ class FaultyCarrier(Carrier):
         else:
             self._spoil(connection, frame)
 
-    def _spoil(self, connection: Connection, frame: Frame) -> None:
+    def _spoil(self, connection: PeerConnection, frame: Frame) -> None:
         faults, chance = self._faults, self._random.random
         if chance() < faults.drop:
             self.counters.dropped["fault"] += 1
@@ -138,7 +138,7 @@ class FaultyCarrier(Carrier):
         payload = memoryview(data) if spoil_payload else frame.payload
         return Frame(frame.message, frame.sender, frame.to, body, payload, frame.header)
 
-    def _hear(self, connection: Connection, received: ReceivedFrame) -> None:
+    def _hear(self, connection: PeerConnection, received: ReceivedFrame) -> None:
         if self._partitioned():
             self.counters.dropped["partition"] += 1
             return

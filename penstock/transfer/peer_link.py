@@ -1,8 +1,8 @@
 """A link between two engines: a few non-blocking sockets that carry frames, and what the engine hears of it.
 
-A `Connection` is one socket of a link: a stream of bytes becomes frames, and frames a stream of bytes. A `PeerLink` has
-all of them and chooses the one a message goes over. Everything here belongs to the carrier's I/O thread, except that
-`Staged.release` may be called from anywhere.
+A `PeerConnection` is one socket of a link: a stream of bytes becomes frames, and frames a stream of bytes. A `PeerLink`
+has all of them and chooses the one a message goes over. Everything here belongs to the carrier's I/O thread, except
+that `Staged.release` may be called from anywhere.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ReceivedFrame:
     payload: Staged | None
 
 
-class Connection:
+class PeerConnection:
     """
     Attributes:
         handshake: how the two sides introduce themselves.
@@ -248,7 +248,7 @@ class PeerLink:
         self.number = number
         self.dialled = dialled
         self.staging = staging
-        self.connections: list[Connection | None] = [None] * sockets
+        self.connections: list[PeerConnection | None] = [None] * sockets
         self._pending: list[Frame] = []  # what waits for the link to be up
         self._pending_bytes = 0
         self.retry = RETRY_SECONDS
@@ -273,7 +273,7 @@ class PeerLink:
         held, self._pending, self._pending_bytes = self._pending, [], 0
         return held
 
-    def lane(self, message: object) -> Connection:
+    def lane(self, message: object) -> PeerConnection:
         """The connection that a message goes over."""
         index = 0
         if isinstance(message, Push | Commit) and len(self.connections) > 1:

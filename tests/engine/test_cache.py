@@ -194,10 +194,10 @@ def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
     mapping = weakref.ref(memory._map)
     memory.close()
     del memory
-    cache.reserve.expect(range(64))
+    cache.prefaulter.expect(range(64))
     assert begun.wait(30)
     threading.Timer(0.05, go_on.set).start()
-    thread = cache.reserve._thread
+    thread = cache.prefaulter._thread
     if close:
         cache.close()
     else:

@@ -18,7 +18,7 @@ from penstock.transfer.frames import (
     read_greet,
     read_header,
 )
-from penstock.transfer.peer_link import Connection, Staging
+from penstock.transfer.peer_link import PeerConnection, Staging
 from tests.helpers.links import LAYOUT
 
 PAYLOAD = 3000  # bytes
@@ -48,8 +48,8 @@ def pair():
     theirs.close()
 
 
-def reader(sock: socket.socket, slots: int = 4) -> Connection:
-    connection = Connection(sock, Handshake(None, dialled=False))
+def reader(sock: socket.socket, slots: int = 4) -> PeerConnection:
+    connection = PeerConnection(sock, Handshake(None, dialled=False))
     connection.ready = True
     connection.accept_payloads(Staging(slots, PAYLOAD, lambda: None))
     return connection
@@ -113,13 +113,13 @@ def test_a_stranger_may_not_send_much(pair):
     lease = Lease("r" * 100_000, 0)
     ours.sendall(make_frame(Release(lease, ""), 1, 2).header)
     with pytest.raises(ValueError, match="body of"):
-        list(Connection(theirs, Handshake(None, dialled=False)).read())
+        list(PeerConnection(theirs, Handshake(None, dialled=False)).read())
 
 
 def test_reading_pauses_without_staging_memory_and_goes_on_with_it(pair):
     ours, theirs = pair
     told: list[None] = []
-    connection = Connection(theirs, Handshake(None, dialled=False))
+    connection = PeerConnection(theirs, Handshake(None, dialled=False))
     connection.ready = True
     connection.accept_payloads(Staging(2, PAYLOAD, lambda: told.append(None)))
     push = Push(Lease("r", 0), 0, b"", 0, 0, 0)

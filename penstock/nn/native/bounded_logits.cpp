@@ -370,7 +370,7 @@ int64_t penstock_can_bound_logits(int64_t ins) {
 #endif
 }
 
-#define SKETCH(SUFFIX, T)                                                                                             \
+#define BOUNDED_LOGITS(SUFFIX, T)                                                                                             \
     int64_t penstock_bounded_logits_##SUFFIX(const void* lines, int64_t outs, int64_t ins, uint8_t* codes, float* bounds) {   \
         return quantize<T>({static_cast<const Line*>(lines), outs, ins}, codes, bounds);                                \
     }                                                                                                                 \
@@ -380,7 +380,7 @@ int64_t penstock_can_bound_logits(int64_t ins) {
         choose<T>({static_cast<const Line*>(lines), outs, ins}, {{static_cast<const Line*>(codes), outs, ins}, bounds}, \
                   x, x_stride, rows, draws, tokens);                                                                  \
     }
-SKETCH(bf16, bf16)
-SKETCH(f32, float)
-#undef SKETCH
+BOUNDED_LOGITS(bf16, bf16)
+BOUNDED_LOGITS(f32, float)
+#undef BOUNDED_LOGITS
 }

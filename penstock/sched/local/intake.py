@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Refused, Role, SetRole, Snapshot
-from penstock.sched.local.handoff import Carrier, Handoffs
+from penstock.sched.local.handoff import Handoffs, HandoffTransport
 from penstock.sched.local.scheduler import Scheduler
 
 
@@ -79,9 +79,9 @@ class Intake:
         """All requests, with their owners."""
         return self._owner.items()
 
-    def hand_off(self, carrier: Carrier, lease: float) -> Handoffs:
+    def hand_off(self, transport: HandoffTransport, lease: float) -> Handoffs:
         """Take part in hand-offs from now on."""
-        self.handoffs = Handoffs(self.scheduler, carrier, self, lease)
+        self.handoffs = Handoffs(self.scheduler, transport, self, lease)
         return self.handoffs
 
     # --- commands

@@ -1,8 +1,8 @@
 """Prefill-decode hand-offs: requests that change instances after their prompt (HFX and xLLM 3.2's migration; RTP-LLM's
 allocate, load, generate).
 
-Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a carrier that
-may lose, delay, duplicate and reorder them. Invariants:
+Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a transport
+that may lose, delay, duplicate and reorder them. Invariants:
 
 - The decode side first reserves blocks, under a lease; a side that receives nothing for the lease's time ends it.
 - The decode side's answer is final: after `Committed` it owns the request, after `Rejected` or `Release` it holds
@@ -31,11 +31,11 @@ from penstock.core.wire.handoff import (
     Reserved,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
-from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage
 from penstock.sched.local.handoff.prefill_side import PrefillSide
 from penstock.sched.local.scheduler import Scheduler
 
-__all__ = ["Carrier", "Handoffs", "Host", "IncomingMessage"]
+__all__ = ["HandoffTransport", "Handoffs", "Host", "IncomingMessage"]
 
 
 class Handoffs:
@@ -45,10 +45,10 @@ class Handoffs:
         lease: seconds of silence after which a hand-off is over.
     """
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
+    def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
         assert lease > 0
-        self.prefill_side = PrefillSide(scheduler, carrier, host, lease)
-        self.decode_side = DecodeSide(scheduler, carrier, host, lease)
+        self.prefill_side = PrefillSide(scheduler, transport, host, lease)
+        self.decode_side = DecodeSide(scheduler, transport, host, lease)
 
     @property
     def busy(self) -> bool:

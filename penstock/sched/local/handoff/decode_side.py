@@ -9,7 +9,7 @@ from math import inf
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
-from penstock.sched.local.handoff.ports import Carrier, Host, IncomingMessage, same_life
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_life
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation
 
@@ -37,9 +37,9 @@ class _Incoming:
 class DecodeSide:
     """All requests being handed over to this engine, and ended leases."""
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
+    def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
         self._scheduler = scheduler
-        self._carrier = carrier
+        self._transport = transport
         self._host = host
         self._lease = lease
         self._now = 0.0
@@ -94,7 +94,7 @@ class DecodeSide:
         known = self._incoming.get(lease.request_id)
         if known is not None and known.lease == lease:
             known.deadline = now + self._lease
-            self._carrier.send(peer, Reserved(lease, known.reservation.have))
+            self._transport.send(peer, Reserved(lease, known.reservation.have))
             return
         if known is not None and (known.lease.generation, known.lease.attempt) < (lease.generation, lease.attempt):
             self._end(known, "another attempt began")
@@ -104,10 +104,10 @@ class DecodeSide:
             return
         if reservation is None:
             self._close(lease, committed=False)
-            self._carrier.send(peer, Rejected(lease, reason))
+            self._transport.send(peer, Rejected(lease, reason))
             return
         self._incoming[lease.request_id] = _Incoming(lease, message.frontend, peer, reservation, now + self._lease)
-        self._carrier.send(peer, Reserved(lease, reservation.have))
+        self._transport.send(peer, Reserved(lease, reservation.have))
 
     def on_push(self, now: float, message: IncomingMessage, push: Push) -> None:
         incoming = self._heard(now, push.lease, message.peer)
@@ -130,7 +130,7 @@ class DecodeSide:
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
             if incoming := self._heard(now, lease, peer):
-                self._carrier.send(peer, Reserved(lease, incoming.reservation.have))
+                self._transport.send(peer, Reserved(lease, incoming.reservation.have))
 
     def on_commit(self, now: float, peer: Peer, commit: Commit) -> None:
         incoming = self._heard(now, commit.lease, peer)
@@ -141,7 +141,7 @@ class DecodeSide:
             return
         # blocks may arrive on other sockets after this message: ask for them after a pause
         if again and incoming.quiet:
-            self._carrier.send(peer, Missing(incoming.lease, self._missing(incoming)))
+            self._transport.send(peer, Missing(incoming.lease, self._missing(incoming)))
         incoming.quiet = True
 
     def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
@@ -172,10 +172,10 @@ class DecodeSide:
             return incoming
         _, committed = self._over.get(lease, (0.0, False))
         if committed:
-            self._carrier.send(peer, Committed(lease))
+            self._transport.send(peer, Committed(lease))
         else:
             self._close(lease, committed=False)
-            self._carrier.send(peer, Release(lease, "not known, or over"))
+            self._transport.send(peer, Release(lease, "not known, or over"))
         return None
 
     def _reserve(self, message: Reserve) -> tuple[Reservation | None, str]:
@@ -193,15 +193,15 @@ class DecodeSide:
     def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
         """The block with the pushed content, held once for this; None when it is invalid."""
         pool = self._scheduler.pool
-        if self._carrier.shares and pool.owns(push.block):
+        if self._transport.shares and pool.owns(push.block):
             # it was handed over before, as part of another request
-            if self._carrier.stamp(push.block)[0] != push.generation or not pool.agrees(push.block, push.key):
+            if self._transport.stamp(push.block)[0] != push.generation or not pool.agrees(push.block, push.key):
                 return None
             if not pool.regain(push.block):
                 return None
             pool.release([into])
             return push.block
-        block = self._carrier.land(message, into)
+        block = self._transport.land(message, into)
         if block is not None and block != into:
             pool.replace(into, block)
         return block
@@ -225,7 +225,7 @@ class DecodeSide:
         spent = commit.queue, commit.prefill
         self._scheduler.resume(r, commit.tokens, commit.cached_tokens, self._now, spent)
         self._host.joined(r.request, incoming.frontend, lease.generation)
-        self._carrier.send(incoming.sender, Committed(lease))
+        self._transport.send(incoming.sender, Committed(lease))
         return True
 
     def _end(self, incoming: _Incoming, reason: str, tell: bool = True) -> None:
@@ -234,7 +234,7 @@ class DecodeSide:
         self._scheduler.unreserve(incoming.reservation)
         self._close(incoming.lease, committed=False)
         if tell:
-            self._carrier.send(incoming.sender, Release(incoming.lease, reason))
+            self._transport.send(incoming.sender, Release(incoming.lease, reason))
 
     def _close(self, lease: Lease, *, committed: bool) -> None:
         self._over[lease] = (self._now + REMEMBER * self._lease, committed)

@@ -18,7 +18,7 @@ class IncomingMessage(Protocol):
     def message(self) -> PeerMessage: ...
 
 
-class Carrier(Protocol):
+class HandoffTransport(Protocol):
     """What moves messages and blocks; see `penstock.transfer`. `land` takes what it delivered itself."""
 
     @property

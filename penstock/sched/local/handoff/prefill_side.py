@@ -12,7 +12,7 @@ from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Release, Renew, Reserve, Reserved
 from penstock.kv.keys import extend_keys
-from penstock.sched.local.handoff.ports import Carrier, Host, same_life
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_life
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
 
@@ -55,10 +55,10 @@ class _Outgoing:
 class PrefillSide:
     """All requests being handed over from this engine."""
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, host: Host, lease: float) -> None:
+    def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
         self.completed = self.abandoned = 0
         self._scheduler = scheduler
-        self._carrier = carrier
+        self._transport = transport
         self._host = host
         self._lease = lease
         self._renew_at = 0.0
@@ -162,7 +162,7 @@ class PrefillSide:
         if out.state is _State.QUEUED:
             out.state, out.heard = _State.ASKING, now
         self._wait_longer(now, out)
-        self._carrier.send(out.peer, Reserve(out.lease, out.request, out.frontend))
+        self._transport.send(out.peer, Reserve(out.lease, out.request, out.frontend))
 
     def _wait_longer(self, now: float, out: _Outgoing) -> None:
         out.pause = min(2 * out.pause or self._lease / RETRIES, self._lease)
@@ -190,21 +190,21 @@ class PrefillSide:
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
         self._scheduler.begin_transfer(sequence, index + 1)
         block = sequence.blocks[index]
-        if self._carrier.shares:
+        if self._transport.shares:
             self._scheduler.pool.offer(block)
         full = (index + 1) * BLOCK_TOKENS <= sequence.settled
         if full:
             extend_keys(sequence.keys, sequence.root, sequence.tokens, index + 1)
-        generation, checksum = self._carrier.stamp(block)
+        generation, checksum = self._transport.stamp(block)
         key = sequence.keys[index] if full else b""
-        self._carrier.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
+        self._transport.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         queue, prefill = sequence.spent
         sampled = sequence.tokens[len(sequence.request.context) :]
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
-        self._carrier.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
+        self._transport.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         sequence = self._scheduler.sequence(out.lease.request_id)
@@ -241,7 +241,7 @@ class PrefillSide:
             if out.state in (_State.STREAMING, _State.COMMITTING):
                 by_peer.setdefault(out.peer, []).append(out.lease)
         for peer, leases in by_peer.items():
-            self._carrier.send(peer, Renew(leases))
+            self._transport.send(peer, Renew(leases))
 
     def _stay(self, out: _Outgoing, reason: str) -> None:
         """Decode here; only before a commit was sent, or after a refusal."""
@@ -262,7 +262,7 @@ class PrefillSide:
         self._scheduler.end_transfer(out.lease.request_id)
         self.abandoned += 1
         if out.state is not _State.QUEUED:
-            self._carrier.send(out.peer, Release(out.lease, reason))
+            self._transport.send(out.peer, Release(out.lease, reason))
 
     def check(self) -> None:
         """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
