@@ -13,16 +13,11 @@ import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
 from penstock.obs.metrics import Metrics
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.anyio
 HI: Any = [{"role": "user", "content": "hi"}]
 PATIENCE = 10.0  # seconds, for what should take milliseconds
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def soon(awaitable: Awaitable[Any]) -> Any:

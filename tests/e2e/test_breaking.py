@@ -15,15 +15,9 @@ import httpx
 import pytest
 
 from tests.helpers.servers import QUICK, serving
+from tests.helpers.waiting import eventually
 
 LONG = {"model": "demo", "prompt": "a", "max_tokens": 500, "temperature": 0, "stream": True, "ignore_eos": True}
-
-
-def until(condition, timeout=60, what="it did not happen"):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def text_of(lines):
@@ -45,7 +39,7 @@ def stuck_or_dead(server, how, timeout):
         first, killed = server.engine_pid(), time.monotonic()
         os.kill(first, how)
         if how == signal.SIGKILL:
-            until(lambda: health(server).status_code == 503, 2, "/health does not know")
+            eventually(lambda: health(server).status_code == 503, 2, lambda: "/health does not know")
             assert time.monotonic() - killed < 2
             refused = httpx.post(server.url + "/v1/completions", json=LONG, timeout=10)
             assert refused.status_code == 503
@@ -77,7 +71,7 @@ def test_three_deaths_in_a_row_end_the_server_with_the_cause():
             next(lines)
             dead = None
             for _ in range(3):
-                until(lambda dead=dead: server.has_engine(dead))
+                eventually(lambda dead=dead: server.has_engine(dead))
                 dead = server.engine_pid()
                 os.kill(dead, signal.SIGKILL)
             rest = [line for line in lines if line]
@@ -86,7 +80,7 @@ def test_three_deaths_in_a_row_end_the_server_with_the_cause():
         assert "engine-0" in error["message"]
         assert "can be sent again" in error["message"]
         assert server.process.wait(30) == 1
-        until(lambda: any("the server ends: engine-0 ended 3 times in a row" in line for line in server.lines), 5)
+        eventually(lambda: any("the server ends: engine-0 ended 3 times in a row" in line for line in server.lines), 5)
         (cause,) = [line for line in server.lines if "the server ends" in line]
         assert "the last time with SIGKILL" in cause
         assert "Traceback" not in "".join(server.lines)
@@ -129,7 +123,7 @@ def test_ten_times_too_much_is_refused_and_nothing_is_lost(limit):
         assert all(1 <= int(answer.headers["retry-after"]) <= 120 for answer in refused)
         assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
         assert all("queue is full" in answer.json()["error"]["message"] for answer in refused)
-        until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
+        eventually(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
         assert httpx.post(server.url + "/v1/completions", json=LONG | {"max_tokens": 2}, timeout=30).status_code == 200
         assert server.stop() == 0
 
@@ -146,7 +140,7 @@ def test_a_signal_under_load_loses_nothing():
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
         for thread in threads:
             thread.start()
-        until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 12)
+        eventually(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 12)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("draining")
         refused = httpx.get(server.url + "/ready", timeout=10)
@@ -186,9 +180,9 @@ def test_a_client_that_hardly_reads_slows_nobody_and_loses_its_request():
         server.wait_for("took nothing of its answer for 3 s and was disconnected")
         ended = server.wait_for(r"499 abort.* completion=(\d+)")
         assert int(ended[1]) < 16 * 4000, "it was not broken off"
-        until(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0, 5)
+        eventually(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0, 5)
         # the step that was in flight when its request was broken off holds its blocks until it has ended
-        until(lambda: server.metric("kv_cache_usage_perc") == 0, 5)
+        eventually(lambda: server.metric("kv_cache_usage_perc") == 0, 5)
         assert server.memory() - before < 48 << 20
         assert server.stop() == 0
 
@@ -203,7 +197,7 @@ def test_a_thousand_connections_that_say_nothing():
             for _ in range(1000):
                 stack.enter_context(contextlib.closing(connect(server)))
             files = Path(f"/proc/{server.process.pid}/fd")
-            until(lambda: len(list(files.iterdir())) > 1000, 30, "they are not accepted")
+            eventually(lambda: len(list(files.iterdir())) > 1000, 30, lambda: "they are not accepted")
             answer = httpx.post(server.url + "/v1/completions", json=LONG | {"stream": False}, timeout=60)
             assert answer.json()["usage"]["completion_tokens"] == 500
             assert health(server).status_code == 200

@@ -13,8 +13,9 @@ import pytest
 
 from penstock.core.wire.engine import LEASE
 from penstock.transfer.transports import TRANSPORTS
-from tests.helpers.chaos import MARGIN, PHASES, borrower, eventually, paced
+from tests.helpers.chaos import MARGIN, PHASES, borrower, paced
 from tests.helpers.deployments import DEMO, colocated, deployed
+from tests.helpers.waiting import eventually
 
 LOST = {"connection", "incomplete"}  # what a client sees of a frontend that dies
 STALLS = {"stall": list(PHASES.values())}

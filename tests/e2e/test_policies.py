@@ -10,9 +10,10 @@ import pytest
 from penstock.cli.devices import save_device, saved_file
 from penstock.cli.main import main
 from penstock.sched.steptime import DEVICES
-from tests.helpers.chaos import Load, bodies, eventually, served_model, verified
+from tests.helpers.chaos import Load, bodies, served_model, verified
 from tests.helpers.deployments import PACED, deployed
 from tests.helpers.servers import QUICK, serving
+from tests.helpers.waiting import eventually
 
 BUSY = PACED | {"slowdown": 6, "max-num-batched-tokens": 256, "max-num-seqs": 16}
 QUICK_RESTART = {"backoff": 1e-6, "limit": 100}

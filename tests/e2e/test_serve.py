@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -14,15 +13,9 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from tests.helpers.servers import QUICK, refuses_while_it_drains, serving
+from tests.helpers.waiting import eventually
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
-
-
-def until(condition, timeout=30):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_a_streamed_chat_equals_the_whole_answer(client):
@@ -103,12 +96,12 @@ def test_leaving_cancels_the_work(server):
     with httpx.stream("POST", server.url + "/v1/completions", json={**ask, "stream": True}, timeout=30) as answer:
         lines = answer.iter_lines()  # kept: when it is collected, the connection is closed
         next(lines)
-        until(lambda: server.metric("num_requests_running") == 1)
-    until(lambda: server.metric("num_requests_running") == 0)
+        eventually(lambda: server.metric("num_requests_running") == 1)
+    eventually(lambda: server.metric("num_requests_running") == 0)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/completions", json=ask, timeout=httpx.Timeout(30, read=0.5))
-    until(lambda: server.metric("num_requests_running") == 0)
-    until(lambda: server.metric("kv_cache_usage_perc") == 0)
+    eventually(lambda: server.metric("num_requests_running") == 0)
+    eventually(lambda: server.metric("kv_cache_usage_perc") == 0)
 
 
 def test_many_at_once(client, server):
@@ -136,7 +129,7 @@ def test_the_log_has_one_line_a_request_and_no_prompts(client, server):
     client.completions.create(
         model="demo", prompt="secret-word", max_tokens=2, extra_headers={"X-Request-Id": "my-id-1"}
     )
-    until(lambda: any("my-id-1" in line for line in server.lines))
+    eventually(lambda: any("my-id-1" in line for line in server.lines))
     assert sum("my-id-1" in line for line in server.lines) == 1
     assert not any("secret-word" in line for line in server.lines)
 
@@ -179,7 +172,7 @@ def test_the_engine_does_not_outlive_its_server():
     with serving("demo", *QUICK) as server:
         engine = server.engine_pid()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-        until(lambda: not alive(engine))
+        eventually(lambda: not alive(engine))
 
 
 def test_a_signal_to_the_whole_group_still_drains():
@@ -202,18 +195,18 @@ def test_the_engine_stops_computing_for_a_server_that_is_gone():
             lines = answer.iter_lines()
             next(lines)
             server.stop(signal.SIGKILL)
-        until(lambda: not alive(engine))
+        eventually(lambda: not alive(engine))
 
 
 def test_a_server_stopped_while_it_starts_leaves_nothing_behind():
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", *QUICK, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    until(children.read_text)
+    eventually(children.read_text)
     engine = int(children.read_text().split()[0])
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
-    until(lambda: not alive(engine))
+    eventually(lambda: not alive(engine))
 
 
 def alive(pid: int) -> bool:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from penstock.core.wire.master import Ended, Join, Place, Placed, decode_from_ma
 from penstock.transfer.kv_pool_client import pool_status
 from penstock.transfer.pool import shared_pool
 from tests.helpers.deployments import PACED, UpProcesses, deployed
+from tests.helpers.waiting import eventually
 
 BLOCKS = 256  # of each engine: few enough to be used again and again
 # a step of 128 prompt tokens or of a few decodes takes about 30 ms: a phase is long beside the time to notice it
@@ -47,14 +48,6 @@ BUSY = (
     "running", "waiting", "migrating", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
     "transfer_blocks", "used", "live",
 )  # fmt: skip
-
-
-def eventually(condition: Callable[[], Any], timeout: float = 40, what: Callable[[], str] = lambda: "") -> Any:
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"it never came true {what()}"
-        time.sleep(0.01)
-    return value
 
 
 @contextlib.contextmanager
@@ -118,7 +111,7 @@ class Chaos:
         load = self.start(bodies)
         records = load.wait()
         self.settle()
-        assert not (failed := [r.detail for r in records if r.error]), f"{failed}{self.log()}"
+        assert not (failed := [r.detail for r in records if r.error]), f"{failed}{self.up.log()}"
         self.verify(load)
         return records
 
@@ -137,12 +130,12 @@ class Chaos:
             mark: lines of the log that were there before it was sent.
         """
         if phase == "decode":
-            busy = eventually(lambda: next((n for n in self.engines if self._decodes(n)), None), what=self.log)
+            busy = eventually(lambda: next((n for n in self.engines if self._decodes(n)), None), what=self.up.log)
             steps = self._count(busy, "modelled_steps")
-            eventually(lambda: self._count(busy, "modelled_steps") > steps + 3, what=self.log)
+            eventually(lambda: self._count(busy, "modelled_steps") > steps + 3, what=self.up.log)
         else:
             said = f"stalled {PHASES[phase]} of "
-            eventually(lambda: any(said in line for line in self.up.lines[mark:]), what=self.log)
+            eventually(lambda: any(said in line for line in self.up.lines[mark:]), what=self.up.log)
 
     def _decodes(self, name: str) -> bool:
         return not name.startswith("prefill") and self._count(name, "running") > 0
@@ -150,9 +143,6 @@ class Chaos:
     def _count(self, name: str, what: str) -> int:
         inspection = self.inspect(name)
         return inspection.counts[what] if inspection is not None else 0
-
-    def log(self) -> str:
-        return "\n" + "".join(self.up.lines[-60:])
 
     # --- when all is quiet
 
@@ -164,7 +154,7 @@ class Chaos:
             last[:] = self.troubles()
             return not last
 
-        eventually(quiet, timeout, lambda: "; ".join(last) + self.log())
+        eventually(quiet, timeout, lambda: "; ".join(last) + self.up.log())
 
     def troubles(self) -> list[str]:
         """What an idle deployment has none of. AssertionError for what even a busy one must not have."""
@@ -267,15 +257,15 @@ class Chaos:
         anything, such as without a KV pool server: first all processes have to be there again, and the pool."""
 
         def whole() -> bool:
-            assert self.up.process.poll() is None, f"the deployment has ended by itself{self.log()}"
+            assert self.up.process.poll() is None, f"the deployment has ended by itself{self.up.log()}"
             pids = self.up.pids()
             return self.names <= set(pids) and bool(pool_inodes(pids["kv-pool"]))
 
-        eventually(whole, what=self.log)
+        eventually(whole, what=self.up.log)
         pids = self.up.pids()
         memory = pool_inodes(pids["kv-pool"])
         self._context.destroy(linger=0)
-        assert self.up.stop() == 0, self.log()
+        assert self.up.stop() == 0, self.up.log()
         assert not [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
         assert not self.up.folder.exists(), "sockets are left"
         for process in Path("/proc").glob("[0-9]*"):

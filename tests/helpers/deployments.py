@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
-import re
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.helpers.servers import READY
+from tests.helpers.servers import READY, Served
+from tests.helpers.waiting import eventually
 
 # quick to start, and small
 DEMO = {"device": "cpu", "dtype": "float32", "max-model-len": 4096, "max-num-seqs": 64}
@@ -35,72 +30,35 @@ PACED = {
 }
 
 
-class UpProcesses:
+class UpProcesses(Served):
     """
     Attributes:
-        url, urls: of the first frontend, and of all by their order.
-        lines: what all processes wrote to standard error so far.
-        folder: where their sockets are.
+        folder: where the sockets of its processes are.
     """
 
     def __init__(self, file: Path, *arguments: str, new_group: bool = False, frontends: int = 1) -> None:
-        command = [sys.executable, "-m", "penstock.cli.main", "up", str(file), "--port", "0", *arguments]
-        # one thread: several engines and tests share the cores
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
-        )
-        self.lines: list[str] = []
-        self._new: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.urls: list[str] = []
+        super().__init__("up", str(file), *arguments, new_group=new_group)
         try:
             for _ in range(frontends):
                 self.wait_for(READY)
             self.urls = [f"http://127.0.0.1:{port}" for port in self._ports()]
             for instance in self.settings("master")["instances"]:
                 known = f"{instance['name']} is ready: "  # says the master
-                self._until(lambda known=known: any(known in line for line in self.lines), 90)
+                eventually(lambda known=known: any(known in line for line in self.lines), 90, self.log)
             for frontend in range(frontends):
-                self._until(lambda frontend=frontend: self._all_ready(frontend), 90)
+                eventually(lambda frontend=frontend: self._all_ready(frontend), 90, self.log)
             self.folder = Path(self.settings("master")["address"].removeprefix("ipc://")).parent
         except BaseException:
             self.close()
             raise
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            self._new.put(line)
-        self._new.put(None)
-
     def _all_ready(self, frontend: int) -> bool:
         """Whether a frontend is connected to every instance; it serves as soon as it is to one."""
         return all(i["state"] == "ready" for i in json.loads(self.get("/health", frontend))["instances"])
 
-    @property
-    def url(self) -> str:
-        return self.urls[0]
-
     def _ports(self) -> list[int]:
         names = sorted((n for n in self.pids() if n.startswith("frontend-")), key=lambda n: int(n.split("-")[1]))
         return [self.settings(name)["server"]["port"] for name in names]
-
-    # --- the log
-
-    def wait_for(self, pattern: re.Pattern[str] | str, timeout: float = 90) -> re.Match[str]:
-        """The first match in a line that was not looked at before."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                line = self._new.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {pattern!r} within {timeout} s:\n" + "".join(self.lines)) from None
-            assert line is not None, "the deployment ended:\n" + "".join(self.lines)
-            if found := re.search(pattern, line):
-                return found
 
     # --- the processes
 
@@ -145,36 +103,8 @@ class UpProcesses:
 
     def wait_restarted(self, name: str, earlier: int, timeout: float = 30) -> int:
         """Wait until another process than `earlier` has that name; returns its id."""
-        self._until(lambda: self.pids().get(name, earlier) != earlier, timeout)
+        eventually(lambda: self.pids().get(name, earlier) != earlier, timeout, self.log)
         return self.pids()[name]
-
-    def _until(self, condition: Callable[[], bool], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen:\n" + "".join(self.lines)
-            time.sleep(0.02)
-
-    # --- HTTP
-
-    def get(self, path: str, frontend: int = 0) -> str:
-        with urllib.request.urlopen(self.urls[frontend] + path, timeout=30) as response:
-            return response.read().decode()
-
-    def metric(self, name: str, frontend: int = 0, **labels: str) -> float:
-        """Sum of a `penstock:` metric over the series that have these labels."""
-        total = 0.0
-        for line in self.get("/metrics", frontend).splitlines():
-            found = re.fullmatch(rf"penstock:{name}(?:{{(.*)}})? (\S+)", line)
-            if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
-                total += float(found[2])
-        return total
-
-    def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
-        """Send a signal and return the exit code; by then everything was written."""
-        self.process.send_signal(how)
-        code = self.process.wait(timeout)
-        self._reader.join(timeout)
-        return code
 
     def close(self) -> None:
         """Make an end, whatever the state."""

@@ -14,6 +14,7 @@ from penstock.service.engine_client import EngineClient
 from penstock.service.frontend import Frontend
 from penstock.service.instances import Endpoint
 from tests.helpers.scripted import ScriptedChannel, ready
+from tests.helpers.waiting import until
 
 
 class ScriptedPlacement:
@@ -75,8 +76,8 @@ class ScriptedPlacement:
         self.outcomes += outcomes
 
     def tick(self, now):
-        for request_id, (place, until) in list(self.queued.items()):
-            if until < now and self.queued.pop(request_id, None):
+        for request_id, (place, deadline) in list(self.queued.items()):
+            if deadline < now and self.queued.pop(request_id, None):
                 self.answered(NoPlace(request_id, place.generation, "nobody"))
 
     async def close(self):
@@ -120,11 +121,6 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None):
 
 def lost(frontend):
     return all(instance.lost for instance in frontend.engine_client.instances.values())
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def submit(frontend, prompt=(1,), params=None, request_id="r"):

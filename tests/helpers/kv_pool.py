@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 
 from penstock.core.clock import ManualClock
 from penstock.core.layout import KVLayout
@@ -18,15 +17,6 @@ BLOCKS = 1 << 20  # room in the KV pool server's pool for blocks of this size
 
 def key(number: int) -> bytes:
     return number.to_bytes(KEY_BYTES, "little")
-
-
-def eventually(condition):
-    """The first true value of the condition."""
-    deadline = time.monotonic() + 20
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
-    return value
 
 
 class PoolServer:

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -22,28 +22,30 @@ READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
 QUICK = ("--max-num-batched-tokens", "512", "--kv-cache-memory", "64M", "--max-model-len", "4096")
 
 
-class Server:
-    """
+class Served:
+    """A command that serves over HTTP.
+
     Args:
-        arguments: of the command.
-        command: "serve", or another one that takes --port and says when it is ready, such as "up".
+        command: of `penstock`, with its arguments.
+        new_group: so that a signal can be sent to the whole group.
 
     Attributes:
-        url: such as http://127.0.0.1:41234.
+        urls: of its frontends, such as http://127.0.0.1:41234; set by whoever knows how many there are.
         lines: what it wrote to standard error so far.
     """
 
-    def __init__(self, *arguments: str, command: str = "serve", new_group: bool = False) -> None:
-        words = [sys.executable, "-m", "penstock.cli.main", command, *arguments, "--port", "0"]
+    def __init__(self, *command: str, new_group: bool = False) -> None:
+        words = [sys.executable, "-m", "penstock.cli.main", *command, "--port", "0"]
         # one thread: several servers and tests share the cores
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, stderr=subprocess.PIPE, text=True, start_new_session=new_group, env=environment
         )
+        self.urls: list[str] = []
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self.url = self.wait_for(READY).group(1)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -52,22 +54,53 @@ class Server:
             self._new.put(line)
         self._new.put(None)
 
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    def log(self) -> str:
+        """The end of it, for messages of assertions."""
+        return "\n" + "".join(self.lines[-100:])
+
     def wait_for(self, pattern: re.Pattern[str] | str, timeout: float = 90) -> re.Match[str]:
         """The first match in a line that was not looked at before."""
+        deadline = time.monotonic() + timeout
         while True:
-            line = self._new.get(timeout=timeout)
-            assert line is not None, "the server ended:\n" + "".join(self.lines)
+            try:
+                line = self._new.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {pattern!r} within {timeout} s:{self.log()}") from None
+            assert line is not None, f"it ended:{self.log()}"
             if found := re.search(pattern, line):
                 return found
 
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+    def get(self, path: str, frontend: int = 0) -> str:
+        with urllib.request.urlopen(self.urls[frontend] + path, timeout=30) as response:
             return response.read().decode()
 
-    def metric(self, name: str) -> float:
-        """Sum over the labels of a `penstock:` metric."""
-        found = re.findall(rf"^penstock:{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
-        return sum(map(float, found))
+    def metric(self, name: str, frontend: int = 0, **labels: str) -> float:
+        """Sum of a `penstock:` metric over the series that have these labels."""
+        total = 0.0
+        for line in self.get("/metrics", frontend).splitlines():
+            found = re.fullmatch(rf"penstock:{name}(?:{{(.*)}})? (\S+)", line)
+            if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
+                total += float(found[2])
+        return total
+
+    def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
+        """Send a signal and return the exit code; by then everything was written."""
+        self.process.send_signal(how)
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+
+class Server(Served):
+    """`penstock serve`, or another command that takes --port and says when it is ready, such as "up"."""
+
+    def __init__(self, *arguments: str, command: str = "serve", new_group: bool = False) -> None:
+        super().__init__(command, *arguments, new_group=new_group)
+        self.urls.append(self.wait_for(READY).group(1))
 
     def engine_pid(self) -> int:
         return next(self._engine_pids())
@@ -98,14 +131,9 @@ class Server:
             total += sum(map(int, found)) << 10
         return total
 
-    def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
-        """Send a signal and return the exit code."""
-        self.process.send_signal(how)
-        return self.process.wait(timeout)
 
-
-def refuses_while_it_drains(server: Any) -> None:
-    """Sends SIGTERM to a `Server` or an `UpProcesses` in the middle of a stream: new connections get a 503, /health
+def refuses_while_it_drains(server: Served) -> None:
+    """Sends SIGTERM in the middle of a stream: new connections get a 503, /health
     says what happens, and the stream goes on to its end."""
     ask = {"model": "demo", "prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:

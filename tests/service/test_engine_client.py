@@ -19,6 +19,7 @@ from penstock.service.master_pump import LocalPlacement, MasterPump
 from penstock.service.policies import Policies
 from tests.helpers.engines import make_request
 from tests.helpers.scripted import ScriptedChannel, ready
+from tests.helpers.waiting import until
 
 
 class Asker:
@@ -82,11 +83,6 @@ def run(scenario, dispatch=None):
             await service.engine_client.close()
 
     asyncio.run(asyncio.wait_for(go(), 20))
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_master():

@@ -11,8 +11,9 @@ from penstock.core.wire.engine import Cancel, Refused
 from penstock.obs.logs import log_ended
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.instances import ChannelLost
-from tests.helpers.frontends import collect, one, run, submit, until, value
+from tests.helpers.frontends import collect, one, run, submit, value
 from tests.helpers.scripted import ready
+from tests.helpers.waiting import until
 
 
 def test_prefix_keys_depend_on_the_salt(tokenizer):

@@ -14,8 +14,9 @@ from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
 from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.instances import ChannelLost
-from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, until, value
+from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, value
 from tests.helpers.scripted import STATS, ready
+from tests.helpers.waiting import until
 
 STUCK_AFTER = step_limit(ready().token_budget + ready().max_sequences, ready().device)
 

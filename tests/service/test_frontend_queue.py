@@ -11,7 +11,8 @@ from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.keys import extend_keys
 from penstock.service.frontend import AT_ONCE, CACHES_QUEUED
-from tests.helpers.frontends import ids_of, over, run, submit, until, value
+from tests.helpers.frontends import ids_of, over, run, submit, value
+from tests.helpers.waiting import until
 
 
 def test_a_full_queue_refuses_and_recovers(tokenizer):

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher, plan
 from penstock.service.supervisor import Program, Restart, Supervisor
+from tests.helpers.waiting import eventually
 
 STAY = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
 
@@ -45,13 +45,6 @@ def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=Non
         thread.join()
 
 
-def until(condition, timeout=20):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -65,9 +58,9 @@ def test_a_killed_process_comes_back_and_a_signal_ends_all(tmp_path, caplog):
     pids = tmp_path / "pids"
 
     def drive():
-        until(lambda: lines(pids))
+        eventually(lambda: lines(pids))
         os.kill(int(lines(pids)[0]), signal.SIGKILL)
-        until(lambda: len(lines(pids)) == 2)
+        eventually(lambda: len(lines(pids)) == 2)
         terminate()
 
     programs = [shell("frontend-0", f"echo $$ >> {pids}; {STAY}"), shell("master", STAY, "master")]
@@ -96,9 +89,9 @@ def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
     path, lives = tmp_path / "master", tmp_path / "lives"
 
     def drive():
-        until(path.exists)
+        eventually(path.exists)
         os.kill(int(lines(lives)[0]), signal.SIGKILL)
-        until(lambda: len(lines(lives)) == 3)
+        eventually(lambda: len(lines(lives)) == 3)
         terminate()
 
     script = f"echo $$ >> {lives}; [ $(wc -l < {lives}) = 2 ] && exit 2; touch {path}; {STAY}"
@@ -113,7 +106,7 @@ def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
     user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="kv-pool")
 
     def drive():
-        until(lambda: len(lines(order)) == 2)
+        eventually(lambda: len(lines(order)) == 2)
         terminate()
 
     assert launch([server, user], drive) == 0
@@ -134,7 +127,7 @@ pathlib.Path({str(heard)!r}).write_bytes(router.recv_multipart()[-1])
     engine = Program(name="engine-0", kind="engine", command=(sys.executable, "-c", code), address=address)
 
     def drive():
-        until(heard.exists)
+        eventually(heard.exists)
         terminate()
 
     assert launch([engine], drive) == 0
@@ -149,7 +142,7 @@ def test_a_process_has_its_descriptors_and_environment_and_a_group_of_its_own(tm
     program = shell("engine-0", script, "engine", descriptors=(listener.fileno(),))
 
     def drive():
-        until(out.exists)
+        eventually(out.exists)
         terminate()
 
     with listener:
@@ -246,9 +239,9 @@ def test_an_engine_whose_heartbeat_stops_is_killed_and_started_again(tmp_path, c
     pids = tmp_path / "pids"
 
     def drive():
-        until(lambda: lines(pids))
+        eventually(lambda: lines(pids))
         os.kill(int(lines(pids)[0]), signal.SIGSTOP)
-        until(lambda: len(lines(pids)) == 2)
+        eventually(lambda: len(lines(pids)) == 2)
         terminate()
 
     engine = shell("engine-0", f"echo $$ >> {pids}; {STAY}", "engine", heartbeat=tmp_path / "heartbeat")

@@ -21,6 +21,7 @@ from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve
 from penstock.service.placement import PATIENCE, RemotePlacement
 from penstock.service.policies import Policies
 from tests.helpers.scripted import ScriptedChannel, ready
+from tests.helpers.waiting import until
 
 
 def place(request_id="r", **changes):
@@ -40,11 +41,6 @@ def make_pump(*roles):
 
 def run(scenario):
     asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 class Asked:

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from math import inf
 
 import pytest
 
 from penstock.core.heartbeat import LOADING, STILL, STILL_LOADING, TURN, Beat, Heartbeat, read_heartbeat, step_limit
 from penstock.service.launcher import LONGEST_LOOK, MOVED, Vitals, Watch, read_vitals
+from tests.helpers.waiting import eventually
 
 
 def watched(beat, vitals_at, seconds):
@@ -84,23 +84,16 @@ def test_the_heartbeat_says_what_a_step_may_take(tmp_path):
     assert beat.still == beat.limit == step_limit(512, "cuda:0") < step_limit(512, "cpu")
 
 
-def until(condition, timeout=20):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def test_the_vitals_of_a_process_and_of_what_it_started():
     """A compiler that an engine waits for works for the engine."""
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     process = subprocess.Popen([sys.executable, "-c", script], process_group=0)
     try:
-        until(lambda: read_vitals(process.pid).cpu > 2 * MOVED)
+        eventually(lambda: read_vitals(process.pid).cpu > 2 * MOVED)
         assert not read_vitals(process.pid).stopped
         os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: read_vitals(process.pid).stopped)
+        eventually(lambda: read_vitals(process.pid).stopped)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    until(lambda: read_vitals(process.pid) == Vitals())
+    eventually(lambda: read_vitals(process.pid) == Vitals())

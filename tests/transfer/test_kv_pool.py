@@ -10,7 +10,8 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.transfer.kv_pool_client import KVPoolClaim, KVPoolClient, leaves_first, pool_status
 from penstock.transfer.pool import shared_pool
 from penstock.transfer.records import Record
-from tests.helpers.kv_pool import BLOCKS, EMPTY, LAYOUT, ROOT, PoolServer, eventually, key, rest_of, write, write_chain
+from tests.helpers.kv_pool import BLOCKS, EMPTY, LAYOUT, ROOT, PoolServer, key, rest_of, write, write_chain
+from tests.helpers.waiting import eventually
 
 # --- shares
 

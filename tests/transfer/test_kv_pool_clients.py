@@ -20,8 +20,9 @@ from penstock.core.wire.kv_pool import (
     frame,
 )
 from penstock.transfer.kv_pool_server import KVPoolServer
-from tests.helpers.kv_pool import BLOCKS, EMPTY, LAYOUT, eventually
+from tests.helpers.kv_pool import BLOCKS, EMPTY, LAYOUT
 from tests.helpers.links import no_descriptors
+from tests.helpers.waiting import eventually
 
 
 def raw(server):

@@ -13,6 +13,7 @@ import pytest
 from penstock.core.errors import Unavailable
 from penstock.core.layout import KVLayout
 from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
+from tests.helpers.waiting import eventually
 
 LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=1 << 16)
 QUOTA = 24
@@ -71,14 +72,6 @@ while True:
 
 def layout_fields():
     return {name: getattr(LAYOUT, name) for name in LAYOUT.__slots__}
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 30
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
-    return value
 
 
 def start_server(path, parent=None, orphan_seconds=60.0):
