@@ -22,7 +22,7 @@ from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine import cache as cache_module
 from penstock.engine.arena import Arena, Mapper
-from penstock.engine.cache import ContiguousCache, KVCache, Reserve
+from penstock.engine.cache import ContiguousCache, KVCache, Prefaulter
 from penstock.kv.pool import BlockPool
 from penstock.kv.ranges import Change
 from penstock.nn.loader import load_model
@@ -131,7 +131,7 @@ def test_the_arena_of_memory_that_nobody_shares_is_that_memory():
 def test_what_comes_has_its_memory_before_it_is_used():
     memory = PoolMemory.memfd(100, 65536)
     arena = Arena(memory, 0)
-    reserve = Reserve(arena)
+    reserve = Prefaulter(arena)
     assert reserve.size == 64
     pool = BlockPool(range(100))
     reserve.expect(pool.coming(reserve.size))
@@ -156,7 +156,7 @@ def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
     monkeypatch.setattr(Arena, "touch", lambda arena, block: touched.put(block))
     monkeypatch.setattr(cache_module, "QUIET", 0.001)
     memory = PoolMemory.memfd(100, 4096)
-    reserve = Reserve(Arena(memory, 0))
+    reserve = Prefaulter(Arena(memory, 0))
     memory.close()
     reserve.expect([0])
     assert touched.get(timeout=30) == 0
