@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from penstock.core.wire.engine import CacheDelta
 from penstock.kv.pool import Published
-from penstock.sched.local import Scheduler
 
 if TYPE_CHECKING:
     from penstock.transfer.pool import KVPool
@@ -52,29 +50,6 @@ class CacheLog:
         changes = list(self._added), list(self._removed)
         self._added, self._removed, self.changed = {}, {}, False
         return changes
-
-
-def cache_news(logs: Mapping[str, CacheLog], incarnation: int) -> list[CacheDelta]:
-    """Additions and removals in each tier since the last call."""
-    return [
-        CacheDelta(incarnation, log.sequence, *changes, tier=tier)
-        for tier, log in logs.items()
-        if (changes := log.take()) is not None
-    ]
-
-
-def whole_cache(logs: Mapping[str, CacheLog], scheduler: Scheduler, incarnation: int) -> list[CacheDelta]:
-    """Everything that can be found in each tier, numbered like the last of its deltas, so that the next one follows it.
-
-    Other listeners miss part of the next delta, and will see the gap.
-    """
-    deltas = []
-    for tier, log in logs.items():
-        log.take()
-        offload = scheduler.offload
-        keys = offload.tier.keys() if tier == "host" and offload is not None else scheduler.pool.keys()
-        deltas.append(CacheDelta(incarnation, log.sequence, keys, [], tier=tier, whole=True))
-    return deltas
 
 
 class PoolLedger:

@@ -12,7 +12,6 @@ from typing import Protocol
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
-from penstock.core.wire.engine import EngineStats
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.mover import Moved
 from penstock.engine.step_thread import StepThread
@@ -364,26 +363,6 @@ class Engine:
         self.cache_logs = {"device": CacheLog()}
         if self.scheduler.offload is not None:
             self.cache_logs["host"] = CacheLog()
-
-    def stats(self) -> EngineStats:
-        scheduler, offload, mover = self.scheduler, self.scheduler.offload, self.mover
-        counters = scheduler.counters
-        block_bytes = mover.block_bytes if mover is not None else 0
-        return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            used_blocks=scheduler.pool.used,
-            num_blocks=scheduler.pool.num_blocks,
-            preemptions=counters.preemptions,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            steps=self.steps,
-            busy=self.busy,
-            idle=self.idle,
-            prefix_loads=counters.prefix_loads,
-            stored_bytes=offload.stored_blocks * block_bytes if offload is not None else 0,
-            loaded_bytes=offload.loaded_blocks * block_bytes if offload is not None else 0,
-        )
 
     # --- ends and checks
 

@@ -21,9 +21,11 @@ from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
     LEASE,
     AskCache,
+    CacheDelta,
     Cancel,
     Command,
     Drain,
+    EngineStats,
     Enqueue,
     Event,
     Failed,
@@ -40,7 +42,6 @@ from penstock.core.wire.engine import (
     UnlinkPeer,
     decode_command,
 )
-from penstock.engine.cache_log import cache_news, whole_cache
 from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
@@ -167,7 +168,7 @@ class EngineServer:
         if not stalled and engine.has_work and (not engine.tokens_in_flight or (thread is not None and thread.ready)):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at)
-        if self._changed or any(log.changed for log in engine.cache_logs.values()):
+        if self._changed or any(kept.changed for kept in engine.cache_logs.values()):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:
             due = min(due, self._ticked_at + self._tick_every)
@@ -313,14 +314,15 @@ class EngineServer:
         for client, state in self._clients.items():
             if state.kind != "master":
                 theirs.setdefault(client, [])
-        stats = self._engine.stats()
+        stats = stats_of(self._engine)
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
     def _tell_masters(self, now: float) -> None:
         """Send masters the load when it changed or is due, and the cache's deltas."""
         self._snapshot_at, self._changed = now, False
-        news = cache_news(self._engine.cache_logs, self._incarnation)
+        logs = self._engine.cache_logs.items()
+        taken = [(tier, kept.sequence, changes) for tier, kept in logs if (changes := kept.take()) is not None]
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
@@ -330,13 +332,21 @@ class EngineServer:
             self._snapshots += 1
             for client in masters:
                 self._send(client, msgspec.structs.replace(seen, sequence=self._snapshots))
-        for delta in news:
+        for tier, number, (added, removed) in taken:
             for client in masters:
-                self._send(client, delta)
+                self._send(client, CacheDelta(self._incarnation, number, added, removed, tier=tier))
 
     def _send_cache(self, client: str) -> None:
-        for delta in whole_cache(self._engine.cache_logs, self._engine.scheduler, self._incarnation):
-            self._send(client, delta)
+        """Send everything that can be found in each tier, numbered like its last delta, so that the next one follows.
+
+        Other listeners miss part of the next delta, and will see the gap.
+        """
+        scheduler = self._engine.scheduler
+        for tier, kept in self._engine.cache_logs.items():
+            kept.take()
+            offload = scheduler.offload
+            keys = offload.tier.keys() if tier == "host" and offload is not None else scheduler.pool.keys()
+            self._send(client, CacheDelta(self._incarnation, kept.sequence, keys, [], tier=tier, whole=True))
 
     def _inspection(self) -> Inspection:
         """Run every `check`."""
@@ -362,6 +372,28 @@ class EngineServer:
 
     def _send(self, client: str, event: Event) -> None:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
+
+
+def stats_of(engine: Engine) -> EngineStats:
+    """Of an engine, for those who send it requests."""
+    scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
+    counters = scheduler.counters
+    block_bytes = mover.block_bytes if mover is not None else 0
+    return EngineStats(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        used_blocks=scheduler.pool.used,
+        num_blocks=scheduler.pool.num_blocks,
+        preemptions=counters.preemptions,
+        prefix_queries=counters.prefix_queries,
+        prefix_hits=counters.prefix_hits,
+        steps=engine.steps,
+        busy=engine.busy,
+        idle=engine.idle,
+        prefix_loads=counters.prefix_loads,
+        stored_bytes=offload.stored_blocks * block_bytes if offload is not None else 0,
+        loaded_bytes=offload.loaded_blocks * block_bytes if offload is not None else 0,
+    )
 
 
 def _name(identity: bytes) -> str:

@@ -18,7 +18,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdown, StepReport
 from penstock.engine.modelled import ModelledOptions, build_modelled
 from penstock.engine.modelled_tier import ModelledSlots
-from penstock.engine.server import EngineServer
+from penstock.engine.server import EngineServer, stats_of
 from penstock.sched.local.offload import Copied
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
@@ -110,7 +110,7 @@ def test_what_was_evicted_is_loaded_and_the_text_is_the_same(built):
     built.engine.move()
     loads = built.engine.scheduler.counters.prefix_loads // BLOCK_TOKENS
     assert built.engine.scheduler.offload.loaded_blocks == loads
-    said = built.engine.stats()
+    said = stats_of(built.engine)
     assert (said.stored_bytes, said.loaded_bytes) == (2 * 14 * BLOCK, loads * BLOCK)
     assert loads < 2 * 14
 
