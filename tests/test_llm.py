@@ -94,7 +94,7 @@ def test_a_whole_number_is_a_real_one():
         LLM("demo", gpu_memory_utilization=2)
 
 
-def test_what_may_be_drawn(llm):
+def test_what_may_be_sampled(llm):
     free = llm.generate("import os", GREEDY)[0]
     word = free.text.split()[0]
     params = [

@@ -131,7 +131,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Drawn tokens, in the order of the plan's sequences with `sample`.
+    """Sampled tokens, in the order of the plan's sequences with `sample`.
 
     Attributes:
         tokens: one each.

@@ -36,7 +36,7 @@ def check_asked(asked: int, device: torch.device, promised: int = 0) -> None:
     """Raise ConfigError when so many bytes of KV cache are not available.
 
     Args:
-        promised: bytes that are there in any case, because a previous life of this engine had them.
+        promised: bytes that are there in any case, because the previous incarnation of this engine had them.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if asked > max(free, promised):

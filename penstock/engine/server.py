@@ -258,7 +258,7 @@ class EngineServer:
                 if refused := self._intake.enqueue(self._clock.now(), client, command):
                     self._send(client, refused)
             case _ if command.to != self._incarnation:
-                log.info("%s meant for an earlier life was dropped", type(command).__name__)
+                log.info("%s meant for another incarnation was dropped", type(command).__name__)
             case Cancel() | SetRole() | Drain():
                 self._intake.obey(client, command)
             case LinkPeer(peer=peer):

@@ -27,7 +27,7 @@ class Depot:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.limit = 0  # the sum of all quotas
-        self._lives: dict[str, _Life] = {}
+        self._instances: dict[str, _Instance] = {}
         self._free = _Runs(num_blocks)
         self._holders: dict[int, set[str]] = {}  # block -> names; one failed instance when it is orphaned
         self._generation: dict[int, int] = {}
@@ -44,17 +44,17 @@ class Depot:
         Raises:
             ConfigError: the name is attached already, or the quotas would not fit together.
         """
-        old = self._lives.get(name)
+        old = self._instances.get(name)
         if old is not None and old.incarnation is not None:
             raise ConfigError(f"instance: {name} is attached already, as incarnation {old.incarnation}", "instance")
         others = self.limit - (old.quota if old is not None else 0)
         if not 0 < quota <= self.num_blocks - others:
             free = self.num_blocks - others
             raise ConfigError(f"quota: {quota} blocks, from 1 to {free} of {self.num_blocks} can be promised", "quota")
-        life = self._lives[name] = old or _Life()
-        life.incarnation, life.quota = incarnation, quota
+        instance = self._instances[name] = old or _Instance()
+        instance.incarnation, instance.quota = incarnation, quota
         self._set_limit(others + quota)
-        inherited = sorted(life.blocks)
+        inherited = sorted(instance.blocks)
         self.drop(name, inherited[quota:])
         for block in inherited[:quota]:
             self._generation[block] += 1
@@ -62,34 +62,34 @@ class Depot:
 
     def detach(self, name: str, keep: Iterable[int]) -> None:
         """Detach an incarnation. Of the blocks that only it held, `keep` become orphaned; it releases all others."""
-        life = self._lives[name]
-        assert life.incarnation is not None, f"{name} is not attached"
-        kept = {block for block in keep if block in life.blocks and len(self._holders[block]) == 1}
-        self.drop(name, [block for block in life.blocks if block not in kept])
-        life.incarnation = None
+        instance = self._instances[name]
+        assert instance.incarnation is not None, f"{name} is not attached"
+        kept = {block for block in keep if block in instance.blocks and len(self._holders[block]) == 1}
+        self.drop(name, [block for block in instance.blocks if block not in kept])
+        instance.incarnation = None
 
     def expire(self, name: str) -> None:
         """No successor attached: free the orphans of a failed instance and its quota.
 
         The memory of free blocks is then surplus.
         """
-        life = self._lives[name]
-        assert life.incarnation is None, f"{name} is attached"
-        del self._lives[name]
-        self._set_limit(self.limit - life.quota)
-        for block in life.blocks:
+        instance = self._instances[name]
+        assert instance.incarnation is None, f"{name} is attached"
+        del self._instances[name]
+        self._set_limit(self.limit - instance.quota)
+        for block in instance.blocks:
             self._let_go(block, name)
         self._surplus += self._free.within(0, self.limit)
 
     def incarnation(self, name: str) -> int | None:
         """The incarnation attached under this name, if any."""
-        life = self._lives.get(name)
-        return life.incarnation if life is not None else None
+        instance = self._instances.get(name)
+        return instance.incarnation if instance is not None else None
 
     @property
     def names(self) -> set[str]:
         """Every instance with a quota, attached or failed."""
-        return set(self._lives)
+        return set(self._instances)
 
     # --- blocks
 
@@ -100,7 +100,7 @@ class Depot:
         for block in blocks:
             self._holders[block] = {name}
             self._generation[block] = self._generation.get(block, 0) + 1
-        self._lives[name].blocks.update(blocks)
+        self._instances[name].blocks.update(blocks)
         return blocks
 
     def hold(self, name: str, blocks: Sequence[tuple[int, int]], give: Sequence[int] = ()) -> bool:
@@ -120,37 +120,37 @@ class Depot:
         self.drop(name, give)
         for block in wanted:
             holders = self._holders[block]
-            for dead in [other for other in holders if self._lives[other].incarnation is None]:
+            for dead in [other for other in holders if self._instances[other].incarnation is None]:
                 holders.remove(dead)
-                self._lives[dead].blocks.remove(block)
+                self._instances[dead].blocks.remove(block)
             holders.add(name)
-        self._lives[name].blocks.update(wanted)
+        self._instances[name].blocks.update(wanted)
         return True
 
     def drop(self, name: str, blocks: Sequence[int]) -> None:
         """Release these blocks. Those without another holder become free."""
         assert self.holds(name, blocks), f"{name} gives up what it does not hold"
-        self._lives[name].blocks.difference_update(blocks)
+        self._instances[name].blocks.difference_update(blocks)
         for block in blocks:
             self._let_go(block, name)
 
     def holds(self, name: str, blocks: Sequence[int]) -> bool:
         """Whether `blocks` are different blocks and the name holds every one."""
         wanted = set(blocks)
-        return len(wanted) == len(blocks) and wanted <= self._lives[name].blocks
+        return len(wanted) == len(blocks) and wanted <= self._instances[name].blocks
 
     def held(self, name: str) -> list[int]:
         """What the name holds, or left behind."""
-        return sorted(self._lives[name].blocks)
+        return sorted(self._instances[name].blocks)
 
     def room(self, name: str) -> int:
         """Blocks that its quota still allows."""
-        return self._lives[name].quota - len(self._lives[name].blocks)
+        return self._instances[name].quota - len(self._instances[name].blocks)
 
     def quota(self, name: str) -> int:
         """The quota of an instance, attached or failed; 0 without one."""
-        life = self._lives.get(name)
-        return life.quota if life is not None else 0
+        instance = self._instances.get(name)
+        return instance.quota if instance is not None else 0
 
     def generation(self, block: int) -> int:
         """Which use of the block this is: counts up when it is leased or inherited; 0 before the first."""
@@ -167,11 +167,11 @@ class Depot:
     def counts(self) -> dict[str, int]:
         """Blocks by state: "free", "orphaned", and "held:NAME" of every attached instance, shared ones in each."""
         counts = {"free": len(self._free), "orphaned": 0}
-        for name, life in self._lives.items():
-            if life.incarnation is None:
-                counts["orphaned"] += len(life.blocks)
+        for name, instance in self._instances.items():
+            if instance.incarnation is None:
+                counts["orphaned"] += len(instance.blocks)
             else:
-                counts[f"held:{name}"] = len(life.blocks)
+                counts[f"held:{name}"] = len(instance.blocks)
         return counts
 
     def check(self) -> None:
@@ -180,12 +180,12 @@ class Depot:
         assert len(self._free) + len(self._holders) == self.num_blocks, "a block is lost"
         assert not any(block in self._free for block in self._holders), "a held block is free"
         assert all(self._holders.values()), "a block is held by nobody"
-        assert self.limit == sum(life.quota for life in self._lives.values()) <= self.num_blocks
-        for name, life in self._lives.items():
-            assert life.blocks == {b for b, holders in self._holders.items() if name in holders}, f"{name}'s blocks"
-            assert len(life.blocks) <= life.quota, f"{name} is beyond its quota"
-            if life.incarnation is None:
-                assert all(len(self._holders[b]) == 1 for b in life.blocks), "an orphan is held"
+        assert self.limit == sum(instance.quota for instance in self._instances.values()) <= self.num_blocks
+        for name, instance in self._instances.items():
+            assert instance.blocks == {b for b, holders in self._holders.items() if name in holders}, f"{name}'s blocks"
+            assert len(instance.blocks) <= instance.quota, f"{name} is beyond its quota"
+            if instance.incarnation is None:
+                assert all(len(self._holders[b]) == 1 for b in instance.blocks), "an orphan is held"
         assert all(self._generation[block] > 0 for block in self._holders)
 
     def _let_go(self, block: int, name: str) -> None:
@@ -219,7 +219,7 @@ class DepotSource:
         return self.depot.hold(self.name, blocks, give)
 
 
-class _Life:
+class _Instance:
     __slots__ = ("blocks", "incarnation", "quota")
 
     def __init__(self) -> None:

@@ -320,7 +320,7 @@ class BlockPool:
 
     def check_transfers(self, expected: Mapping[int, int]) -> None:
         """Raise AssertionError unless so many hand-offs need each block."""
-        assert self._transfers == dict(expected), "a block travels that no sequence sends, or the reverse"
+        assert self._transfers == dict(expected), "a block is being sent that no sequence sends, or the reverse"
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for exactly once and eviction is leaf-first."""

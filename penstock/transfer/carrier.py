@@ -151,17 +151,17 @@ class Carrier:
 
     def _link(self, peer: Peer) -> PeerLink | None:
         """The link to a peer, dialled if there is none. None, and a LinkDown, for an outdated incarnation."""
-        life = (peer.name, peer.incarnation)
+        key = (peer.name, peer.incarnation)
         if self._is_replaced(peer):
             message = f"{peer.name}: incarnation {peer.incarnation} was followed by {self._latest[peer.name]}"
             self._tell(LinkDown(peer, message))
             return None
-        if life not in self._links:
+        if key not in self._links:
             link = PeerLink(peer, next(self._numbers), self._sockets, True, self._staging())
-            self._links[life] = [link]
+            self._links[key] = [link]
             self._io.later(CONNECT_SECONDS, partial(self._give_up, link))
             self._dial(link, 0)
-        return self._links[life][0] if life in self._links else None
+        return self._links[key][0] if key in self._links else None
 
     def _unlink(self, peer: Peer) -> None:
         self._flush_all()
@@ -176,7 +176,7 @@ class Carrier:
             self.counters.dropped["link_down"] += 1
             self._lose(link, f"{peer.name} at {peer.address} does not read: {link.backlog >> 20} MiB wait for it")
         elif link.up:
-            self._transmit(link.lane(frame.message), frame)
+            self._transmit(link.connection_for(frame.message), frame)
         else:
             link.hold(frame)
 
@@ -194,14 +194,14 @@ class Carrier:
         """A link was lost. The engine gets LinkDown, unless another link to the same incarnation is up."""
         if link.lost:
             return
-        life = (link.peer.name, link.peer.incarnation)
-        others = self._links.get(life, [])
+        key = (link.peer.name, link.peer.incarnation)
+        others = self._links.get(key, [])
         others.remove(link)
         if others:
             for frame in link.take_held():
                 self._send(link.peer, frame)
         else:
-            self._links.pop(life, None)
+            self._links.pop(key, None)
             self._tell(LinkDown(link.peer, message, refused))
         self._end(link)
 
@@ -410,7 +410,7 @@ class Carrier:
             self.counters.dropped["stale"] += 1
             self._lose(
                 known,
-                f"at {known.peer.address} lives {peer.name}/{peer.incarnation} now, "
+                f"{peer.name}/{peer.incarnation} is at {known.peer.address} now, "
                 f"not {known.peer.name}/{known.peer.incarnation}",
             )
         elif known is None and (received.header.to != self._me.incarnation or self._is_replaced(peer)):
@@ -448,15 +448,15 @@ class Carrier:
                 self._dial(link, index)
         if link.up:
             for frame in link.take_held():
-                self._transmit(link.lane(frame.message), frame)
+                self._transmit(link.connection_for(frame.message), frame)
 
     def _join(self, connection: PeerConnection, greet: Greet, peer: Peer) -> PeerLink:
         """The link that an accepted connection is part of. ValueError when it cannot be."""
-        life = (peer.name, peer.incarnation)
-        known = [k for k in self._links.get(life, []) if not k.dialled and k.number == greet.link]
+        key = (peer.name, peer.incarnation)
+        known = [k for k in self._links.get(key, []) if not k.dialled and k.number == greet.link]
         if greet.socket == 0 and not known and 0 < greet.sockets <= MAX_SOCKETS:
             link = PeerLink(peer, greet.link, greet.sockets, False, self._staging())
-            self._links.setdefault(life, []).append(link)
+            self._links.setdefault(key, []).append(link)
             self._io.later(GREET_SECONDS, partial(self._give_up, link))
         elif known and 0 < greet.socket < len(known[0].connections) and known[0].connections[greet.socket] is None:
             link = known[0]

@@ -91,7 +91,8 @@ class KVPoolClient:
         memory: the pool's blocks, everybody's.
         records: what they contain. Clear a block's record before its bytes change; a block that is given up keeps its
             record, since others may hold it still.
-        inherited: what the previous life had published and is whole, children before parents; held from the start.
+        inherited: what the previous incarnation had published and is whole, children before parents; held from the
+            start.
     """
 
     def __init__(self, server: _ServerConnection, memory: PoolMemory, records: Records) -> None:

@@ -394,7 +394,9 @@ class KVPoolServer:
             try:
                 pool.check()
                 attached = {name for name in pool.depot.names if pool.depot.incarnation(name) is not None}
-                assert attached == {c.instance for c in self._connections if c.pool is pool}, "a life has no connection"
+                assert attached == {c.instance for c in self._connections if c.pool is pool}, (
+                    "an incarnation has no connection"
+                )
             except AssertionError as error:
                 log.exception("the pool of %s is broken", pool.layout.model)
                 broken = f"{pool.layout.model}: {error}"

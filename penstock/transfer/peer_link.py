@@ -273,7 +273,7 @@ class PeerLink:
         held, self._pending, self._pending_bytes = self._pending, [], 0
         return held
 
-    def lane(self, message: object) -> PeerConnection:
+    def connection_for(self, message: object) -> PeerConnection:
         """The connection that a message goes over."""
         index = 0
         if isinstance(message, Push | Commit) and len(self.connections) > 1:

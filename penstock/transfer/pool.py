@@ -21,7 +21,7 @@ class KVPool:
     Attributes:
         memory: has room for more blocks than are ours.
         blocks: ours, with nothing in them.
-        inherited: ours too, with what a previous life computed, children before parents; not in `blocks`.
+        inherited: ours too, with what the previous incarnation computed, children before parents; not in `blocks`.
         client: where blocks can be exchanged for others; None when the memory is private.
     """
 

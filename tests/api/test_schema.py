@@ -278,7 +278,7 @@ def test_what_contradicts_a_beam_search_is_named(field: str, value: Any) -> None
     assert caught.value.field == ("use_beam_search" if field == "stream" else field)
 
 
-def test_what_a_model_would_have_tokens_drawn_by_does_not_contradict_it() -> None:
+def test_what_a_model_would_have_tokens_sampled_by_does_not_contradict_it() -> None:
     found = params({"repetition_penalty": 1.05, "top_p": 0.8}, use_beam_search=True, n=2)
     assert found.repetition_penalty == 1.0
 

@@ -372,7 +372,7 @@ def test_build_from_a_folder():
     built.close()
 
 
-def test_the_next_life_finds_the_blocks_of_the_last(tmp_path):
+def test_the_next_incarnation_finds_the_blocks_of_the_last(tmp_path):
     prompt = prompt_of(random.Random(4), 300)
     options = ModelledOptions(model=str(DEMO), max_model_len=1024, kv_blocks=32)
     over = threading.Event()
@@ -433,7 +433,7 @@ def test_bad_options_are_named(options, message):
         build_modelled(ModelledOptions(**{"model": str(DEMO), **options}), ManualClock(), memfd_pool)
 
 
-def test_drawn_tokens_are_ordinary_text():
+def test_sampled_tokens_are_ordinary_text():
     ids, tokenizer = ordinary_ids(DEMO, 4096), Tokenizer(DEMO)
     assert ids == range(3, 4096)
     assert not tokenizer.special_ids & set(ids)

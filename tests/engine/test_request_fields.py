@@ -102,7 +102,7 @@ def test_a_bad_word_that_began_in_the_prompt_may_be_completed(model):
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}])
-def test_only_allowed_tokens_are_drawn(model, params):
+def test_only_allowed_tokens_are_sampled(model, params):
     allowed = [3, 17, 200, 319]
     request = make_request("r", prompt(20), seed=2, allowed_token_ids=allowed, logprobs=2, **params)
     collector = Collector(make_engine(model))

@@ -55,7 +55,7 @@ def allowed_by_hand(row: torch.Tensor, p: SamplingParams) -> set[int]:
     st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     st.sampled_from([0.0, 0.05, 0.5]),
 )
-def test_only_tokens_that_pass_the_filters_are_drawn(seed, temperature, top_k, top_p, min_p):
+def test_only_tokens_that_pass_the_filters_are_sampled(seed, temperature, top_k, top_p, min_p):
     row = logits(seed=seed)
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     allowed = allowed_by_hand(row[0], SamplingParams(**params))
@@ -77,7 +77,7 @@ def test_draws_follow_the_distribution(params):
     assert chi_square < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_a_row_is_drawn_alike_in_any_company():
+def test_a_row_is_sampled_alike_in_any_company():
     rows = logits(40, seed=1)
     kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9, "min_p": 0.01}]
     steps = [step(seed=i, position=3 + i, **kinds[i % 5]) for i in range(40)]

@@ -252,7 +252,7 @@ def test_another_protocol_is_refused(served):
     assert "99" in a.until(lambda e: isinstance(e, Failed)).message
 
 
-def test_what_is_meant_for_another_life_is_refused(served):
+def test_what_is_meant_for_another_incarnation_is_refused(served):
     make, _, runner = served
     a = make()
     a.hello()
@@ -297,7 +297,7 @@ def test_nobody_works_for_a_frontend_that_has_gone(served):
     assert found.counts["held_blocks"] == found.counts["owners"] == 0
 
 
-def test_the_next_life_of_a_frontend_is_not_given_the_last_ones_requests(served):
+def test_the_next_incarnation_of_a_frontend_is_not_given_the_last_ones_requests(served):
     make, _, _ = served
     a = make("a")
     a.hello(incarnation=1)

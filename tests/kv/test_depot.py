@@ -41,7 +41,7 @@ def test_what_is_refused_names_the_values():
     depot.check()
 
 
-def test_a_life_inherits_what_the_last_one_kept():
+def test_an_incarnation_inherits_what_the_last_one_kept():
     depot = Depot(10)
     depot.attach("a", 1, 5)
     blocks = depot.lease("a", 5)

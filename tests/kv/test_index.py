@@ -38,7 +38,7 @@ def test_a_gap_asks_for_the_whole_and_forgets_what_is_doubtful():
     assert index.match(KEYS) == {}
 
 
-def test_another_life_has_nothing_of_the_one_before():
+def test_another_incarnation_has_nothing_of_the_one_before():
     index = ClusterIndex()
     index.apply("a", whole(*KEYS))
     assert not index.apply("a", CacheDelta(2, 1, [KEYS[0]], []))
@@ -83,7 +83,7 @@ def test_a_tier_is_numbered_told_and_doubted_by_itself():
     assert index.match(KEYS) == {"a": 3}
 
 
-def test_another_life_has_nothing_of_the_one_before_in_any_tier():
+def test_another_incarnation_has_nothing_of_the_one_before_in_any_tier():
     index = ClusterIndex()
     index.apply("a", whole(*KEYS[:1]))
     index.apply("a", whole(*KEYS, tier="host"))

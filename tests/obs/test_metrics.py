@@ -204,7 +204,7 @@ def test_engines_are_told_apart_and_a_lost_one_has_no_load() -> None:
     assert value(metrics, "prefix_cache_queries_total", engine="a") == 9
 
 
-def test_lives_of_instances() -> None:
+def test_incarnations_of_instances() -> None:
     metrics = Metrics("m", ["a", "b"])
     assert value(metrics, "instance_up", engine="a") == 0
     metrics.observe_up("a", True)

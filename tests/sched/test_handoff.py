@@ -443,7 +443,7 @@ def migrate(node, request):
     node.handoffs.begin(request, 0, "frontend", DECODER)
 
 
-def test_blocks_that_travel_do_not_keep_a_more_urgent_request_out():
+def test_blocks_in_transfer_do_not_keep_a_more_urgent_request_out():
     node, carrier, step = prefiller(10)
     migrate(node, make_request("low", list(range(590)), max_tokens=4, priority=1))
     for _ in range(4):
@@ -457,7 +457,7 @@ def test_blocks_that_travel_do_not_keep_a_more_urgent_request_out():
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_blocks_that_travel_do_not_stop_one_that_grows(prefix_cache):
+def test_blocks_in_transfer_do_not_stop_one_that_grows(prefix_cache):
     node, carrier, step = prefiller(10, prefix_cache)
     node.scheduler.add(make_request("grows", list(range(5000, 5060)), max_tokens=200))
     step()

@@ -42,7 +42,7 @@ def run(scheduler: Scheduler, plan: StepPlan, began=0.0, ended=0.0) -> list[Toke
     return scheduler.update(plan, StepResult([1] * sampled, [None] * sampled), began, ended)
 
 
-def test_pacing_of_another_name_is_refused():
+def test_a_policy_of_another_name_is_refused():
     with pytest.raises(ConfigError, match="scheduling-policy: 'best', allowed are fcfs, priority, slack"):
         make_local_policy("best", TIMES, 256)
 

@@ -110,7 +110,7 @@ def test_who_is_late_already_loses_no_more_than_a_step_of_one_tpot():
     assert milliseconds(plan) <= MARGIN * 20.0 < milliseconds(plan) + 0.1
 
 
-def test_a_prompt_is_read_however_much_decodes_ask_for():
+def test_a_prompt_is_prefilled_however_much_decodes_ask_for():
     device = Device()
     device.decoding("a", tpot_ms=0.001)
     device.add("prompt", 500)
@@ -169,7 +169,7 @@ def order(device: Device) -> list[str]:
     return sorted(device.answered, key=device.answered.__getitem__)
 
 
-def test_prompts_are_read_in_order_of_deadline():
+def test_prompts_are_prefilled_in_order_of_deadline():
     device = Device()
     device.add("none", 3000)
     device.add("later", 3000, ttft_ms=3000.0)

@@ -69,7 +69,7 @@ def test_blocks_of_a_step_in_flight_are_free_when_it_has_landed():
     drive(engine)
 
 
-def test_an_id_that_comes_again_gets_nothing_of_its_former_life():
+def test_an_id_that_comes_again_gets_nothing_of_its_former_incarnation():
     engine = make(ahead=True)
     engine.scheduler.add(request("a", [1] * 10, 20))
     engine.begin()

@@ -64,7 +64,7 @@ def test_doubles_are_dropped_and_overlaps_cut():
     assert (rest.start, rest.tokens, rest.logprobs[0].chosen) == (2, [12], -2.0)
 
 
-def test_what_is_of_another_attempt_life_or_instance_is_dropped():
+def test_what_is_of_another_attempt_incarnation_or_instance_is_dropped():
     f = flight(attempt=2)
     assert feed(f, P, out(0, 10, attempt=1)) == []
     assert feed(f, Peer("p", 2, ""), out(0, 10, attempt=2)) == []

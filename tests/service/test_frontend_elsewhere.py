@@ -79,7 +79,7 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
     run(tokenizer, scenario, "a", "b")
 
 
-def test_another_life_of_an_engine_knows_nothing_of_its_last(tokenizer):
+def test_another_incarnation_of_an_engine_knows_nothing_of_its_last(tokenizer):
     async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
         frontend.placement.prefill = [ready(life=2).peer]

@@ -65,7 +65,7 @@ def test_what_is_told_beside_the_parameters_reaches_every_sequence():
     assert [(s.bad_words, s.cache_salt) for s in made] == [(((4, 5), (6,)), "mine")] * 2
 
 
-def test_there_must_always_be_a_token_that_may_be_drawn():
+def test_there_must_always_be_a_token_that_may_be_sampled():
     def left(bad_words=(), **params):
         make_sequences("r", [1], SamplingParams(**params), LIMITS, random.Random(0), bad_words=bad_words)
 

@@ -68,7 +68,7 @@ def test_who_hands_over_is_connected_to_whom_it_hands_over_to():
     assert all(isinstance(a.command, LinkPeer) for actions in cluster.started.values() for a in actions)
 
 
-def test_a_new_life_is_connected_anew_and_the_old_one_is_taken_off():
+def test_a_new_incarnation_is_connected_anew_and_the_old_one_is_taken_off():
     cluster = Cluster("p0", "d0")
     assert cluster.engine("d0", ChannelLost("gone")) == [ToEngine("p0", UnlinkPeer(1, peer("d0")))]
     assert cluster.place().decode is None

@@ -195,7 +195,7 @@ def test_an_answer_that_was_interrupted_pauses_as_long_as_can_be_computed_by_han
     assert record.ended == pytest.approx(1.0 + 0.01 + 4 * net + again + rest, rel=1e-6)
 
 
-def test_lives_that_are_over_leave_nothing_for_the_collector_of_cycles():
+def test_incarnations_that_are_over_leave_nothing_for_the_collector_of_cycles():
     scenario = read(WORKLOAD, SPLIT, FAILURE)
     gc.collect()
     gc.disable()

@@ -58,7 +58,7 @@ def test_who_has_it_below_its_device_is_found_by_policies():
     assert result["failed"] == 0
 
 
-def test_a_life_that_ends_takes_its_tier_with_it():
+def test_an_incarnation_that_ends_takes_its_tier_with_it():
     failure = "failures: [{instance: engine-1, at: 2.0, restart-after: 1.0}]\n"
     result, cluster = run(read(WORKLOAD, tiered("4G"), failure), "unified", scale=0.3)
     assert result["failed"] == 0

@@ -204,7 +204,7 @@ def test_shared_blocks_stay_when_one_holder_dies(server):
     assert [r.block for r in server.attach("b").inherited] == [one]
 
 
-def test_what_the_old_life_offered_cannot_be_held_from_the_new_one(server):
+def test_what_the_old_incarnation_offered_cannot_be_held_from_the_new_one(server):
     a, b = server.attach("a"), server.attach("b")
     [block] = a.exchange([], 1)
     write(a, block, 1)
@@ -270,7 +270,7 @@ def test_a_claim_that_came_to_nothing_begins_the_wait_anew(server):
     heir.close()
 
 
-def test_a_claim_ends_the_life_before(server):
+def test_a_claim_ends_the_incarnation_before(server):
     a = server.attach("a", 6)
     write_chain(a, a.exchange([], 3))
     place = KVPoolClaim(server.path, "a", 99)

@@ -85,7 +85,7 @@ def test_rubbish_ends_that_connection_only(server, rubbish):
         lambda held: Attach("x", 100, LAYOUT, 4),  # twice
     ],
 )
-def test_what_no_sound_client_asks_ends_its_life(server, request_of):
+def test_what_no_sound_client_asks_ends_its_incarnation(server, request_of):
     with raw(server) as client:
         attach_raw(client)
         client.sendall(frame(Exchange([], 4)))

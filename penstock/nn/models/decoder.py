@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         return ops.project(hidden, self._head, dtype=torch.float32)
 
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
-        """[rows, hidden] -> [rows] tokens, without the logits that they are drawn from; None where these are needed."""
+        """[rows, hidden] -> [rows] tokens, without computing all logits; None where these are needed."""
         weight = self._head
         if self._bounded_logits is None or not ops.choose_pays(draws):
             return None

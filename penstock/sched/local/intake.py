@@ -88,14 +88,14 @@ class Intake:
 
     def enqueue(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
         """Admit a request, or say why not."""
-        request, generation, life = command.request, command.generation, self.peer.incarnation
-        if command.to != life:
-            message = f"meant for incarnation {command.to} of {self.peer.name}, this is {life}"
-            return Refused(life, request.id, message, "stale")
+        request, generation, incarnation = command.request, command.generation, self.peer.incarnation
+        if command.to != incarnation:
+            message = f"meant for incarnation {command.to} of {self.peer.name}, this is {incarnation}"
+            return Refused(incarnation, request.id, message, "stale")
         if self.draining:
-            return Refused(life, request.id, "this instance takes nothing new", "draining")
+            return Refused(incarnation, request.id, "this instance takes nothing new", "draining")
         if unknown := self._unknown_tokens(request):
-            return Refused(life, request.id, unknown)
+            return Refused(incarnation, request.id, unknown)
         owner = self._owner.get(request.id)
         if owner is not None and owner.frontend == frontend and owner.generation < generation:
             self._drop(frontend, [request.id])
@@ -107,7 +107,7 @@ class Intake:
         try:
             self._add(request, migrates=decode is not None, now=now)
         except UserError as error:
-            return Refused(life, request.id, str(error))
+            return Refused(incarnation, request.id, str(error))
         self._owner[request.id] = RequestOwner(frontend, generation, migrates=decode is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)

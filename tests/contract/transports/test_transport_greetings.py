@@ -54,7 +54,7 @@ def test_other_differences_are_refused_too(pair, kind, field, theirs):
     assert a.downs[0].message == f"{field}: {mine} here, {theirs} there"
 
 
-def test_an_earlier_life_of_ours_gets_no_message(pair):
+def test_an_earlier_incarnation_of_ours_gets_no_message(pair):
     a, b = pair
     b.transport.send(Peer("a", 77, a.peer.address), LEASE_OVER)
     b.until(lambda: b.downs)
@@ -64,7 +64,7 @@ def test_an_earlier_life_of_ours_gets_no_message(pair):
     assert not a.transport.receive()
 
 
-def test_messages_from_or_for_another_life_are_dropped_on_a_link_that_stands(pair, kind):
+def test_messages_from_or_for_another_incarnation_are_dropped_on_a_link_that_stands(pair, kind):
     a, _ = pair
     stranger = Stranger(a.peer.address)
     stranger.say(greet(a, kind))
@@ -77,7 +77,7 @@ def test_messages_from_or_for_another_life_are_dropped_on_a_link_that_stands(pai
     assert a.transport.counters.dropped == {"stale": 2}
 
 
-def test_a_new_life_ends_the_one_before_it(pair, kind):
+def test_a_new_incarnation_ends_the_one_before_it(pair, kind):
     a, _ = pair
     old, new, again = (Stranger(a.peer.address) for _ in range(3))
     old.say(greet(a, kind))
@@ -123,7 +123,7 @@ def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypat
     assert noise == "silence" or a.transport.counters.dropped["garbage"] == 1
 
 
-def test_a_late_greeting_of_an_earlier_life_is_stale(pair, kind):
+def test_a_late_greeting_of_an_earlier_incarnation_is_stale(pair, kind):
     a, _ = pair
     new, late, again = (Stranger(a.peer.address) for _ in range(3))
     new.say(greet(a, kind, incarnation=15), sender=15)

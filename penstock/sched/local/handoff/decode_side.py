@@ -9,7 +9,7 @@ from math import inf
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
-from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_life
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation
 
@@ -73,7 +73,7 @@ class DecodeSide:
             self._end(incoming, "another attempt began")
 
     def lost(self, peer: Peer) -> None:
-        for incoming in [i for i in self._incoming.values() if same_life(i.sender, peer)]:
+        for incoming in [i for i in self._incoming.values() if same_incarnation(i.sender, peer)]:
             self._end(incoming, "link lost")
 
     def tick(self, now: float) -> None:
@@ -148,7 +148,7 @@ class DecodeSide:
         """The prefill side has ended the lease."""
         self._now = now
         incoming = self._incoming.get(lease.request_id)
-        if incoming is None or incoming.lease != lease or not same_life(incoming.sender, peer):
+        if incoming is None or incoming.lease != lease or not same_incarnation(incoming.sender, peer):
             return False
         self._end(incoming, "released", tell=False)
         return True
@@ -166,7 +166,7 @@ class DecodeSide:
         self._now = now
         incoming = self._incoming.get(lease.request_id)
         if incoming is not None and incoming.lease == lease:
-            if not same_life(incoming.sender, peer):
+            if not same_incarnation(incoming.sender, peer):
                 return None
             incoming.deadline = now + self._lease
             return incoming

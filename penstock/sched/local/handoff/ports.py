@@ -48,6 +48,6 @@ class Host(Protocol):
         ...
 
 
-def same_life(one: Peer, other: Peer) -> bool:
+def same_incarnation(one: Peer, other: Peer) -> bool:
     """Addresses may be written in several ways."""
     return (one.name, one.incarnation) == (other.name, other.incarnation)

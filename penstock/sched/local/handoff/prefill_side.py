@@ -12,7 +12,7 @@ from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Release, Renew, Reserve, Reserved
 from penstock.kv.keys import extend_keys
-from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_life
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
 
@@ -31,10 +31,10 @@ class _Outgoing:
     """
     Attributes:
         retry_at: when to ask again; `pause`: how long to wait after that.
-        push_again_at: when blocks may be sent once more, however often the decoder asks.
+        push_again_at: when blocks may be sent once more, however often the decode side asks.
         heard: when the decode side last answered; before that, when it was asked.
-        pushed: blocks that the decoder has or was sent.
-        lacking: blocks that the decoder asked for last, after the commit.
+        pushed: blocks that the decode side has or was sent.
+        lacking: blocks that the decode side asked for last, after the commit.
         deadline: by which an answer must have come, once prefill is over.
     """
 
@@ -101,7 +101,7 @@ class PrefillSide:
             self.cancel(request_id, frontend)
 
     def lost(self, peer: Peer, for_good: bool) -> None:
-        for out in [o for o in self._outgoing.values() if same_life(o.peer, peer)]:
+        for out in [o for o in self._outgoing.values() if same_incarnation(o.peer, peer)]:
             if out.state is not _State.COMMITTING:
                 self._stay(out, "link lost")
             elif for_good:
@@ -114,7 +114,7 @@ class PrefillSide:
             self._renew_at = now + self._lease / 3
             self._renew()
 
-    # --- what the decoder tells
+    # --- messages of the decode side
 
     def on_answer(self, now: float, peer: Peer, message: Reserved | Missing | Committed) -> None:
         out = self._of(message.lease, peer)
@@ -156,7 +156,7 @@ class PrefillSide:
 
     def _of(self, lease: Lease, peer: Peer) -> _Outgoing | None:
         out = self._outgoing.get(lease.request_id)
-        return out if out is not None and out.lease == lease and same_life(out.peer, peer) else None
+        return out if out is not None and out.lease == lease and same_incarnation(out.peer, peer) else None
 
     def _ask(self, now: float, out: _Outgoing) -> None:
         if out.state is _State.QUEUED:
@@ -169,7 +169,7 @@ class PrefillSide:
         out.retry_at = now + out.pause
 
     def _advance(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
-        """Send what there is to send of a sequence that may still be reading its prompt."""
+        """Send what there is to send of a sequence that may still be prefilling."""
         if out.state is _State.STREAMING:
             while out.pushed < sequence.settled // BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
@@ -207,9 +207,12 @@ class PrefillSide:
         self._transport.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
+        """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of
+        them arrives. The deadline stays: after its commit a hand-off ends within a lease.
+        """
         sequence = self._scheduler.sequence(out.lease.request_id)
         assert sequence is not None
-        # an answer may come at once and several times: less and less often while nothing that is sent arrives
+        # the decode side may ask at once and several times: the pause doubles while nothing that is sent arrives
         arrives = out.lacking > len(indices)
         out.pause = self._lease / RETRIES if arrives or not out.pause else 2 * out.pause
         out.push_again_at, out.lacking = now + out.pause, len(indices)

@@ -17,7 +17,7 @@ from tests.helpers.links import pool_server
 
 
 @pytest.mark.parametrize("mode", ["contiguous", "table"])
-def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
+def test_a_next_incarnation_finds_what_the_last_one_left(checkpoint, mode):
     options = EngineOptions(
         model=str(checkpoint), max_num_seqs=4, max_num_batched_tokens=256, max_model_len=512, kv_address_mode=mode
     )
@@ -44,7 +44,7 @@ def test_a_next_life_finds_what_the_last_one_left(checkpoint, mode):
 
 
 @pytest.mark.parametrize("asked", [None, 12 << 20])
-def test_a_next_life_has_the_memory_that_the_last_one_left(checkpoint, asked, tmp_path, monkeypatch):
+def test_a_next_incarnation_has_the_memory_that_the_last_one_left(checkpoint, asked, tmp_path, monkeypatch):
     """What it left is not free on the machine, and nothing that is loaded meanwhile may be as slow as to lose it."""
     free = [30 << 20]
     monkeypatch.setattr(penstock.engine.memory, "available_memory", lambda: free[0])
