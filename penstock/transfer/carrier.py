@@ -410,7 +410,7 @@ class Carrier:
             self.counters.dropped["stale"] += 1
             self._lose(
                 known,
-                f"{peer.name}/{peer.incarnation} is at {known.peer.address} now, "
+                f"at {known.peer.address} is {peer.name}/{peer.incarnation} now, "
                 f"not {known.peer.name}/{known.peer.incarnation}",
             )
         elif known is None and (received.header.to != self._me.incarnation or self._is_replaced(peer)):

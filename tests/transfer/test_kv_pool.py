@@ -1,4 +1,4 @@
-"""The KV pool server over real sockets: shares, holds, lives that end, and clients that misbehave."""
+"""The KV pool server over real sockets: shares, holds, incarnations that end, and clients that misbehave."""
 
 import os
 import random
@@ -228,7 +228,7 @@ def test_an_orphan_can_be_taken_over(server):
     assert server.blocks() == {"free": BLOCKS - 1, "orphaned": 0, "held:a": 0, "held:b": 1}
 
 
-# --- lives that take long to begin
+# --- incarnations that take long to begin
 
 
 def test_what_is_claimed_waits_as_long_as_it_takes(server):
