@@ -65,15 +65,29 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
-def test_a_channel_waits_for_its_engine_and_outlives_it():
+def run_with_engine(scenario):
+    """scenario(channel, engine, received), once the engine has been greeted."""
+
+    async def whole(channel, address):
+        engine, received = Engine(address), Received(channel)
+        try:
+            await engine.hear()
+            await scenario(channel, engine, received)
+        finally:
+            engine.die()
+
+    run(whole)
+
+
+def test_a_channel_waits_for_its_engine_and_for_the_next():
     async def scenario(channel, address):
         channel.send(Cancel(1, ["nobody is there"]))
-        received, lives = Received(channel), []
+        received, incarnations = Received(channel), []
         for life in (1, 2):
             engine = Engine(address)
             hello = await engine.hear()
             assert (hello.sender, hello.kind, engine.client) == ("me", "frontend", b"me")
-            lives.append(hello.incarnation)
+            incarnations.append(hello.incarnation)
             await engine.say(ready(life=life))
             assert (await received.get()).peer.incarnation == life
             channel.send(Cancel(life, ["a"]))
@@ -86,7 +100,7 @@ def test_a_channel_waits_for_its_engine_and_outlives_it():
             lost = time.monotonic()
             assert isinstance(await received.get(), ChannelLost)
             assert time.monotonic() - lost < GREETING_INTERVAL / 2
-        assert lives[0] < lives[1]  # a connection is a life
+        assert incarnations[0] < incarnations[1]  # one for each connection
 
     run(scenario)
 
@@ -97,7 +111,7 @@ async def next_cancel(engine, channel):
     return command
 
 
-def test_it_says_again_and_again_that_it_lives():
+def test_it_greets_again_and_again():
     async def scenario(channel, address):
         engine = Engine(address)
         channel.open(print)
@@ -109,28 +123,19 @@ def test_it_says_again_and_again_that_it_lives():
 
 
 def test_rubbish_is_told_and_harms_nothing_after_it():
-    async def scenario(channel, address):
-        engine = Engine(address)
-        received = Received(channel)
-        await engine.hear()
+    async def scenario(channel, engine, received):
         await engine.say(b"rubbish")
         assert isinstance(await received.get(), msgspec.DecodeError)
         await engine.say(Failed("fine"))
         assert (await received.get()).message == "fine"
-        engine.die()
 
-    run(scenario)
+    run_with_engine(scenario)
 
 
 def test_what_arrives_while_something_is_sent_is_not_overlooked():
     """ZMQ may take note of an arrival inside a send, and then its descriptor is silent about it."""
 
-    async def scenario(channel, address):
-        engine = Engine(address)
-        received = Received(channel)
-        await engine.hear()
-        await engine.say(Failed("0"))
-        await received.get()
+    async def scenario(channel, engine, received):
         for i in range(300):
             await engine.say(Failed(str(i)))
             begin = time.perf_counter()
@@ -140,9 +145,8 @@ def test_what_arrives_while_something_is_sent_is_not_overlooked():
                 channel.send(Cancel(1, ["a"]))
             async with asyncio.timeout(GREETING_INTERVAL / 2):
                 assert (await received.get()).message == str(i)
-        engine.die()
 
-    run(scenario)
+    run_with_engine(scenario)
 
 
 def test_a_closed_channel_is_not_read_any_longer():

@@ -85,28 +85,36 @@ def test_an_error_of_the_prefiller_counts_until_the_decoder_spoke():
 
 
 @pytest.mark.parametrize("decode", [None, D])
-def test_no_number_is_no_number_anywhere_else_either(decode):
-    with pytest.raises(EngineFailure, match="no number"):
-        feed(flight(decode), P, out(0, finish=FinishReason.ERROR))
-
-
-@pytest.mark.parametrize("decode", [None, D])
-def test_what_an_instance_lets_go_of_can_go_on_elsewhere(decode):
+def test_what_an_instance_gives_up_goes_on_elsewhere_unless_its_numbers_are_broken(decode):
     f = flight(decode)
     feed(f, P, out(0, 10))
     assert feed(f, P, out(1, finish=FinishReason.ABORT)) == []
     assert (f.stranded, f.interrupted) == (True, "p dropped this request")
+    with pytest.raises(EngineFailure, match="no number"):
+        feed(flight(decode), P, out(0, finish=FinishReason.ERROR))
 
 
 # --- losses
 
 
-def test_alone_an_instance_strands_its_sequences():
-    f = flight(decode=None)
-    f.lose(D, "it never was here", 0.0)
+@pytest.mark.parametrize(
+    ("decode", "heard", "lost"),
+    [
+        (None, None, P),  # it has the sequence alone
+        (D, None, P),  # it was still prefilling
+        (D, (D, 0), D),  # it decoded
+        (D, (D, 1), P),  # its first tokens can no longer come
+    ],
+)
+def test_the_loss_of_who_has_it_strands_a_sequence(decode, heard, lost):
+    f = flight(decode)
+    if heard:
+        feed(f, heard[0], out(heard[1], 10))
+    f.lose(E, "it never was here", 0.0)
     assert not f.stranded
-    f.lose(P, "burnt", 0.0)
-    assert (f.stranded, f.interrupted) == (True, "p failed during this request (burnt)")
+    f.lose(lost, "burnt", 0.0)
+    assert f.stranded
+    assert f.interrupted.startswith(f"{lost.name} failed during this request")
     assert feed(f, P, out(0, 10)) == [], "late"
 
 
@@ -118,12 +126,6 @@ def test_a_lost_prefiller_does_not_hurt_what_decodes_elsewhere():
     assert not overdue(f, 1e9)
     assert feed(f, D, out(2, 12)) == [(2, [12], None)]
     assert f.peers == [D]
-
-
-def test_a_lost_prefiller_that_was_still_reading_is_not_waited_for():
-    f = flight()
-    f.lose(P, "gone", 100.0)
-    assert f.stranded
 
 
 def test_who_may_just_have_taken_it_over_has_time_to_show_it():
@@ -143,7 +145,7 @@ def test_who_may_just_have_taken_it_over_has_time_to_show_it():
 def test_a_prefiller_that_goes_on_alone_says_so():
     f = flight()
     f.lose(D, "gone", 100.0)
-    assert not overdue(f, 1000.0), "it is still being read"
+    assert not overdue(f, 1000.0), "it is still being prefilled"
     assert feed(f, P, out(0, 10), now=1004.0) == [(0, [10], None)]
     assert not overdue(f, 1004.0 + SIGN_OF_LIFE)
     assert feed(f, P, out(1, 11), now=1004.0 + SIGN_OF_LIFE) == [(1, [11], None)]
@@ -154,18 +156,7 @@ def test_a_prefiller_that_goes_on_alone_says_so():
     assert overdue(f, 100.1 + SIGN_OF_LIFE), "it was taken over, and nobody was told"
 
 
-def test_a_lost_decoder_strands_what_it_decoded():
-    f = flight()
-    feed(f, D, out(0, 10))
-    f.lose(D, "gone", 0.0)
-    assert f.stranded
-
-
 def test_tokens_that_nobody_can_send_any_more_strand_it():
-    f = flight()
-    feed(f, D, out(1, 11))
-    f.lose(P, "gone", 0.0)
-    assert f.stranded
     f = flight()
     feed(f, P, out(0, 10))
     f.lose(P, "gone", 0.0)
@@ -338,7 +329,7 @@ def test_a_beam_search_stays_where_it_began_and_begins_anew_when_that_is_lost():
     asked = replace(REQUEST, params=SamplingParams(n=2, use_beam_search=True))
     f = flight(request=asked)
     assert (f.decode, f.peers, f.route) == (None, [P], "p")
-    assert feed(f, P, out(0)) == [(0, [], None)]  # its prompt was read
+    assert feed(f, P, out(0)) == [(0, [], None)]  # its prompt was prefilled
     assert (f.first, f.received) == (0.0, 0)
     f.lose(P, "killed", 1.0)
     assert f.stranded

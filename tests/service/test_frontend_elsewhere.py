@@ -85,7 +85,7 @@ def test_another_incarnation_of_an_engine_knows_nothing_of_its_last(tokenizer):
         frontend.placement.prefill = [ready(life=2).peer]
         channel.say(ready(life=2))
         await until(lambda: channel.sent[-1].to == 2)
-        channel.report(TokenOutput(name, [5]))  # of the first life, late
+        channel.report(TokenOutput(name, [5]))  # of the first incarnation, late
         channel.life = 2
         channel.report(TokenOutput(name, [6], generation=2, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[6]]
@@ -144,7 +144,7 @@ def test_cancelling_reaches_both_instances(tokenizer):
 def test_losing_one_of_two_instances(tokenizer):
     async def scenario(frontend, channels, clock):
         decoding, (one,) = await submit(frontend)
-        reading, _ = await submit(frontend)
+        prefilling, _ = await submit(frontend)
         channels["p"].report(TokenOutput(one, [5]))
         channels["d"].report(TokenOutput(one, [6], start=1))
         await until(lambda: frontend.engine_client.flights[one].handed_over)
@@ -152,10 +152,10 @@ def test_losing_one_of_two_instances(tokenizer):
         await until(lambda: not frontend.engine_client.instances["p"].ready)
         channels["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))
         assert [t for d in await collect(decoding) for t in d.tokens] == [5, 6, 7]
-        assert len(channels["q"].enqueued()) == 1, "the one whose prompt was being read, at once"
-        assert ids_of(reading) == channels["d"].cancelled(), "should it have room for it"
+        assert len(channels["q"].enqueued()) == 1, "the one that was being prefilled, at once"
+        assert ids_of(prefilling) == channels["d"].cancelled(), "should it have room for it"
         assert channels["d"].sent[-1].generation == 0
-        reading.cancel()
+        prefilling.cancel()
 
     run(tokenizer, scenario, "p", "q", "d", decode="d")
 
@@ -231,7 +231,7 @@ def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
     run(tokenizer, scenario, "a", "b")
 
 
-def test_whoever_leaves_during_the_pause_leaves_nothing(tokenizer):
+def test_a_client_that_leaves_during_the_pause_leaves_nothing(tokenizer):
     async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
         channel.report(TokenOutput(name, [20]))
@@ -379,7 +379,7 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         assert (sent.decode, sent.request.params.n) == (None, 3)
         channels[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
         await until(lambda: frontend.engine_client.flights[sent.request.id].heard)
-        assert frontend.engine_client.queued_tokens == 0, "its prompt was read"
+        assert frontend.engine_client.queued_tokens == 0, "its prompt was prefilled"
         channels[home].say(ChannelLost("killed"))
         await until(channels[other].enqueued)
         (again,) = [command for command in channels[other].sent if isinstance(command, Enqueue)]

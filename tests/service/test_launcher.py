@@ -73,16 +73,19 @@ def test_a_killed_process_comes_back_and_a_signal_ends_all(tmp_path, caplog):
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_one_that_dies_too_often_ends_the_deployment(tmp_path, caplog):
-    lives = tmp_path / "lives"
-    assert launch([shell("master", f"echo x >> {lives}; exit 7", "master"), shell("frontend-0", STAY)]) == 1
-    assert len(lines(lives)) == 4
-    assert "master ended 4 times in a row, the last time with exit code 7" in caplog.text
-
-
-def test_exit_code_2_is_handed_on(caplog):
-    assert launch([shell("master", "exit 2", "master"), shell("frontend-0", STAY)]) == 2
-    assert "it cannot be served" in caplog.text
+@pytest.mark.parametrize(
+    ("code", "starts", "ended", "says"),
+    [
+        (7, 4, 1, "master ended 4 times in a row, the last time with exit code 7"),
+        (2, 1, 2, "it cannot be served"),
+    ],
+)
+def test_how_a_deployment_ends_by_itself(tmp_path, caplog, code, starts, ended, says):
+    started = tmp_path / "started"
+    master = shell("master", f"echo x >> {started}; exit {code}", "master")
+    assert launch([master, shell("frontend-0", STAY)]) == ended
+    assert len(lines(started)) == starts
+    assert says in caplog.text
 
 
 def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
@@ -101,7 +104,7 @@ def test_exit_code_2_is_made_good_where_it_was_up_before(tmp_path, caplog):
 
 def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
     path, order = tmp_path / "kv-pool", tmp_path / "order"
-    path.touch()  # left by an earlier life, and worth nothing
+    path.touch()  # left by an earlier process, and worth nothing
     server = shell("kv-pool", f"sleep 0.2; echo kv-pool >> {order}; touch {path}; {STAY}", "kv_pool", socket=path)
     user = shell("frontend-0", f"echo user >> {order}; {STAY}", needs="kv-pool")
 
@@ -226,7 +229,7 @@ def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
     assert programs["engine-0"].needs is None
 
 
-def test_the_last_words_of_an_engine_are_told(capfd, caplog):
+def test_the_last_line_of_an_engine_is_told(capfd, caplog):
     script = "echo first >&2; echo 'CUDA out of memory' >&2; echo >&2; exit 3"
     assert launch([shell("engine-0", script, "engine")], limit=0) == 1
     assert "engine-0 ended once, the last time with exit code 3; its last words: CUDA out of memory" in caplog.text

@@ -122,11 +122,11 @@ def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
     burst = [cluster.place(tokens=10).prefill.name for _ in range(10)]
     assert burst.count("a0") == burst.count("a1") == 5
     cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
-    life = cluster.master._sessions["a0"]
-    assert life.view().pending_tokens == 0
+    session = cluster.master._sessions["a0"]
+    assert session.view().pending_tokens == 0
     assert cluster.master._sessions["a1"].view().pending_tokens == 50
     cluster.frontend(Ended([f"r{i}" for i in range(1, 11)]))
-    assert (life.view().requests, life.view().held_tokens) == (0, 0)
+    assert (session.view().requests, session.view().held_tokens) == (0, 0)
 
 
 def test_a_decoder_is_charged_before_it_hears_of_the_request():
@@ -168,7 +168,7 @@ def test_an_instance_that_is_lost_fails_or_is_excluded_gets_nothing():
         cluster.engine("a0", event)
         assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
         assert isinstance(cluster.place(exclude=["a1"]), NoPlace)
-        cluster.snap("a0")  # late, of the life that is over
+        cluster.snap("a0")  # late, of the incarnation that is over
         assert cluster.place().prefill.name == "a1"
 
 
@@ -185,7 +185,7 @@ def test_what_a_frontend_had_ends_with_it():
     cluster = Cluster("a0")
     assert cluster.frontend(Join("f", 1)) == [Joined(7)]
     cluster.place(), cluster.place(name="g")
-    cluster.frontend(Join("f", 2))  # its next life
+    cluster.frontend(Join("f", 2))  # its next incarnation
     assert len(cluster.master._sessions["a0"].homes) == 1
     cluster.tick(LEASE + 0.1)
     assert len(cluster.master._sessions["a0"].homes) == 0
@@ -245,41 +245,39 @@ def test_what_a_placement_looks_at_does_not_grow_with_pairs(monkeypatch):
     assert len(made) == 2  # of the two that the placement before has changed
 
 
-class Days(RuleBasedStateMachine):
+class AnyOrder(RuleBasedStateMachine):
     """Whatever happens: counts are right, and nobody is sent to an instance that is not there."""
 
     names = st.sampled_from(["p0", "p1", "d0", "d1", "a0"])
 
     def __init__(self):
         super().__init__()
-        self.cluster, self.lives = (
-            Cluster("p0", "p1", "d0", "d1", "a0"),
-            dict.fromkeys(("p0", "p1", "d0", "d1", "a0"), 1),
-        )
+        names = ("p0", "p1", "d0", "d1", "a0")
+        self.cluster, self.incarnations = Cluster(*names), dict.fromkeys(names, 1)
         self.placed, self.born = {}, 1
 
     @rule(name=names)
     def die(self, name):
         self.cluster.engine(name, ChannelLost("gone"))
-        self.lives.pop(name, None)
+        self.incarnations.pop(name, None)
 
     @rule(name=names)
     def live(self, name):
         self.born += 1
-        self.lives[name] = self.born
+        self.incarnations[name] = self.born
         self.cluster.start(name, self.born)
 
     @rule(name=names, sequence=st.integers(1, 5), tokens=st.integers(0, 100))
     def snap(self, name, sequence, tokens):
-        self.cluster.snap(name, sequence, self.lives.get(name, 1), running_tokens=tokens, waiting_tokens=tokens)
+        self.cluster.snap(name, sequence, self.incarnations.get(name, 1), running_tokens=tokens, waiting_tokens=tokens)
 
     @rule(name=names, sequence=st.integers(1, 5), role=st.sampled_from(["any", "prefill", "decode"]))
     def move(self, name, sequence, role):
-        self.cluster.engine(name, snapshot(self.lives.get(name, 1), sequence, role))
+        self.cluster.engine(name, snapshot(self.incarnations.get(name, 1), sequence, role))
 
     @rule(source=names, other=names)
     def break_link(self, source, other):
-        message = LinkFailed(self.lives.get(source, 1), peer(other, self.lives.get(other, 1)), "lost")
+        message = LinkFailed(self.incarnations.get(source, 1), peer(other, self.incarnations.get(other, 1)), "lost")
         self.cluster.engine(source, message)
 
     @rule(request=st.integers(0, 5), generation=st.integers(0, 2))
@@ -287,11 +285,11 @@ class Days(RuleBasedStateMachine):
         answer = self.cluster.place(f"r{request}", generation=generation)
         known = self.placed.get(request)
         if isinstance(answer, NoPlace):
-            assert not self.lives
+            assert not self.incarnations
             self.placed.pop(request, None)
         elif known is None or known.generation != generation:
             for chosen in (answer.prefill, answer.decode):
-                assert chosen is None or self.lives[chosen.name] == chosen.incarnation
+                assert chosen is None or self.incarnations[chosen.name] == chosen.incarnation
             self.placed[request] = answer
         else:
             assert answer == known
@@ -312,8 +310,8 @@ class Days(RuleBasedStateMachine):
         self.cluster.master.index.check()
 
 
-TestDays = Days.TestCase
-TestDays.settings = settings(max_examples=40, stateful_step_count=25)
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():

@@ -148,11 +148,20 @@ class ScriptedMasterChannel(ScriptedChannel):
     connected = True
 
 
-def test_a_master_that_stays_away_is_trouble():
-    async def scenario():
+def run_scripted(scenario):
+    """scenario(placement, channel, clock, asked): a master that says what it is told to."""
+
+    async def go():
         clock, channel = ManualClock(), ScriptedMasterChannel()
         placement = RemotePlacement(channel, clock)
-        asked = Asked(placement)
+        await scenario(placement, channel, clock, Asked(placement))
+        await placement.close()
+
+    run(go)
+
+
+def test_a_master_that_stays_away_is_trouble():
+    async def scenario(placement, channel, clock, asked):
         channel.say(Joined(1))
         await until(lambda: not placement.trouble)
         channel.say(ChannelLost("gone"))
@@ -172,16 +181,12 @@ def test_a_master_that_stays_away_is_trouble():
         placement.tick(clock.advance(PATIENCE / 2 + 0.1) or clock.now())
         assert asked.answers["late"].message.startswith("the master cannot be asked: it speaks protocol 99")
         assert "later" not in asked.answers
-        await placement.close()
 
-    run(scenario)
+    run_scripted(scenario)
 
 
 def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back():
-    async def scenario():
-        clock, channel = ManualClock(), ScriptedMasterChannel()
-        placement = RemotePlacement(channel, clock)
-        asked = Asked(placement)
+    async def scenario(placement, channel, clock, asked):
         channel.say(Joined(1, waiting=3))
         await until(lambda: placement.waiting == 3)
         for name in ("r", "gone"):
@@ -207,16 +212,12 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
         channel.say(Placed("r", 0, ready("a").peer))
         await until(lambda: isinstance(asked.answers["r"], Placed))
         assert isinstance(asked.answers["gone"], Queued)
-        await placement.close()
 
-    run(scenario)
+    run_scripted(scenario)
 
 
 def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
-    async def scenario():
-        clock, channel = ManualClock(), ScriptedMasterChannel()
-        placement = RemotePlacement(channel, clock)
-        asked = Asked(placement)
+    async def scenario(placement, channel, clock, asked):
         channel.say(Joined(1))
         placement.ask(place("r"))
         channel.say(Queued("r", 0))
@@ -232,16 +233,12 @@ def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
         placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
         assert placement.trouble == "the master cannot be asked: nothing was heard of it for 5 s"
         assert asked.answers["r"] == NoPlace("r", 0, placement.trouble)
-        await placement.close()
 
-    run(scenario)
+    run_scripted(scenario)
 
 
 def test_an_answer_to_an_earlier_question_is_none():
-    async def scenario():
-        channel = ScriptedMasterChannel()
-        placement = RemotePlacement(channel, ManualClock())
-        asked = Asked(placement)
+    async def scenario(placement, channel, clock, asked):
         placement.ask(place(generation=1))
         channel.say(Placed("r", 0, ready("a").peer))
         channel.say(Placed("nobody", 0, ready("a").peer))
@@ -250,9 +247,8 @@ def test_an_answer_to_an_earlier_question_is_none():
         await until(lambda: channel.silent)
         assert asked.answers["r"].prefill.name == "b"
         assert list(asked.answers) == ["r"]
-        await placement.close()
 
-    run(scenario)
+    run_scripted(scenario)
 
 
 def test_what_arrives_while_the_master_speaks_by_itself_is_read():

@@ -14,11 +14,11 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates, Start, Stop
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.service.recorder import DecidedEntry, EndedEntry, FlightRecorder, MovedEntry
+from penstock.service.recorder import DecidedEntry, EndedEntry, FlightRecorder
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
 from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, RecordDecoder, RecordEncoder, from_bytes, to_bytes
 from penstock.sim.replay import first_token, redecide, replay, spread, summary
-from tests.helpers.recordings import TIMES, an_afternoon, decision, demand, load, outcome
+from tests.helpers.recordings import TIMES, an_afternoon, decision, demand, load
 
 
 def recorded(*entries):
@@ -396,12 +396,3 @@ def test_every_policy_decides_again_what_was_recorded(name):
     found = list(replay(decisions, DISPATCH[name], random.Random(1)))
     assert len(found) == len(decisions)
     assert found == list(replay(decisions, DISPATCH[name], random.Random(1)))
-
-
-def test_moves_and_outcomes_are_kept():
-    recorder = FlightRecorder()
-    an_afternoon(recorder)
-    assert sum(isinstance(entry, MovedEntry) for entry in recorder.entries) == 3
-    told = [entry.outcome for entry in recorder.entries if isinstance(entry, EndedEntry)]
-    assert told[0] == outcome("one-0badc0de", ttft_ms=350.0)
-    assert told[-1] is None

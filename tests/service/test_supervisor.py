@@ -1,6 +1,5 @@
 """Who is started, stopped and killed, and when."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def test_the_delay_has_a_bound():
         now += 30
 
 
-def test_a_long_life_makes_the_deaths_before_it_forgotten():
+def test_a_long_run_makes_the_deaths_before_it_forgotten():
     now, ours = 0.0, supervisor([MASTER], limit=1)
     for _ in range(5):
         assert said(ours, now) == ["start master"]
@@ -83,7 +82,7 @@ def test_a_long_life_makes_the_deaths_before_it_forgotten():
         now += 1
 
 
-def test_none_is_forgiven_with_limit_0():
+def test_with_limit_0_no_death_is_made_good():
     ours = supervisor([MASTER], limit=0)
     said(ours, 0)
     assert "master ended once, the last time with exit code 0" in ours.exited("master", 0, 1)
@@ -256,11 +255,6 @@ def test_whatever_happens_it_starts_what_does_not_run_and_ends(events):
     assert ours.over
     assert not alive
     assert (ours.exit_code == 0) == (ours.failure == "")
-
-
-def test_every_actionless_moment_is_quiet():
-    ours = running()
-    assert list(itertools.chain.from_iterable(said(ours, now) for now in range(100))) == []
 
 
 @pytest.mark.parametrize(("code", "word"), [(3, "exit code 3"), (-15, "SIGTERM"), (-200, "signal 200")])
