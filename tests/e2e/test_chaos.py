@@ -192,7 +192,8 @@ def inherited(up, name, mark):
 def test_a_killed_engine_finds_its_cache_again(alone):
     """It dies in the middle of an answer. Its next life takes over the blocks that the KV pool server has kept."""
     victim = "engine-0" if alone else "decode-0"
-    with paced("tcp", **({"instances": [{}]} if alone else {})) as chaos:
+    waits = {"kv-pool": {"orphans": 120}}  # however long a process takes to start
+    with paced("tcp", **waits, **({"instances": [{}]} if alone else {})) as chaos:
         up, bodies = chaos.up, chaos.bodies(3, seed=9, prompts=(300, 600))
         chaos.run(bodies)
         mark, load = len(up.lines), chaos.start(bodies)

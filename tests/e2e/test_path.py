@@ -1,9 +1,15 @@
-"""How many of our files a streamed chat passes. Few, so that whoever follows a request through the code gets there."""
+"""How many of our files a streamed chat passes. Few, so that whoever follows a request through the code gets there.
+
+The path between two marks is recorded for every request and every token. Beside it the same threads do work by the
+clock, such as reports and signs of life, and on a loaded machine, under a profiler, that falls between the marks more
+often than not. So the path is the lower quartile by size: one that as much as a quarter of the requests really took.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -15,7 +21,7 @@ from tests.helpers.path_trace import KERNEL, REQUEST
 from tests.helpers.servers import QUICK, serving
 
 ROOT = Path(__file__).parents[2]
-CHATS, TOKENS = 5, 60
+CHATS, TOKENS = 16, 20
 FRONTEND, ENGINE = 25, 20  # at most so many files before Enqueue is sent, and from its arrival to the first kernel
 FRONTEND_LATER, ENGINE_LATER = 12, 18  # at most so many for a later token
 
@@ -34,10 +40,12 @@ def chat(url: str) -> None:
     assert json.loads(lines[0].removeprefix("data: "))["choices"]
 
 
-def typical(windows: list[set[str]]) -> set[str]:
-    """The one of median size: others hold what is done by the clock beside requests, such as signs of life."""
-    assert windows
-    return sorted(windows, key=len)[len(windows) // 2]
+def typical(windows: Iterable[set[str]], essential: str) -> set[str]:
+    """The lower quartile by size of those that pass a file without which nothing was done, as where two messages are
+    read at once and handled after it."""
+    found = sorted((window for window in windows if essential in window), key=len)
+    assert len(found) >= CHATS // 2
+    return found[len(found) // 4]
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="needs the native kernels")
@@ -51,21 +59,22 @@ def test_a_streamed_chat_passes_few_of_our_files(tmp_path, monkeypatch, capsys):
         for _ in range(CHATS):
             chat(server.url)
     frontend, engine = path_trace.read(tmp_path / "events")
-    report = "StepReport"
-    paths = {
-        "frontend, to Enqueue": (typical(list(path_trace.between(frontend, REQUEST, "> sent Enqueue"))), FRONTEND),
-        "engine, to the first kernel": (
-            typical(list(path_trace.between(engine, "> received Enqueue", KERNEL))),
-            ENGINE,
-        ),
+    sent, received = "> sent StepReport", "> received StepReport"
+    measured = {
+        "frontend, to Enqueue": (frontend, REQUEST, "> sent Enqueue", "api/chat.py", FRONTEND),
+        "engine, to the first kernel": (engine, "> received Enqueue", KERNEL, "engine/runner.py", ENGINE),
         "frontend, a later token": (
-            typical(list(path_trace.between(frontend, f"> received {report}", f"> received {report}"))),
+            frontend,
+            f"> received {report}",
+            f"> received {report}",
+            "api/sse.py",
             FRONTEND_LATER,
         ),
-        "engine, a later token": (
-            typical(list(path_trace.between(engine, f"> sent {report}", f"> sent {report}"))),
-            ENGINE_LATER,
-        ),
+        "engine, a later token": (engine, sent, sent, "engine/runner.py", ENGINE_LATER),
+    }
+    paths = {
+        name: (typical(path_trace.between(events, start, end), essential), limit)
+        for name, (events, start, end, essential, limit) in measured.items()
     }
     with capsys.disabled():
         print()

@@ -207,6 +207,16 @@ def test_who_is_too_late_waits_for_those_who_are_not():
     assert order(device) == ["fine", "hopeless"]
 
 
+def test_who_becomes_too_late_on_a_slow_device_makes_way_for_those_who_are_not():
+    """Nobody comes or goes, so that only the time says that it must be looked at again."""
+    device = Device()
+    device.add("long", 20_000, ttft_ms=2.0 * TIMES.prefill_ms(20_000, budget=BUDGET))
+    device.add("short", 6000, ttft_ms=2.5 * TIMES.prefill_ms(20_000, budget=BUDGET))
+    assert device.step() == {"long": BUDGET}
+    device.now += 1.5e-3 * TIMES.prefill_ms(20_000, budget=BUDGET)
+    assert device.step() == {"short": BUDGET}
+
+
 @pytest.mark.parametrize("lost", [{"ttft_ms": 500.0, "waited": 0.6}, {}])
 def test_nobody_starves_behind_those_who_can_be_in_time(lost):
     """More comes than can be read, and all of it could be in time by itself."""

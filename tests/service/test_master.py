@@ -314,6 +314,14 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=25)
 
 
+def test_a_long_sequence_goes_where_there_is_room_for_it():
+    cluster = Cluster("a0", "a1", "a2")
+    cluster.start("a0", life=2, max_model_len=50)
+    cluster.start("a2", life=2, max_model_len=70)
+    assert [cluster.place(tokens=80).prefill for _ in range(4)] == [peer("a1")] * 4
+    assert {cluster.place(tokens=10).prefill.name for _ in range(12)} == {"a0", "a2"}
+
+
 def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
     cluster = Cluster("a0", max_model_len=100)
     asked = {"long": 200, "short": 20}

@@ -141,6 +141,26 @@ def test_reading_pauses_without_staging_memory_and_goes_on_with_it(pair):
     assert bytes(found[0].payload.buffer) == b"c" * PAYLOAD
 
 
+def test_payloads_count_for_no_backlog_however_they_are_sent():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    connection = Connection(ours, Handshake(None, dialled=False))
+    frames = [
+        make_frame(Push(Lease("r", 0), index, b"", 0, 0, 0), 1, 2, memoryview(bytes(1 << 20))) for index in range(2)
+    ]
+    for frame in frames:
+        connection.queue(frame)
+    assert connection.backlog == sum(frame.own_bytes for frame in frames)
+    connection.flush()
+    assert connection.backlog == frames[1].own_bytes, "the first payload did not fit into the socket"
+    while connection.unsent:
+        theirs.recv(1 << 16)
+        connection.flush()
+    assert connection.backlog == 0
+    connection.close()
+    theirs.close()
+
+
 def test_greetings_tell_both_values():
     mine = Greet(name="a", incarnation=1, address="", transport="tcp", layout=LAYOUT)
     theirs = msgspec.structs.replace(mine, name="b", transport="shared", pool="1:2")

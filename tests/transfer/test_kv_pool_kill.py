@@ -23,10 +23,12 @@ QUOTA = 24
 BUSY = """
 import random, sys
 from penstock.core.layout import KVLayout
-from penstock.transfer.pool import shared_pool
+from penstock.transfer import kv_pool_client, pool
 path, name, incarnation = sys.argv[1], sys.argv[2], int(sys.argv[3])
 layout = KVLayout(**%r)
-pool = shared_pool(path, name, incarnation)(layout, %d)
+print("imported", flush=True)
+sys.stdin.readline()
+pool = pool.shared_pool(path, name, incarnation)(layout, %d)
 client, memory, records = pool.client, pool.memory, pool.client.records
 def check(block, key):
     assert bytes(memory.block(block)) == key * (layout.block_bytes // len(key)), "a block is not what it was"
@@ -92,7 +94,7 @@ def listening(path):
 def server(tmp_path):
     """(path, process), and whatever a test added to the list is killed."""
     path = str(tmp_path / "kv-pool")
-    process = start_server(path, orphan_seconds=1.0)
+    process = start_server(path, orphan_seconds=3.0)
     eventually(lambda: listening(path))
     yield path, process
     process.kill()
@@ -105,14 +107,24 @@ def test_killed_at_any_instant_nothing_leaks(server):
     shm = set(os.listdir("/dev/shm"))
     code = BUSY % (layout_fields(), QUOTA, QUOTA, 2 * QUOTA)
     dice = random.Random(5)
-    engines = {}
+    victims = dice.choices("ab", k=8)
+    # all are started beforehand and attach when they are told to: imports may take longer than orphans wait
+    spares = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, path, name, str(dice.getrandbits(60))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for name in ("a", "b", *victims)
+    ]  # fmt: skip
+    processes, engines = list(spares), {}
     inherited, said = [], []
 
     def start(name):
-        arguments = [sys.executable, "-c", code, path, name, str(dice.getrandbits(60))]
-        engines[name] = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        line = engines[name].stdout.readline()
-        assert line, "it failed at start"
+        engine = engines[name] = spares.pop(0)
+        engine.stdin.write("\n")
+        engine.stdin.close()
+        line = engine.stdout.readline()
+        assert line, "it failed as it attached"
         inherited.append(int(line))
 
     def kill(name):
@@ -123,20 +135,24 @@ def test_killed_at_any_instant_nothing_leaks(server):
         engines[name].stdout.close()
 
     try:
+        for spare in spares:
+            assert spare.stdout.readline() == "imported\n", "it failed at start"
         start("a")
         start("b")
-        for _ in range(8):
+        for name in victims:
             time.sleep(dice.uniform(0.01, 0.08))  # the instant: any
-            name = dice.choice(["a", "b"])
             kill(name)
             assert pool_status(path).broken == ""
             start(name)
             assert pool_status(path).broken == ""
         assert max(inherited) > 0, "nothing was ever inherited"
         assert any(said), "nothing was ever held together"
-    finally:
         for name in engines:
             kill(name)
+    finally:
+        for engine in processes:
+            engine.kill()
+            engine.wait()
     # the orphans' time passes, and the pool goes with the last of them
     eventually(lambda: pool_status(path).counts["pools"] == 0)
     counts = pool_status(path).counts
