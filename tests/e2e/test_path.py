@@ -65,8 +65,8 @@ def test_a_streamed_chat_passes_few_of_our_files(tmp_path, monkeypatch, capsys):
         "engine, to the first kernel": (engine, "> received Enqueue", KERNEL, "engine/runner.py", ENGINE),
         "frontend, a later token": (
             frontend,
-            f"> received {report}",
-            f"> received {report}",
+            received,
+            received,
             "api/sse.py",
             FRONTEND_LATER,
         ),

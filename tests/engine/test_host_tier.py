@@ -174,7 +174,11 @@ def test_a_way_that_fails_costs_nothing_but_time(evicted):
     evicted.way.fails = True
     assert evicted.ask_again() == evicted.tokens
     assert evicted.loaded == 0
+    stored, keys = evicted.offload.stored_blocks, set(evicted.offload.tier.keys())
+    evicted.collector.run(make_request("lost", prompt_of(5, 250), max_tokens=1))
     evicted.settle()
+    assert evicted.offload.stored_blocks == stored
+    assert set(evicted.offload.tier.keys()) <= keys, "nothing is found of a store that failed"
     evicted.way.fails = False
     evicted.collector.run(make_request("other4", prompt_of(4, 400), max_tokens=1))
     assert evicted.ask_again("third") == evicted.tokens
