@@ -144,7 +144,7 @@ def test_reading_pauses_without_staging_memory_and_goes_on_with_it(pair):
 def test_payloads_count_for_no_backlog_however_they_are_sent():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    connection = Connection(ours, Handshake(None, dialled=False))
+    connection = PeerConnection(ours, Handshake(None, dialled=False))
     frames = [
         make_frame(Push(Lease("r", 0), index, b"", 0, 0, 0), 1, 2, memoryview(bytes(1 << 20))) for index in range(2)
     ]
