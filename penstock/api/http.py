@@ -51,6 +51,7 @@ class Route(routing.Route):
         self.body = body
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
         if scope["method"] != self.method:
             message = f"{scope['path']}: {scope['method']}, allowed is {self.method}"
             raise HTTPException(405, message, {"allow": self.method})

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-import numpy as np
-
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.sched.steptime import PARTS, StepTime
 
@@ -88,6 +86,8 @@ class FactorLearner:
         """Over the last WINDOW steps, accidents included."""
         if not self._gaps:
             return Gap(0, 0.0, 0.0)
+        import numpy as np  # not when `penstock serve` starts: it slows the start of its engine
+
         gaps = np.array(self._gaps)
         return Gap(len(gaps), float(gaps.mean()), float(np.quantile(np.abs(gaps), 0.9)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
@@ -17,6 +18,7 @@ from penstock.core.wire.engine import Command, Event, Hello, decode_event
 from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, decode_from_master
 from penstock.service.instances import ChannelLost
 
+log = logging.getLogger("penstock.channel")
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
 RECONNECT_INTERVAL = 50  # ms
 LINGER = 200  # ms for sending the remaining messages after `close`
@@ -59,7 +61,8 @@ class Inbox:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Read all available messages. Those that arrive meanwhile wait for the next turn of the event loop."""
+        """Read all available messages. Those that arrive meanwhile wait for the next turn of the event loop. One that
+        cannot be handled is logged, and the others are handled all the same; none is after `close`."""
         arrived: list[list[bytes]] = []
         try:
             while self._loop is not None:
@@ -67,7 +70,12 @@ class Inbox:
         except zmq.Again:
             pass
         for frames in arrived:
-            self._read(frames)
+            if self._loop is None:
+                return
+            try:
+                self._read(frames)
+            except Exception:
+                log.exception("a message could not be handled")
 
 
 def _nobody_listens(message: object) -> None:

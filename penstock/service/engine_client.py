@@ -282,6 +282,18 @@ class EngineClient:
             return 0.0
         return max(0.0, flight.asked_first + MASTER_LEARNS - now)
 
+    def _readmit_avoided(self) -> None:
+        """Ask again for sequences without a placement that avoid all instances that serve: one may be back, or no
+        longer stuck, or better than none."""
+        now = self._clock.now()
+        serving = {instance.name for instance in self.instances.values() if instance.serves(now)}
+        for flight in list(self.flights.values()):
+            able = serving.difference(flight.failed_at)
+            if flight.prefill is None and able and able.issubset(flight.avoid):
+                flight.avoid.clear()
+                flight.again()
+                self._ask(flight)
+
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
         """No instance can take it: end it with an error."""
         if why := flight.interrupted:
@@ -360,6 +372,7 @@ class EngineClient:
                 if stranded := self._lose(instance.ready.peer, trouble):
                     log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
             self._metrics.observe_up(instance.name, instance.serves(now))
+        self._readmit_avoided()
 
     def _handle(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
         instance.heard = self._clock.now()
@@ -386,12 +399,7 @@ class EngineClient:
         if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
             log.info("%d of %d instances are ready", len(self.instances), len(self.instances))
         self.changed.set()
-        for flight in list(self.flights.values()):
-            if instance.name in flight.avoid:
-                flight.avoid = [name for name in flight.avoid if name != instance.name]
-                if flight.prefill is None:
-                    flight.again()
-                    self._ask(flight)
+        self._readmit_avoided()
 
     def _compare_lengths(self, name: str, length: int) -> None:
         """Warn of different `max_model_len`s: the shortest limits every request, so that each fits every instance."""

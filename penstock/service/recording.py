@@ -29,6 +29,7 @@ from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry
 WHOLE = 64  # instances that are all written
 BEST = 16  # candidates of a stage that are written when there are more
 QUEUE = 256  # demands of each queue that are written, the first ones
+OLD_NAMES = {"pool": "role", "reading": "prefilling"}  # of a load's fields in older recordings
 HITS = 64  # instances of which a demand's hits are written, those with the most
 
 
@@ -348,7 +349,7 @@ class RecordDecoder:
                     yield self._began.wall + (entry.now - self._began.now), entry
 
     def _begin(self, record: BeganRecord) -> None:
-        self._began = record
+        self._began = msgspec.structs.replace(record, load=tuple(OLD_NAMES.get(name, name) for name in record.load))
         self._instances: dict[int, str] = {}
         self._models: dict[int, ModelRecord] = {}
         self._times: dict[int, StepTime] = {}

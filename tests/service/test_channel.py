@@ -12,9 +12,10 @@ import zmq.asyncio
 from penstock.core.clock import SystemClock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Cancel, Failed, Hello, decode_command
-from penstock.service.channel import GREETING_INTERVAL, engine_channel
+from penstock.service.channel import GREETING_INTERVAL, Inbox, engine_channel
 from penstock.service.instances import ChannelLost
 from tests.helpers.scripted import ready
+from tests.helpers.waiting import until
 
 
 class Engine:
@@ -163,3 +164,31 @@ def test_a_closed_channel_is_not_read_any_longer():
 
     with zmq.Context() as context:
         asyncio.run(scenario(context))
+
+
+def test_a_message_that_cannot_be_handled_is_logged_and_none_is_handled_after_the_end(caplog):
+    handled = []
+
+    def handle(frames):
+        handled.append(frames[0])
+        assert frames != [b"bad"]
+        if frames == [b"last"]:
+            inbox.close()
+
+    async def scenario(context):
+        nonlocal inbox
+        with context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+            ours.bind("inproc://here")
+            theirs.connect("inproc://here")
+            inbox = Inbox(ours, handle)
+            for message in (b"bad", b"good", b"last", b"late"):
+                theirs.send(message)
+            inbox.open()
+            await until(lambda: b"last" in handled)
+            await asyncio.sleep(0.01)
+
+    inbox = None
+    with zmq.Context() as context:
+        asyncio.run(scenario(context))
+    assert handled == [b"bad", b"good", b"last"]
+    assert caplog.text.count("a message could not be handled") == 1

@@ -112,6 +112,36 @@ def test_a_silent_engine_is_unhealthy_and_its_requests_end(tokenizer):
     run(tokenizer, scenario)
 
 
+def test_an_engine_that_was_only_stuck_goes_on_with_its_requests(tokenizer):
+    async def scenario(frontend, channel, clock):
+        generation, (name,) = await submit(frontend)
+        clock.advance(SILENT_AFTER + STUCK_AFTER)
+        frontend.engine_client.tick()
+        assert [asked.exclude for asked in frontend.placement.asked] == [[], ["engine-0"]]
+        channel.report()
+        await until(lambda: frontend.healthy)
+        frontend.engine_client.tick()
+        assert len(channel.enqueued()) == 2
+        channel.report(TokenOutput(name, [6], generation=2, finish=FinishReason.LENGTH))
+        assert [d.tokens for d in await collect(generation)] == [[6]]
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize(("others", "waits"), [((), 1), (("engine-1",), 0)])
+def test_an_engine_that_dropped_a_request_gets_it_again_only_where_no_other_serves(tokenizer, others, waits):
+    async def scenario(frontend, channels, clock):
+        generation, (name,) = await submit(frontend)
+        channels["engine-0"].report(TokenOutput(name, [], finish=FinishReason.ABORT))
+        await until(lambda: channels["engine-0"].silent)
+        assert len(frontend.placement.queued) == waits
+        frontend.engine_client.tick()
+        assert [len(channel.enqueued()) for channel in channels.values()] == [1 + waits, *[1 - waits for _ in others]]
+        generation.cancel()
+
+    run(tokenizer, scenario, "engine-0", *others)
+
+
 def test_tokens_come_in_order_from_both_instances(tokenizer):
     ids = tokenizer.encode("def join(path): return")
 

@@ -77,6 +77,20 @@ def test_everything_comes_back_as_it_was():
     assert isinstance(again[-1].move, Stop)
 
 
+def test_a_recording_with_the_old_names_of_fields_is_read():
+    recorder = FlightRecorder()
+    an_afternoon(recorder)
+    encoder = RecordEncoder()
+    began = encoder.begin(0.0, 1000.0)
+    old = {"role": "pool", "prefilling": "reading"}
+    records = [replace(began, load=tuple(old.get(name, name) for name in began.load))]
+    assert {"pool", "reading"} <= set(records[0].load)
+    for entry in recorder.entries:
+        records += encoder.encode(entry)
+    again = [entry for _, entry in RecordDecoder().decode(from_bytes(to_bytes(record)) for record in records)]
+    assert again == list(recorder.entries)
+
+
 numbers = st.integers(0, 10**6)
 seconds = st.floats(0, 1e6) | st.just(inf)
 
