@@ -33,7 +33,7 @@ class _Excess(Exception):
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with time-outs for receiving and sending.
 
-    A request's body is limited elsewhere (`Edge`, `read_body`): uvicorn reads it no faster than it is taken.
+    A request's body is limited elsewhere (`Application`, `read_body`): uvicorn reads it no faster than it is taken.
 
     Args:
         send_seconds: see SEND_SECONDS.

@@ -60,9 +60,7 @@ def between(low: float, high: float) -> Callable[[str], float]:
 
 def policy(name: str) -> str:
     if name not in STEADY:
-        known = (
-            "" if name not in BUNDLES else "only what leaves the number of instances alone, for nobody starts more: "
-        )
+        known = "" if name not in BUNDLES else "only policies that do not change the number of instances: "
         raise ValueError(known + ", ".join(STEADY))
     return name
 

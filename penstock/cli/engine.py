@@ -127,9 +127,7 @@ def open_way(
     if way is None:
         return None
     if built.pool is None:
-        raise ConfigError(
-            "transport: blocks on a CUDA device cannot be handed over yet, use one role: any", "transport"
-        )
+        raise ConfigError("transport: blocks on a CUDA device cannot be handed over yet, use the role any", "transport")
     from penstock.transfer.transports import open_transport
 
     transport = open_transport(

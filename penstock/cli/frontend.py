@@ -64,7 +64,7 @@ async def serve(settings: dict[str, Any], options: ServerOptions, began: float) 
 async def watch_parent(parent: int, site: Site) -> None:
     while os.getppid() == parent:
         await asyncio.sleep(LOOK)
-    log.info("nobody is left to serve")
+    log.info("the parent process has ended")
     site.drain()
     site.drain()  # at once
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # upper bound of the seconds that requests wait for an engine to restart
-LAST_WORDS = 5  # seconds to send the remaining output once every request has ended
+CLOSING_SECONDS = 5  # to send the remaining output once every request has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +284,6 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # client addresses are not used
-        timeout_graceful_shutdown=LAST_WORDS,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
     )
     return Server(config)

@@ -53,7 +53,7 @@ def main(settings: dict[str, Any]) -> int:
 
 
 async def serve(settings: dict[str, Any]) -> None:
-    """Decide until told to stop, or until nobody is left to decide for."""
+    """Decide until told to stop, or until the parent process has ended."""
     import zmq
 
     from penstock.service.master_pump import serve_frontends
@@ -81,7 +81,7 @@ async def serve(settings: dict[str, Any]) -> None:
 async def _until_orphaned(parent: int, serving: asyncio.Task[None]) -> None:
     while os.getppid() == parent:
         await asyncio.sleep(LOOK)
-    log.info("nobody is left to decide for")
+    log.info("the parent process has ended")
     serving.cancel()
 
 

@@ -115,7 +115,7 @@ def _look(variant: str, seed: int) -> Offered:
 
 
 def _bound(variant: str, seed: int) -> float | None:
-    """The greatest scale that anybody could keep up with who has the same instances: if the policy scales, as many as
+    """The greatest scale that any policy could keep up with on the same instances: if the policy scales, as many as
     there may be. None when there is none."""
     assert _given is not None
     scenario = _given.scenario

@@ -157,7 +157,7 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
     for group in deployment.groups:
         table.add_row(group.name, str(group.count), group.role, group.device)
     if deployment.orphans is not None:
-        table.add_row("kv-pool", "1", "", f"holds blocks of dead engines for {deployment.orphans:g} s")
+        table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
     if deployment.transport is not None:
         table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
     Console().print(table)

@@ -148,7 +148,7 @@ class EngineServer:
             if now - looked >= REPORT_INTERVAL:
                 looked = now
                 if orphaned():
-                    log.info("nobody is left to serve")
+                    log.info("the parent process has ended")
                     return
 
     def fail(self, message: str) -> None:

@@ -78,7 +78,7 @@ class Inbox:
                 log.exception("a message could not be handled")
 
 
-def _nobody_listens(message: object) -> None:
+def _not_opened(message: object) -> None:
     raise AssertionError("a message came before the channel was opened")
 
 
@@ -109,7 +109,7 @@ class Channel(Generic[Sent, Received]):
         self._clock = clock
         self._greeted = clock.now()
         self._greeting: asyncio.TimerHandle | None = None
-        self._handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None] = _nobody_listens
+        self._handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None] = _not_opened
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, sender.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -190,8 +190,8 @@ def engine_channel(
     kind: Literal["frontend", "master"],
     clock: Clock,
 ) -> EngineChannel:
-    return Channel(context, address, sender, lambda life: Hello(sender, life, kind), decode_event, clock)
+    return Channel(context, address, sender, lambda incarnation: Hello(sender, incarnation, kind), decode_event, clock)
 
 
 def master_channel(context: zmq.SyncContext, address: str, sender: str, clock: Clock) -> MasterChannel:
-    return Channel(context, address, sender, lambda life: Join(sender, life), decode_from_master, clock)
+    return Channel(context, address, sender, lambda incarnation: Join(sender, incarnation), decode_from_master, clock)

@@ -297,7 +297,7 @@ class EngineClient:
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
         """No instance can take it: end it with an error."""
         if why := flight.interrupted:
-            error = EngineFailure(f"{why}, and nobody could go on with it, {AGAIN}")
+            error = EngineFailure(f"{why}, and no instance could continue it, {AGAIN}")
         flight.owner.fail(error)
 
     def _reaches(self, peer: Peer) -> bool:
@@ -322,7 +322,7 @@ class EngineClient:
         now = self._clock.now()
         self._cancel(flight, flight.peers)
         if flight.launches >= ATTEMPTS:
-            why = f"{flight.interrupted}, one of {flight.launches} places where it was tried in vain"
+            why = f"{flight.interrupted}, one of {flight.launches} failed attempts"
             log.warning("request %s: %s", flight.id, why)
             flight.owner.fail(EngineFailure(why))
             return
@@ -391,7 +391,7 @@ class EngineClient:
 
     def _greet(self, instance: Instance, ready: Ready) -> None:
         if instance.ready is not None:
-            self.instance_lost(instance.name, "another life of the engine has begun")
+            self.instance_lost(instance.name, "another incarnation of the engine has begun")
         instance.ready = instance.said = ready
         instance.lost, instance.role = "", ready.role
         self._metrics.observe_up(instance.name, True)

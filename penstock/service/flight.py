@@ -145,7 +145,7 @@ class Flight(Generic[Owner]):
 
     def launch(self, placed: Placed, now: float) -> Request:
         """Start an attempt at this placement; returns the command."""
-        # a beam search stays where its prompt is read
+        # a beam search stays where its prompt is prefilled
         self.prefill, self.decode = placed.prefill, None if self.request.params.use_beam_search else placed.decode
         self.launches += 1
         if self.first is None:
@@ -177,7 +177,7 @@ class Flight(Generic[Owner]):
     # --- what comes of it
 
     def accept(self, name: str, incarnation: int, output: TokenOutput, now: float) -> list[TokenOutput]:
-        """What can be passed on now that this came from a life of an instance. It may leave the sequence stranded.
+        """What can be passed on now that this came from an incarnation of an instance. It may leave the sequence stranded.
 
         Raises:
             EngineFailure: it cannot end well anywhere.
@@ -242,7 +242,7 @@ class Flight(Generic[Owner]):
         elif first in self._lost:
             self._strand(f"{first.name} failed during this request", now)
         else:
-            self.deadline = None  # it is still being read there, or decoded
+            self.deadline = None  # it is still being prefilled there, or decoded
 
     def _in_order(self, output: TokenOutput) -> list[TokenOutput]:
         if not self._early and output.start == len(self.tokens):  # nearly always, and for every token

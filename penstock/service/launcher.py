@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
 LOOK_CLOSELY = 1.0  # seconds between two checks of their progress
-LAST_WORDS = 500  # characters
+LAST_OUTPUT = 500  # characters
 STDERR = 2
 MOVED = 0.1  # seconds of CPU that count as progress; threads that only poll use less
 LONGEST_LOOK = 2.0  # most seconds counted between two checks: the checker itself may have been stopped
@@ -130,10 +130,10 @@ class _Voice:
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last line; ask when it has ended."""
         self._thread.join(1.0)  # not for longer: a child of the process may hold the pipe
-        return self._last.decode(errors="replace").strip()[:LAST_WORDS]
+        return self._last.decode(errors="replace").strip()[:LAST_OUTPUT]
 
     def _carry(self) -> None:
         assert self._process.stderr is not None
@@ -291,7 +291,7 @@ class Launcher:
                 self._watches.pop(name, None)
                 expected = self._supervisor.stopping
                 voice = self._voices.pop(name, None)
-                sentence = self._supervisor.exited(name, code, now, voice.last_words() if voice is not None else "")
+                sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
                 if sentence != self._supervisor.failure:  # which is logged at the end
                     log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
                 ended.append((name, sentence))

@@ -437,7 +437,7 @@ class Master:
         return any(s.ready.max_model_len >= demand.tokens and s.name not in demand.exclude for s in able)
 
     def _no_place(self, now: float, frontend: str, place: Place) -> Action:
-        return ToFrontend(frontend, NoPlace(place.request_id, place.generation, self._why_nobody(now, place)))
+        return ToFrontend(frontend, NoPlace(place.request_id, place.generation, self._why_none(now, place)))
 
     def _view(self, now: float) -> ClusterView:
         return ClusterView(
@@ -489,7 +489,7 @@ class Master:
         """Stop instances that have drained."""
         return [StopInstance(s.name) for s in self._sessions.values() if s.draining and s.drained]
 
-    def _why_nobody(self, now: float, place: Place) -> str:
+    def _why_none(self, now: float, place: Place) -> str:
         states = self.states(now)
         if len(states) <= LISTED:
             seen = ", ".join(f"{name} {state}" for name, state in states.items())

@@ -53,7 +53,7 @@ class MasterPump:
         recording: RecorderFile | None = None,
     ) -> None:
         self.master = master
-        self.deliver: Callable[[ToFrontend], None] = _nobody_listens
+        self.deliver: Callable[[ToFrontend], None] = _not_started
         self._channels = channels
         self._clock = clock
         self._recording = recording
@@ -125,7 +125,7 @@ class MasterPump:
             self._tick()
 
 
-def _nobody_listens(action: ToFrontend) -> None:
+def _not_started(action: ToFrontend) -> None:
     raise AssertionError("frontends are told something before there are any")
 
 
@@ -137,7 +137,7 @@ class LocalPlacement:
     def __init__(self, pump: MasterPump, sender: str) -> None:
         self._pump, self._sender = pump, sender
         self._renewing: asyncio.Task[None] | None = None
-        self._answered: Answered = _nobody_asked
+        self._answered: Answered = _not_started_placement
 
     @property
     def wants_keys(self) -> bool:
@@ -181,7 +181,7 @@ class LocalPlacement:
         await self._pump.close()
 
 
-def _nobody_asked(answer: Answer) -> None:
+def _not_started_placement(answer: Answer) -> None:
     raise AssertionError("asked before the start")
 
 

@@ -99,7 +99,7 @@ class RemotePlacement:
         self.wants_keys = False
         self._asked: dict[str, _Question] = {}  # by request id
         self._queued: dict[str, _Question] = {}  # the same, of those that the master has queued
-        self._answered: Answered = _nobody_listens
+        self._answered: Answered = _not_started
 
     def start(self, answered: Answered) -> None:
         self._answered = answered
@@ -187,5 +187,5 @@ class RemotePlacement:
             self._answered(answer)
 
 
-def _nobody_listens(answer: Answer) -> None:
+def _not_started(answer: Answer) -> None:
     raise AssertionError("asked before the start")

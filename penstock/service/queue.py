@@ -1,4 +1,4 @@
-"""Sequences that wait for a place at the master, and what came and went lately. Under overload ten thousands wait,
+"""Sequences that wait for a place at the master, and recent rates. Under overload ten thousands wait,
 so little here goes through them all."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.sched.cluster import Demand, Key, Rates, ViewQueue
 from penstock.service.session import InstanceSession
 
-REMEMBERED = 8  # comings and goings for each who waits, and at least MEMORY, after which they are forgotten
+REMEMBERED = 8  # length of the history: changes for each waiting sequence, and at least MEMORY
 MEMORY = 256
 WINDOW = 10.0  # seconds
 

@@ -127,12 +127,12 @@ class Supervisor:
         """The program hangs."""
         self._places[name].stuck = why
 
-    def exited(self, name: str, code: int, now: float, last_words: str = "") -> str:
+    def exited(self, name: str, code: int, now: float, last_output: str = "") -> str:
         """A process has ended; returns a sentence that says so, and what follows.
 
         Args:
             code: as `subprocess` has it: -N when signal N ended it.
-            last_words: the last line of its standard error.
+            last_output: the last line of its standard error.
         """
         place = self._places[name]
         assert place.running, f"{name} does not run"
@@ -157,8 +157,8 @@ class Supervisor:
         if place.deaths > self._restart.limit:
             times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
             why = f"{name} ended {times}, the last time with {ending}"
-            if last_words:
-                why += f"; its last words: {last_words}"
+            if last_output:
+                why += f"; its last output: {last_output}"
             place.given_up = place.program.kind == "engine"
             if place.given_up and any(p.program.kind == "engine" and not p.given_up for p in self._places.values()):
                 return f"{why}; it is given up, and the other engines serve on"

@@ -1,6 +1,6 @@
 """A simulation's result, as plain values for JSON. Everything in it is a function of scenario, policy and seed.
 
-Attainment, times and series are of online requests; what offline ones got is told by tokens.
+Attainment, times and series are of online requests; offline ones are measured in tokens.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def simulate(
         scale: factor on the workload's native rate.
         allowed_misses: share of the requests that may miss their limits before the simulation is given up, its result
             then being incomplete; None never gives up.
-        progress: told how many requests are over, and of how many.
+        progress: called with the number of ended requests, and their total.
 
     Raises:
         ConfigError: the variant or the workload cannot be had.
@@ -90,7 +90,7 @@ def simulate_slice(
 
     Args:
         rng: made of `seed` and the slice's number.
-        progress: told how many requests are over of those that it sees, and of how many at most.
+        progress: called with the number of ended requests of those that it sees, and their total at most.
 
     Raises:
         ConfigError: the variant or the workload cannot be had, or cannot be had in slices.

@@ -28,7 +28,7 @@ REORDER_SECONDS = 0.02  # a frame waits that long for another one to overtake it
 
 
 class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """After `after` frames, sent or heard, none comes through for `for_s` seconds; None: ever again."""
+    """After `after` frames, sent or received, all are dropped for `for_s` seconds; None: for ever."""
 
     after: int = 0
     for_s: float | None = None
@@ -79,7 +79,7 @@ class FaultyCarrier(Carrier):
     def __init__(self, me: Greet, sockets: int, payload_bytes: int, faults: Faults, secret: str | None = None) -> None:
         self._faults = faults
         self._random = Random(f"{faults.seed}:{me.name}")
-        self._passed = 0  # frames, sent or heard
+        self._passed = 0  # frames, sent or received
         self._cut: float | None = None  # when the partition began
         self._stalled: set[tuple[str, str]] = set()  # message name, request id
         self._held: list[Callable[[], None]] = []  # frames that wait to be overtaken

@@ -21,10 +21,10 @@ OPTIONS = (
 )
 
 
-def read(*argv, environment=None):
+def read(*argv, environment=None, options=OPTIONS):
     parser = argparse.ArgumentParser()
-    add_options(parser, OPTIONS)
-    return read_options(OPTIONS, parser.parse_args(argv), environment or {})
+    add_options(parser, options)
+    return read_options(options, parser.parse_args(argv), environment or {})
 
 
 def test_flag_environment_file_default(tmp_path):
@@ -37,6 +37,20 @@ def test_flag_environment_file_default(tmp_path):
     assert read("--no-enable-it")["enable_it"] is False
     file.write_text("port:\nnames:\n")
     assert read("--config", str(file)) == read()  # left blank is not given
+
+
+def test_a_setting_under_its_old_name_is_refused_with_the_new_one(tmp_path, capsys):
+    options = (Option("kv-pool", words, (), "was called keeper"),)
+    with pytest.raises(SystemExit):
+        read("--keeper", "x", options=options)
+    assert "--keeper is called --kv-pool now" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="^PENSTOCK_KEEPER is called PENSTOCK_KV_POOL now"):
+        read(environment={"PENSTOCK_KEEPER": "x"}, options=options)
+    file = tmp_path / "settings.yaml"
+    file.write_text("keeper: [x]\n")
+    with pytest.raises(ConfigError, match="'keeper' is called kv-pool now"):
+        read("--config", str(file), options=options)
+    assert read(environment={"PENSTOCK_KEEPER": "x"}) == read(), "that was no setting here"
 
 
 @pytest.mark.parametrize(

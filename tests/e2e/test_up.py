@@ -221,7 +221,7 @@ def test_requests_of_an_engine_that_does_not_come_back_end_with_an_error_each():
             up.kill("engine-0")
             rest = [line for line in lines if line]
         assert "engine-0 failed during this request" in rest[-1]
-        assert "nobody could go on with it, the request can be sent again" in rest[-1]
+        assert "no instance could continue it, the request can be sent again" in rest[-1]
         assert not any("Traceback" in line for line in up.lines)
 
 

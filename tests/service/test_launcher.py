@@ -232,7 +232,7 @@ def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
 def test_the_last_line_of_an_engine_is_told(capfd, caplog):
     script = "echo first >&2; echo 'CUDA out of memory' >&2; echo >&2; exit 3"
     assert launch([shell("engine-0", script, "engine")], limit=0) == 1
-    assert "engine-0 ended once, the last time with exit code 3; its last words: CUDA out of memory" in caplog.text
+    assert "engine-0 ended once, the last time with exit code 3; its last output: CUDA out of memory" in caplog.text
     assert "first\nCUDA out of memory\n" in capfd.readouterr().err
 
 

@@ -130,7 +130,7 @@ def test_a_long_start_is_no_success():
         now += 10 * STEADY + 1
         sentence = ours.exited("engine-0", -9, now, "out of memory")
         now += 100
-    assert sentence.endswith("3 times in a row, the last time with SIGKILL; its last words: out of memory")
+    assert sentence.endswith("3 times in a row, the last time with SIGKILL; its last output: out of memory")
 
 
 def test_one_that_is_stuck_is_killed_and_that_is_a_death():

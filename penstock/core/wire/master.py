@@ -27,9 +27,9 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     first one.
 
     Attributes:
-        prompt_tokens: to be read: of the prompt, and what was generated before.
+        prompt_tokens: to be prefilled: of the prompt, and what was generated before.
         max_tokens: to be generated after these, at most.
-        keys: prefix keys of the full blocks of what is to be read, where the master wants them.
+        keys: prefix keys of the full blocks of what is to be prefilled, where the master wants them.
         waited: seconds since it arrived at the frontend; for an interrupted one so many that its deadline is right.
         exclude: instances to avoid, because they just failed this sequence.
         ttft_ms, tpot_ms, offline: see `core.request.Request`.

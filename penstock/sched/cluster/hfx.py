@@ -21,8 +21,8 @@ Not in the paper, or not as it is there:
 - T is the strictest among what waits and can still be kept and what is in flight. Without any a batch is what one step
   prefills.
 - A prompt that is larger than the budget of an idle instance goes to the mature instance that ends it first, alone.
-- Nobody is dropped: what can no longer keep its target, or has none, goes after all that can, in order of arrival;
-  it is owed nothing more, so its own TPOT holds nobody back. `Turns` keeps it from waiting for ever.
+- No sequence is dropped: one that can no longer meet its target, or has none, goes after all that can, in order of
+  arrival; its own TPOT is then ignored. `Turns` prevents starvation.
 - A TPOT under a step of one sequence is out of reach and not counted.
 - Memory: a sequence goes where it has room beside what the others will come to (`has_room`).
 """
@@ -164,7 +164,7 @@ class HFX:
 
 
 class _Line(NamedTuple):
-    """Everyone who waits; [demands] each."""
+    """All queued sequences; [demands] each."""
 
     deadline: _Values
     ttft: _Values
@@ -403,7 +403,7 @@ class _Moment:
     def _home(
         self, load: InstanceLoad, demand: Demand, lively: bool, barred: str | None
     ) -> tuple[InstanceLoad | None, dict[str, float]]:
-        """Who decodes, and the predicted steps of those who might; nobody if it may not be placed."""
+        """The instance that decodes, and the predicted steps of the candidates; none if it may not be placed."""
         if not self._candidates.hands_over(demand, load):
             return load if has_room(load, demand, self._view.rates.output_tokens) else None, {}
         home, steps = self._policy.foresight.home(self._candidates, demand, load, lively, barred)

@@ -1,4 +1,4 @@
-"""Who may prefill a sequence's prompt, and who may go on from there."""
+"""The stages of a request: candidates for prefill, and for decode after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:
 
 
 def takers(view: ClusterView, demand: Demand, prefill: InstanceLoad) -> list[InstanceLoad]:
-    """To whom the prefiller can hand over; one of "any" may as well keep what it has prefilled."""
+    """The instances that the prefiller can hand over to; one of "any" may also keep what it has prefilled."""
     return [i for i in fitting(view, demand) if i.name in prefill.peers and hands_over(prefill.role, i.role)]
 
 
@@ -82,7 +82,7 @@ class Candidates:
                 yield load
 
     def hands_over(self, demand: Demand, prefill: InstanceLoad) -> bool:
-        """Whether anybody takes over."""
+        """Whether any instance takes over."""
         return next(self.takers(demand, prefill), None) is not None
 
     def homes(self, demand: Demand, prefill: InstanceLoad) -> Iterator[InstanceLoad]:

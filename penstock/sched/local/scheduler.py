@@ -592,7 +592,7 @@ class Scheduler:
             allowance.granted(sequence, cached, count)
         return True
 
-    # --- who gives way to whom
+    # --- preemption
 
     def _victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
         """See `KVManager.victims`; the one that comes takes so many places."""

@@ -32,8 +32,8 @@ class StoreHold:
 
     Attributes:
         stores: under way.
-        blocks: held for them since the sequence has let go of them, and all before them too: whoever holds a block
-            holds its parents (`BlockPool`).
+        blocks: held for them since the sequence has freed them, and all before them too: a holder of a block holds its
+            parents (`BlockPool`).
     """
 
     stores: int = 0
@@ -46,7 +46,7 @@ class Sequence:
     Attributes:
         rows: places that it takes among those that run at once.
         branching: it is a `BeamGroup`.
-        rank: (offline, priority, order of arrival); whoever is last gives up its blocks first.
+        rank: (offline, priority, order of arrival); the last one is preempted first.
         turn: its place among those whose prompts are to be prefilled, the least first; the policy says what it means.
         arrived: when its client sent it.
         added, started, answered: when it came to this engine, first ran, and had its first token, wherever that was
@@ -211,7 +211,7 @@ class Sequence:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
-    # --- commands and tells
+    # --- steps and results
 
     @property
     def due(self) -> float:
