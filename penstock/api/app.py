@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,10 @@ def create_app(
         *health.routes(frontend, metrics, _version()),
     ]
 
+    described = functools.cache(functools.partial(document, routes, _version()))
+
     async def openapi(request: Request) -> Response:
-        return json_response(document(routes, _version()))
+        return json_response(described())
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
     return Application(every, frontend, metrics, api_keys, max_body_bytes, tracing)

@@ -44,7 +44,7 @@ def test_a_setting_under_its_old_name_is_refused_with_the_new_one(tmp_path, caps
     with pytest.raises(SystemExit):
         read("--keeper", "x", options=options)
     assert "--keeper is called --kv-pool now" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="^PENSTOCK_KEEPER is called PENSTOCK_KV_POOL now"):
+    with pytest.raises(ConfigError, match=r"^PENSTOCK_KEEPER is called PENSTOCK_KV_POOL now"):
         read(environment={"PENSTOCK_KEEPER": "x"}, options=options)
     file = tmp_path / "settings.yaml"
     file.write_text("keeper: [x]\n")
