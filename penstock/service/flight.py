@@ -177,7 +177,7 @@ class Flight(Generic[Owner]):
     # --- what comes of it
 
     def accept(self, name: str, incarnation: int, output: TokenOutput, now: float) -> list[TokenOutput]:
-        """Accept an output of an instance's incarnation; returns what can be passed on. It may leave the sequence stranded.
+        """Accept an output of an instance's incarnation; returns what can be passed on. It may be stranded after it.
 
         Raises:
             EngineFailure: it cannot end well anywhere.
