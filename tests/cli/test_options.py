@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, argv, says):
     ],
 )
 def test_what_only_the_engine_finds_out_is_one_line_too_spelled_as_the_flag_was(flags, says):
-    done = penstock("serve", "demo", *flags)
+    done = penstock("serve", "demo", "--port", "0", *flags)
     assert done.returncode == 2, done.stderr
     (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("penstock")]
     assert says in complaint
