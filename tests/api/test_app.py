@@ -13,6 +13,12 @@ from penstock.obs.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+REQUESTS = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": [97]}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [97]}),
+]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -33,15 +39,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert error_of(missing)["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", {"prompt": "a"}),
-        ("/tokenize", {"prompt": "a"}),
-        ("/detokenize", {"tokens": [97]}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
 async def test_an_unknown_model_is_answered_with_the_served_ones(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
@@ -84,15 +82,7 @@ async def test_health_is_honest(client: httpx.AsyncClient, frontend: Any, path: 
     assert "the engine is stuck" in error_of(response)["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", {"prompt": [1]}),
-        ("/tokenize", {"prompt": "a"}),
-        ("/detokenize", {"tokens": [97]}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
 async def test_before_it_is_ready_nobody_is_told_that_their_request_is_wrong(
     client: httpx.AsyncClient, frontend: Any, path: str, body: dict[str, Any]
 ) -> None:

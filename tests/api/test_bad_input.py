@@ -46,6 +46,10 @@ FIELDS = [  # path, body, status, param
     (TEXT, {"prompt": 7}, 400, "prompt"),
     (TEXT, {"prompt": {"text": "a"}}, 400, "prompt"),
     (TEXT, {"prompt": ["a", 1]}, 400, "prompt"),
+    (TEXT, {"prompt": ["a", ""]}, 400, "prompt"),
+    (TEXT, {"prompt": ["a", [1]]}, 400, "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, 400, "prompt"),
+    (TEXT, {"prompt": [[1], [-1]]}, 400, "prompt"),
     (TEXT, {"prompt": [-1]}, 400, "prompt"),
     (TEXT, {"prompt": [257]}, 400, "prompt"),
     (TEXT, {"prompt": [HUGE]}, 400, "prompt"),
@@ -55,6 +59,17 @@ FIELDS = [  # path, body, status, param
     (TEXT, {"prompt": "a", "model": "gpt"}, 404, "model"),
     (TEXT, {"prompt": "a", "model": ["tiny"]}, 400, "model"),
     (TEXT, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "echo": True, "max_tokens": -1}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "echo": True, "max_tokens": 0, "min_tokens": 1}, 400, "min_tokens"),
+    (TEXT, {"prompt": "a", "min_tokens": 17}, 400, "min_tokens"),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2}, 400, "prompt_logprobs"),
+    (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+    (TEXT, {"prompt": "a", "truncate_prompt_tokens": 129}, 400, "truncate_prompt_tokens"),
+    (TEXT, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt"),
+    (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXT, {"prompt": "a", "best_of": 2}, 400, "best_of"),
     (TEXT, {"prompt": "a", "max_tokens": HUGE}, 400, "max_tokens"),
     (TEXT, {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens"),
     (TEXT, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
@@ -74,6 +89,9 @@ FIELDS = [  # path, body, status, param
     (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": "a", "logit_bias": {"1": "x"}}, 400, "logit_bias"),
     (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "logprobs": -1}, 400, "logprobs"),
+    (TEXT, {"prompt": "a", "logprobs": True}, 400, "logprobs"),
     (TEXT, {"prompt": "a", "stream": "yes"}, 400, "stream"),
     (TEXT, {"prompt": "a", "slo": {"ttft_ms": 0}}, 400, "slo.ttft_ms"),
     (TEXT, {"prompt": "a", "slo": {"speed": 1}}, 400, "slo.speed"),
@@ -108,10 +126,13 @@ async def test_bytes(client: httpx.AsyncClient, path: str, content: bytes, statu
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), FIELDS, ids=[str(case[1])[:50] for case in FIELDS])
-async def test_fields(client: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str) -> None:
+async def test_fields(
+    client: httpx.AsyncClient, frontend: Any, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
     error = error_of(await client.post(path, content=json.dumps(body), headers=JSON), status)
     assert error["param"] == param
     assert error["message"].startswith((param, param.split("[", maxsplit=1)[0], "exactly"))
+    assert not frontend.submitted
 
 
 async def test_arguments_of_tool_calls_that_are_nested_without_end(client: httpx.AsyncClient) -> None:

@@ -130,7 +130,7 @@ def test_bad_flags_are_named(words, message):
 
 def test_extra_body(server):
     assert serve(server, "--extra-body", '{"top_k": 3}', "--no-ignore-eos", "--temperature", 0.5) == 0
-    assert server.bodies[-1]["top_k"] == 3
+    assert (server.bodies[-1]["top_k"], server.bodies[-1]["temperature"]) == (3, 0.5)
     assert "ignore_eos" not in server.bodies[-1]
     with pytest.raises(ConfigError, match="--extra-body"):
         serve(server, "--extra-body", "[3]")

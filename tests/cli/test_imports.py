@@ -26,3 +26,8 @@ from penstock.nn.loader import load_model
 from penstock.service.checkpoint import find_checkpoint
 load_model(find_checkpoint("demo"), torch.device("cpu"))"""
     assert imported(code, "sympy", "torch") == {"torch"}
+
+
+def test_text_imports_no_tokenizer_before_it_is_used():
+    code = "import penstock.text.chat, penstock.text.detokenizer, penstock.text.stop, penstock.text.tokenizer"
+    assert imported(code, "tokenizers", "jinja2", "transformers", "torch", "numpy") == set()

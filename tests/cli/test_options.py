@@ -95,40 +95,14 @@ def test_a_bad_file_is_named(tmp_path, content, says):
 
 
 def test_the_flags_of_serve():
-    assert sorted(option.name for option in serve.OPTIONS) == [
-        "api-key",
-        "async-scheduling",
-        "chat-template",
-        "device",
-        "drain-timeout",
-        "dtype",
-        "enable-prefix-caching",
-        "flight-recorder",
-        "gpu-memory-utilization",
-        "graph-mode",
-        "host",
-        "host-cache-memory",
-        "kv-address-mode",
-        "kv-cache-memory",
-        "kv-layout",
-        "log-format",
-        "log-level",
-        "max-body-size",
-        "max-model-len",
-        "max-num-batched-tokens",
-        "max-num-seqs",
-        "max-queued-requests",
-        "max-queued-tokens",
-        "metrics-compat",
-        "otlp-traces-endpoint",
-        "port",
-        "scheduling-policy",
-        "seed",
-        "send-timeout",
-        "served-model-name",
-        "step-time-limit-ms",
-        "weight-cache",
-    ]
+    assert {option.name for option in serve.OPTIONS} == {
+        *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
+        *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
+        *("kv-cache-memory", "kv-layout", "log-format", "log-level", "max-body-size", "max-model-len"),
+        *("max-num-batched-tokens", "max-num-seqs", "max-queued-requests", "max-queued-tokens", "metrics-compat"),
+        *("otlp-traces-endpoint", "port", "scheduling-policy", "seed", "send-timeout", "served-model-name"),
+        *("step-time-limit-ms", "weight-cache"),
+    }
 
 
 def code_of(argv):
