@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli import bench_kernels, bench_offline
-from penstock.cli.options import client_key
+from penstock.cli.options import add_flag, between, client_key, integer, number
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,44 +20,7 @@ if TYPE_CHECKING:
     from penstock.bench.dataset import Dataset
     from penstock.bench.serve import Bench, LoadShape, Measurement
 
-# flag -> (least, greatest, whether the least itself is allowed)
-RANGES: dict[str, tuple[float, float, bool]] = {
-    "port": (1, 65535, True),
-    "timeout": (0, 1e6, False),
-    "temperature": (0, 2, True),
-    "vocab_size": (1, 1 << 24, True),
-    "num_prompts": (1, math.inf, True),
-    "num_warmups": (0, math.inf, True),
-    "random_input_len": (1, math.inf, True),
-    "random_output_len": (1, math.inf, True),
-    "random_range_ratio": (0, 1, True),
-    "prefix_len": (1, math.inf, True),
-    "num_prefixes": (1, math.inf, True),
-    "prefix_zipf": (0, 10, True),
-    "trace_scale": (0, 1e6, False),
-    "trace_start": (0, math.inf, True),
-    "trace_duration": (0, math.inf, False),
-    "trace_spread": (0, 3600, True),
-    "request_rate": (0, math.inf, False),
-    "burstiness": (0, math.inf, False),
-    "max_concurrency": (1, math.inf, True),
-    "seed": (0, 2**63 - 1, True),
-    "attainment": (0, 1, False),
-    "percentile": (0, 100, False),
-    "start": (0, math.inf, False),
-    "min_load": (0, math.inf, False),
-    "max_load": (0, 1e6, False),
-    "tolerance": (0.001, 1, True),
-    "probe_seconds": (0, math.inf, True),
-    "batch_size": (1, math.inf, True),
-    "input_len": (1, math.inf, True),
-    "output_len": (1, math.inf, True),
-    "num_iters": (1, math.inf, True),
-    "num_iters_warmup": (0, math.inf, True),
-    "max_num_seqs": (1, math.inf, True),
-    "max_model_len": (2, math.inf, True),
-    "max_num_batched_tokens": (1, math.inf, True),
-}
+POSITIVE = number(0, endless=True)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -73,13 +36,11 @@ def add_parser(subparsers: Any) -> None:
     _server_flags(serve)
     _dataset_flags(serve, num_prompts=1000)
     arrivals = serve.add_argument_group("arrivals")
-    arrivals.add_argument(
-        "--request-rate", type=float, help="requests/s, inf for all at once (default: inf, or a trace's)"
-    )
-    arrivals.add_argument("--trace-scale", type=float, default=1.0, help="factor on the trace's own rate")
-    arrivals.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier, inf constant")
-    arrivals.add_argument(
-        "--max-concurrency", type=int, help="most in flight; without a rate: that many closed-loop users"
+    add_flag(arrivals, "request-rate", POSITIVE, help="requests/s, inf for all at once (default: inf, or a trace's)")
+    add_flag(arrivals, "trace-scale", number(0, 1e6), default=1.0, help="factor on the trace's own rate")
+    add_flag(arrivals, "burstiness", POSITIVE, default=1.0, help="1 is Poisson, less is burstier, inf constant")
+    add_flag(
+        arrivals, "max-concurrency", integer(1), help="most in flight; without a rate: that many closed-loop users"
     )
     serve.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits on ttft, tpot, e2e in ms")
     serve.add_argument(
@@ -115,60 +76,49 @@ def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError` for a bad value, `Unavailable` when no server answers; returns the exit code."""
     from penstock.bench import document
 
-    check_ranges(args)
     document.check_writable(args.json, "--json")
     earlier = document.read(args.compare, args.bench_command) if args.compare else None
     return args.benchmark(args, earlier)
-
-
-def check_ranges(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` naming the first flag whose value is out of range."""
-    for name, (least, greatest, closed) in RANGES.items():
-        value = getattr(args, name, None)
-        if value is None or (least < value <= greatest) or (closed and value == least):
-            continue
-        bounds = f"{'at least' if closed else 'above'} {least:g}"
-        bounds += "" if math.isinf(greatest) else f" and at most {greatest:g}"
-        raise ConfigError(f"--{name.replace('_', '-')}: {value}, allowed is a number {bounds}", name)
 
 
 def _server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", help="such as http://127.0.0.1:8000; instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1")
-    group.add_argument("--port", type=int, default=8000)
+    add_flag(group, "port", integer(1, 65535), default=8000)
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     group.add_argument("--model", help="a name that the server lists (default: its first)")
     group.add_argument("--api-key", default=client_key(os.environ), help="default: the first of PENSTOCK_API_KEY")
-    group.add_argument("--timeout", type=float, default=600.0, help="seconds that one request may take")
-    group.add_argument("--temperature", type=float, default=0.0)
+    add_flag(group, "timeout", number(0, 1e6), default=600.0, help="seconds that one request may take")
+    add_flag(group, "temperature", between(0, 2), default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
     group.add_argument("--extra-body", metavar="JSON", help="an object of fields added to every request")
-    group.add_argument("--num-warmups", type=int, default=3, help="requests before the run, which are not counted")
+    add_flag(group, "num-warmups", integer(0), default=3, help="requests before the run, which are not counted")
 
 
 def _dataset_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", choices=("random", "prefix", "trace", "lengths"), default="random")
     group.add_argument("--dataset-path", metavar="FILE", help="for trace and lengths; plain or .gz")
-    group.add_argument("--num-prompts", type=int, default=num_prompts, help="requests (of a trace: the first ones)")
-    group.add_argument("--random-input-len", type=int, default=1024, help="prompt tokens, for random and prefix")
-    group.add_argument("--random-output-len", type=int, default=128)
-    group.add_argument("--random-range-ratio", type=float, default=0.0, help="draw lengths within this share of them")
-    group.add_argument("--prefix-len", type=int, default=512, help="tokens of a shared prefix, before the random input")
-    group.add_argument("--num-prefixes", type=int, default=10)
-    group.add_argument(
-        "--prefix-zipf", type=float, default=0.0, help="popularity of prefixes: Zipf exponent, 0 uniform"
+    add_flag(group, "num-prompts", integer(1), default=num_prompts, help="requests (of a trace: the first ones)")
+    add_flag(group, "random-input-len", integer(1), default=1024, help="prompt tokens, for random and prefix")
+    add_flag(group, "random-output-len", integer(1), default=128)
+    add_flag(group, "random-range-ratio", between(0, 1), default=0.0, help="draw lengths within this share of them")
+    add_flag(group, "prefix-len", integer(1), default=512, help="tokens of a shared prefix, before the random input")
+    add_flag(group, "num-prefixes", integer(1), default=10)
+    add_flag(group, "prefix-zipf", between(0, 10), default=0.0, help="popularity of prefixes: Zipf exponent, 0 uniform")
+    add_flag(group, "trace-start", between(0), default=0.0, help="seconds into the trace")
+    add_flag(group, "trace-duration", POSITIVE, default=math.inf, help="seconds of the trace")
+    add_flag(
+        group, "trace-spread", between(0, 3600), default=0.0, help="spread arrivals over so many seconds (Mooncake: 3)"
     )
-    group.add_argument("--trace-start", type=float, default=0.0, help="seconds into the trace")
-    group.add_argument("--trace-duration", type=float, default=math.inf, help="seconds of the trace")
-    group.add_argument(
-        "--trace-spread", type=float, default=0.0, help="spread arrivals over so many seconds (Mooncake: 3)"
+    add_flag(
+        group,
+        "vocab-size",
+        integer(1, 1 << 24),
+        help="draw prompt tokens from all ids below it (default: common words)",
     )
-    group.add_argument(
-        "--vocab-size", type=int, help="draw prompt tokens from all ids below it (default: common words)"
-    )
-    group.add_argument("--seed", type=int, default=0)
+    add_flag(group, "seed", integer(0, 2**63 - 1), default=0)
 
 
 def _search_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,14 +126,14 @@ def _search_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--goodput", nargs="+", required=True, metavar="NAME:MS", help="limits on ttft, tpot, e2e in ms")
     group.add_argument("--search", choices=("rate", "concurrency"), default="rate")
     target = group.add_mutually_exclusive_group()
-    target.add_argument("--attainment", type=float, help="least share of requests that keep all limits (default: 0.9)")
-    target.add_argument("--percentile", type=float, help="instead: this percentile of each metric keeps its limit")
-    group.add_argument("--start", type=float, default=1.0, help="the first load: requests/s or concurrent requests")
-    group.add_argument("--min-load", type=float, help="default: 0.01 requests/s, or 1 concurrent request")
-    group.add_argument("--max-load", type=float, default=4096.0)
-    group.add_argument("--tolerance", type=float, default=0.05, help="how exactly to find the edge, as a share of it")
-    group.add_argument("--probe-seconds", type=float, default=20.0, help="a rate is held at least so long")
-    group.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, less is burstier, inf constant")
+    add_flag(target, "attainment", number(0, 1), help="least share of requests that keep all limits (default: 0.9)")
+    add_flag(target, "percentile", number(0, 100), help="instead: this percentile of each metric keeps its limit")
+    add_flag(group, "start", number(0), default=1.0, help="the first load: requests/s or concurrent requests")
+    add_flag(group, "min-load", number(0), help="default: 0.01 requests/s, or 1 concurrent request")
+    add_flag(group, "max-load", number(0, 1e6), default=4096.0)
+    add_flag(group, "tolerance", between(0.001, 1), default=0.05, help="how exactly to find the edge, as a share of it")
+    add_flag(group, "probe-seconds", between(0), default=20.0, help="a rate is held at least so long")
+    add_flag(group, "burstiness", POSITIVE, default=1.0, help="1 is Poisson, less is burstier, inf constant")
 
 
 def _result_flags(parser: argparse.ArgumentParser) -> None:
@@ -282,7 +232,6 @@ def _throughput(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> 
 
 
 def _kernels(args: argparse.Namespace, earlier: Mapping[str, Any] | None) -> int:
-    bench_kernels.check(args)
     return _report(args, bench_kernels.run(args), lambda console, content: None, earlier)  # it has shown its tables
 
 

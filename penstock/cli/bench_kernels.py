@@ -6,6 +6,7 @@ import argparse
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.options import add_flag, integer
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     parser.add_argument("--dtype")
-    parser.add_argument("--decode", type=int, nargs="*", default=[1, 16, 64], help="sequences of a decode step")
-    parser.add_argument("--context", type=int, default=128, help="tokens that each of them has")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=12, help="of each kind, of which medians are taken")
-    parser.add_argument("--threads", type=int, help="default: as many as torch takes")
+    add_flag(parser, "decode", integer(1, MOST), nargs="*", default=[1, 16, 64], help="sequences of a decode step")
+    add_flag(parser, "context", integer(1, MOST), default=128, help="tokens that each of them has")
+    add_flag(parser, "prefill", integer(2, MOST), nargs="*", default=[512], help="tokens of a prompt")
+    add_flag(parser, "steps", integer(1, MOST), default=12, help="of each kind, of which medians are taken")
+    add_flag(parser, "threads", integer(1, MOST), help="default: as many as torch takes")
     return parser
 
 
@@ -138,14 +139,3 @@ def _show(console: Console, found: Breakdown, ceilings: dict[str, float]) -> Non
         if seconds := groups.get(name):
             table.add_row(name, "", f"{1e3 * seconds:.3f}", f"{seconds / found.apart:.1%}", *[""] * 4, style="dim")
     console.print(table)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises `ConfigError` naming the first flag whose value is out of range."""
-    values = {name: getattr(args, name) for name in ("context", "steps", "threads")}
-    values |= {"decode": min(args.decode, default=1), "prefill": min(args.prefill, default=2)}
-    least = {"prefill": 2, "context": 1}
-    for name, value in values.items():
-        low = least.get(name, 1)
-        if value is not None and not low <= value <= MOST:
-            raise ConfigError(f"--{name}: {value}, allowed is a whole number from {low} to {MOST}", name)

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.options import add_flag, between, integer
+
 if TYPE_CHECKING:
     from penstock.bench.dataset import Dataset
     from penstock.workload.requests import WorkRequest
@@ -22,12 +24,12 @@ def add_latency_parser(kinds: Any) -> argparse.ArgumentParser:
         "latency", allow_abbrev=False, help="time one batch of a fixed shape in this process"
     )
     _engine_flags(parser)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens")
-    parser.add_argument("--output-len", type=int, default=128, help="generated tokens")
-    parser.add_argument("--num-iters", type=int, default=30)
-    parser.add_argument("--num-iters-warmup", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    add_flag(parser, "batch-size", integer(1), default=8)
+    add_flag(parser, "input-len", integer(1), default=32, help="prompt tokens")
+    add_flag(parser, "output-len", integer(1), default=128, help="generated tokens")
+    add_flag(parser, "num-iters", integer(1), default=30)
+    add_flag(parser, "num-iters-warmup", integer(0), default=3)
+    add_flag(parser, "seed", integer(0, 2**63 - 1), default=0)
     return parser
 
 
@@ -37,7 +39,7 @@ def add_throughput_parser(kinds: Any) -> argparse.ArgumentParser:
         "throughput", allow_abbrev=False, help="hand many prompts to an engine in this process at once"
     )
     _engine_flags(parser)
-    parser.add_argument("--num-warmups", type=int, default=3, help="prompts before the run, which are not counted")
+    add_flag(parser, "num-warmups", integer(0), default=3, help="prompts before the run, which are not counted")
     return parser
 
 
@@ -92,13 +94,13 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     group.add_argument("--dtype")
-    group.add_argument("--max-num-seqs", type=int)
-    group.add_argument("--max-model-len", type=int)
-    group.add_argument("--max-num-batched-tokens", type=int)
+    add_flag(group, "max-num-seqs", integer(1))
+    add_flag(group, "max-model-len", integer(2))
+    add_flag(group, "max-num-batched-tokens", integer(1))
     group.add_argument("--graph-mode", help="how a step is computed: eager, partial, full or auto")
     group.add_argument("--kv-address-mode", help="how a sequence's blocks are addressed: table, contiguous or auto")
     group.add_argument("--kv-layout", help="order of a KV block's bytes: block, token or auto")
-    group.add_argument("--temperature", type=float, default=0.0)
+    add_flag(group, "temperature", between(0, 2), default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
 
 

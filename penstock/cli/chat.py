@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from penstock.cli.options import client_key
+from penstock.cli.options import add_flag, between, client_key, integer
 from penstock.core.errors import ConfigError, PenstockError, Unavailable, UserError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -33,17 +33,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", help="a name that the server lists (default: its first)")
     parser.add_argument("--api-key", help="default: the first of PENSTOCK_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--temperature", type=float, help="default: the model's own")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of one answer")
+    add_flag(parser, "temperature", between(0, 2), help="default: the model's own")
+    add_flag(parser, "max-tokens", integer(1), help="most tokens of one answer")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError` for a bad flag. Returns 1 when the server is not there or an answer failed for a pipe."""
-    if args.temperature is not None and not 0 <= args.temperature <= 2:
-        raise ConfigError(f"--temperature: {args.temperature:g}, allowed is a number from 0 to 2", "temperature")
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens: {args.max_tokens}, allowed is a whole number of at least 1", "max_tokens")
     server = Server(parse_url(args.base_url), args.api_key or client_key(os.environ))
     try:
         model = server.find_model(args.model)

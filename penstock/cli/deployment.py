@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 
-from penstock.cli.options import Option, integer, number, one_of, text, words
+from penstock.cli.options import Option, between, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
@@ -44,18 +43,6 @@ def device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) and name not in modelled:
         raise ValueError(", ".join(("cpu", "cuda", "cuda:N", *modelled)))
     return name
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    """A number in [low, high]."""
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= (value := float(text)) <= high:
-                return value
-        raise ValueError(f"a number from {low:g} to {high:g}")
-
-    return convert
 
 
 def policy(name: str) -> str:

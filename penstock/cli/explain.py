@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import Option, integer, one_of
+from penstock.cli.options import Option, add_flag, integer, one_of
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--file", metavar="FILE", help=f"a recording (default: {VARIABLE})")
     parser.add_argument("--policy", metavar="NAME", help="decide again with this policy, and compare")
-    parser.add_argument("--seed", default="0", help="of the lots that this policy draws (default: 0)")
+    add_flag(parser, "seed", integer(0), 0, help="of the lots that this policy draws (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -47,15 +47,14 @@ def run(args: argparse.Namespace) -> int:
     if args.policy is not None:
         names = [name for name, bundle in POLICIES.items() if not bundle.scales]
         Option("policy", one_of(*names), None, "").read(args.policy, "--policy")
-    seed = Option("seed", integer(0), 0, "").read(args.seed, "--seed")
     file = args.file or os.environ.get(VARIABLE)
     if not file:
         raise ConfigError(f"--file: missing, and {VARIABLE} is not set; a flight recorder's file is needed", "file")
     if args.request is not None:
-        content = explain(Path(file), args.request, args.policy, seed)
+        content = explain(Path(file), args.request, args.policy, args.seed)
         show = _show_request
     elif args.policy is not None:
-        content = replay_all(Path(file), args.policy, seed)
+        content = replay_all(Path(file), args.policy, args.seed)
         show = _show_replay
     else:
         content = summarise(Path(file))

@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 a wrong flag, file or checkpoint."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = make_parser(*words[:1])
-    args, unknown = parser.parse_known_args(words)
-    if unknown:  # said by the command itself, which knows where its help is
-        command = next(word for word in words if word in commands)
-        commands[command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        args, unknown = parser.parse_known_args(words)
+        if unknown:  # said by the command itself, which knows where its help is
+            command = next(word for word in words if word in commands)
+            commands[command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except UserError as error:
         print(f"penstock: {in_flags(error, serve.OPTIONS)}", file=sys.stderr)

@@ -6,8 +6,10 @@ Every flag `--max-num-seqs` is also `PENSTOCK_MAX_NUM_SEQS`, and `max-num-seqs:`
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from penstock.core.errors import ConfigError, UserError
 from penstock.core.renamed import RENAMED, new_name
 
 MOST_BYTES = 1 << 60
+LARGEST_SCALE = 4096.0  # of the rate of a simulated workload
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -66,18 +69,31 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return convert
 
 
-def number(low: float, high: float = float("inf")) -> Callable[[str], float]:
-    """A number in (low, high]."""
-    allowed = f"a number above {low:g}" + ("" if high == float("inf") else f" and at most {high:g}")
+def number(low: float, high: float = inf, *, endless: bool = False) -> Callable[[str], float]:
+    """A number in (low, high]; only with `endless` also inf."""
+    allowed = f"a number above {low:g}" + ("" if high == inf else f" and at most {high:g}") + ", or inf" * endless
 
     def convert(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise ValueError(allowed) from None
-        if not low < value <= high or value == float("inf"):
+        if not low < value <= high or (value == inf and not endless):
             raise ValueError(allowed)
         return value
+
+    return convert
+
+
+def between(low: float, high: float = inf) -> Callable[[str], float]:
+    """A finite number in [low, high]."""
+    allowed = f"a number of at least {low:g}" if high == inf else f"a number from {low:g} to {high:g}"
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := float(text)) <= high and value < inf:
+                return value
+        raise ValueError(allowed)
 
     return convert
 
@@ -125,6 +141,19 @@ def words(value: str) -> tuple[str, ...]:
     return parts
 
 
+def add_flag(
+    parser: argparse._ActionsContainer,
+    name: str,
+    convert: Callable[[str], Any],
+    default: Any = None,
+    help: str | None = None,
+    **more: Any,
+) -> None:
+    """A flag of the command line alone. Parsing raises ConfigError where its value is not allowed."""
+    option = Option(name, convert, default, "")
+    parser.add_argument(f"--{name}", action=_Converted, option=option, default=default, help=help, **more)
+
+
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
     """Flags whose absence can be told from their default."""
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
@@ -163,6 +192,20 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
         else:
             values[option.key] = option.default
     return values
+
+
+class _Converted(argparse.Action):
+    """What `type` is for, but with the option's own errors."""
+
+    def __init__(self, *, option: Option, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._option = option
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        def read(text: str) -> Any:
+            return self._option.read(text, f"--{self._option.name}")
+
+        setattr(namespace, self.dest, [*map(read, value)] if isinstance(value, list) else read(value))
 
 
 class _Refused(argparse.Action):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import Option, integer, number, one_of
+from penstock.cli.options import Option, add_flag, integer, number, one_of
 from penstock.cli.plan_report import (
     HOPELESS,
     PARALLEL,
@@ -44,13 +44,12 @@ SIZES = (1, 2, 4, 8)  # devices that a layer is spread over
 # what decides over candidates whose instances all do everything, and over those with roles, where roles are to be kept
 COLOCATED, DISAGGREGATED = "unified", "least_loaded"
 
-TARGET = Option("target", number(0, 1), None, "share of requests that must keep both limits")
 FLAGS = (
     Option("geometry", str, None, "the model (default: the scenario's, or llama-3.1-8b)"),
     Option("ttft-ms", number(0), None, "time to first token"),
     Option("tpot-ms", number(0), None, "mean time per token after it"),
     Option("rate", number(0, 1e6), None, "requests per second (default: the trace's or the scenario's own)"),
-    TARGET,
+    Option("target", number(0, 1), None, "share of requests that must keep both limits"),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence"),
     Option("duration", number(0, 1e6), 120.0, "seconds of arrivals that are simulated"),
     Option("policy", str, None, f"what decides (default: {COLOCATED}; {DISAGGREGATED} where roles are planned)"),
@@ -74,7 +73,7 @@ def add_parser(commands: Any) -> None:
     )
     for option in FLAGS:
         described = "" if option.default is None else f" (default: {option.default:g})"
-        parser.add_argument(f"--{option.name}", metavar=option.key.upper(), help=option.help + described)
+        add_flag(parser, option.name, option.convert, option.default, option.help + described)
     parser.add_argument("--json", metavar="OUT", help="write everything that was found there")
     parser.add_argument("--write", metavar="FILE", help="write a deployment file for the winner there")
     parser.set_defaults(run=run)
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.json, "--json")
     check_writable(args.write, "--write")
-    values = {o.key: _flag(args, o) for o in FLAGS}
+    values = {option.key: getattr(args, option.key) for option in FLAGS}
     available = _devices(args.devices)
     prices = PRICES | _prices(args.price, available)
     document = _document(args, values)
@@ -120,11 +119,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 # --- what was asked
-
-
-def _flag(args: argparse.Namespace, option: Option) -> Any:
-    given = getattr(args, option.key)
-    return option.default if given is None else option.read(given, f"--{option.name}")
 
 
 def _devices(text: str) -> dict[str, int]:

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.deployment import TABLES, between
+from penstock.cli.deployment import TABLES
 from penstock.cli.devices import load_device, load_factors, load_geometry
-from penstock.cli.options import Option, integer, number, one_of, size, switch, text
+from penstock.cli.options import LARGEST_SCALE, Option, between, integer, number, one_of, size, switch, text
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sim.baselines import POLICIES
@@ -24,7 +24,6 @@ from penstock.workload.traces import read_trace
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"  # beside the project
 TARGET = 0.9  # share of requests that keep both limits
-LARGEST_SCALE = 4096.0
 
 
 def modelled(text: str) -> str:
@@ -164,7 +163,7 @@ def read_given(args: argparse.Namespace) -> Given:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{args.scenario}: cannot be read ({reason})") from None
     scenario = parse(args.scenario, content, make_tables())
-    seed = scenario.seed if args.seed is None else Option("seed", integer(0), 0, "").read(args.seed, "--seed")
+    seed = scenario.seed if args.seed is None else args.seed
     file = args.trace or scenario.workload.trace
     if not file:
         return Given(scenario, None, seed)

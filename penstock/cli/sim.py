@@ -5,6 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from penstock.cli.options import LARGEST_SCALE, add_flag, between, integer, number, words
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Comma-separated, in order."""
+    return tuple(sorted(set(map(number(0, 1e6), words(text)))))
+
 
 def add_parser(commands: Any) -> None:
     """Adds `sim` to the command line."""
@@ -14,25 +21,36 @@ def add_parser(commands: Any) -> None:
     one = kinds.add_parser("run", allow_abbrev=False, help="simulate a scenario once")
     _common_flags(one)
     one.add_argument("--policy", metavar="NAME", help="instead of the file's; NAME@LAYOUT for one of its layouts")
-    one.add_argument("--rate-scale", help="factor on the workload's own rate, instead of the file's")
+    add_flag(
+        one, "rate-scale", number(0, LARGEST_SCALE), help="factor on the workload's own rate, instead of the file's"
+    )
     one.add_argument("--save-requests", action="store_true", help="keep every request in the --json file")
-    one.add_argument("--slices", metavar="N", help="cut the time into so many, simulated beside each other")
-    one.add_argument("--warm-up", metavar="S", help="seconds that a slice begins earlier (default: 60)")
-    one.add_argument("--jobs", help="processes for slices (default: as many as there are cores)")
+    add_flag(
+        one, "slices", integer(1, 100_000), metavar="N", help="cut the time into so many, simulated beside each other"
+    )
+    add_flag(one, "warm-up", between(0, 1e6), metavar="S", help="seconds that a slice begins earlier (default: 60)")
+    add_flag(one, "jobs", integer(1, 1024), help="processes for slices (default: as many as there are cores)")
     one.set_defaults(run=run)
 
     many = kinds.add_parser(
         "compare", allow_abbrev=False, help="find the greatest rate at which enough requests keep both of their targets"
     )
     _common_flags(many)
-    many.add_argument("--policies", metavar="A,B", help="names, each with @LAYOUT if need be (default: all)")
-    many.add_argument("--seeds", metavar="N", help="so many, from --seed on; the median is reported (default: 1)")
-    many.add_argument("--rates", metavar="A,B", help="requests per second to simulate, instead of a search")
+    add_flag(many, "policies", words, metavar="A,B", help="names, each with @LAYOUT if need be (default: all)")
+    add_flag(
+        many,
+        "seeds",
+        integer(1, 1000),
+        1,
+        metavar="N",
+        help="so many, from --seed on; the median is reported (default: 1)",
+    )
+    add_flag(many, "rates", rates, metavar="A,B", help="requests per second to simulate, instead of a search")
     many.add_argument(
         "--bound", action=argparse.BooleanOptionalAction, default=True, help="tell what nobody could do better than"
     )
     many.add_argument("--save", metavar="FOLDER", help="write each policy's result and its page there")
-    many.add_argument("--jobs", help="processes at once (default: as many as there are cores)")
+    add_flag(many, "jobs", integer(1, 1024), help="processes at once (default: as many as there are cores)")
     many.set_defaults(run=compare)
 
 
@@ -40,7 +58,7 @@ def _common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", help="a YAML file; scenarios/ has some to start from")
     parser.add_argument("--json", metavar="OUT", help="write the result there")
     parser.add_argument("--html", metavar="OUT", help="write a page about it there")
-    parser.add_argument("--seed", help="of traffic, step times and lots, instead of the file's")
+    add_flag(parser, "seed", integer(0), help="of traffic, step times and lots, instead of the file's")
     parser.add_argument(
         "--traces", metavar="DIR", help="the folder of traces (default: ../shared/traces beside the project)"
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.document import check_writable
-from penstock.cli.options import Option, integer, number, words
 from penstock.cli.processes import lost_processes, make_progress
 from penstock.cli.results import as_json, write
 from penstock.cli.scenario_file import Given, read_given
@@ -108,23 +107,17 @@ class Wanted:
 
 def _read_wanted(args: argparse.Namespace) -> Wanted:
     given = read_given(args)
-    names = Option("policies", words, (), "").read(args.policies, "--policies") if args.policies else tuple(POLICIES)
+    names = args.policies or tuple(POLICIES)
     for name in names:
         given.scenario.choose(name)  # raises before anything is simulated
-    count = Option("seeds", integer(1, 1000), 1, "").read(args.seeds or "1", "--seeds")
-    rates = Option("rates", words, (), "").read(args.rates, "--rates") if args.rates else ()
-    rate = Option("rates", number(0, 1e6), 1.0, "")
-    jobs = len(os.sched_getaffinity(0))
-    if args.jobs is not None:
-        jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
     return Wanted(
         given=given,
         variants=tuple(dict.fromkeys(names)),
-        seeds=tuple(range(given.seed, given.seed + count)),
-        rates=tuple(sorted({rate.read(each, "--rates") for each in rates})),
-        bound=args.bound and not rates and given.scenario.workload.vary == "online",
+        seeds=tuple(range(given.seed, given.seed + args.seeds)),
+        rates=args.rates or (),
+        bound=args.bound and not args.rates and given.scenario.workload.vary == "online",
         saves=args.save is not None,
-        jobs=jobs,
+        jobs=args.jobs or len(os.sched_getaffinity(0)),
     )
 
 

@@ -18,11 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.bench.document import check_writable
-from penstock.cli.deployment import between
-from penstock.cli.options import Option, integer, number
 from penstock.cli.processes import lost_processes, make_progress
 from penstock.cli.results import as_json, shown, write
-from penstock.cli.scenario_file import LARGEST_SCALE, Given, read_given
+from penstock.cli.scenario_file import Given, read_given
 from penstock.core.errors import ConfigError
 from penstock.sim.cluster import Cluster
 from penstock.sim.report import curves, run_page
@@ -47,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("json", "html"):
         check_writable(getattr(args, flag), f"--{flag}")
     given = read_given(args)
-    scale = given.scenario.workload.scale
-    if args.rate_scale is not None:
-        scale = Option("rate-scale", number(0, LARGEST_SCALE), 1.0, "").read(args.rate_scale, "--rate-scale")
+    scale = given.scenario.workload.scale if args.rate_scale is None else args.rate_scale
     variant = args.policy or given.scenario.policy
     console = Console(stderr=True)
     began = perf_counter()
@@ -138,12 +134,8 @@ def run_slices(
     """What came of all slices together; the same with any number of processes. Raises ConfigError."""
     if args.save_requests:
         raise ConfigError("--save-requests: not with --slices", "--save-requests")
-    count = Option("slices", integer(1, 100_000), 1, "").read(args.slices, "--slices")
-    warm_up, jobs = WARM_UP, len(os.sched_getaffinity(0))
-    if args.warm_up is not None:
-        warm_up = Option("warm-up", between(0, 1e6), WARM_UP, "").read(args.warm_up, "--warm-up")
-    if args.jobs is not None:
-        jobs = Option("jobs", integer(1, 1024), 1, "").read(args.jobs, "--jobs")
+    count, jobs = args.slices, args.jobs or len(os.sched_getaffinity(0))
+    warm_up = WARM_UP if args.warm_up is None else args.warm_up
     check_sliceable(given.scenario)
     parts = list(cut(_seconds(given, variant, scale), count, warm_up))
     done = _simulate_all(given, parts, variant, scale, min(jobs, count), console)

@@ -106,10 +106,10 @@ def test_slo_by_rate_fails_when_no_load_will_do(server, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("serve", "--num-prompts", 0), "--num-prompts: 0, allowed is a number at least 1"),
-        (("serve", "--request-rate", "nan"), "--request-rate: nan, allowed is a number above 0"),
-        (("serve", "--random-range-ratio", 1.5), "--random-range-ratio: 1.5, allowed is .* at most 1"),
-        (("serve", "--port", 70000), "--port: 70000"),
+        (("serve", "--num-prompts", 0), "--num-prompts: '0', allowed is a whole number of at least 1"),
+        (("serve", "--request-rate", "nan"), "--request-rate: 'nan', allowed is a number above 0"),
+        (("serve", "--random-range-ratio", 1.5), "--random-range-ratio: '1.5', allowed is a number from 0 to 1"),
+        (("serve", "--port", 70000), "--port: '70000'"),
         (("serve", "--goodput", "itl:3"), "--goodput: 'itl:3'"),
         (("serve", "--base-url", "localhost:8000"), "--base-url: localhost:8000, allowed is http://"),
         (("serve", "--dataset-name", "trace"), "--dataset-path: not given"),
@@ -120,7 +120,7 @@ def test_slo_by_rate_fails_when_no_load_will_do(server, tmp_path):
             ("slo", "--goodput", "ttft:5", "--search", "concurrency", "--start", 1.5),
             "--start: 1.5, allowed is a whole number",
         ),
-        (("latency", "--model", "m", "--batch-size", 0), "--batch-size: 0"),
+        (("latency", "--model", "m", "--batch-size", 0), "--batch-size: '0'"),
     ],
 )
 def test_bad_flags_are_named(words, message):
@@ -196,20 +196,3 @@ def test_throughput(fake_llm, tmp_path):
     result = json.loads(out.read_text())["throughput"]
     assert result["output_tokens"] == sum(p.max_tokens for p in params)
     assert result["prompt_tokens"] == sum(map(len, prompts))
-
-
-def test_every_ranged_flag_exists():
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
-    texts = []
-    for kind in ("serve", "slo", "latency", "throughput"):
-        known = parser.parse_args(
-            [
-                "bench",
-                kind,
-                *{"slo": ["--goodput", "ttft:1"]}.get(kind, []),
-                *(["--model", "m"] if kind in ("latency", "throughput") else []),
-            ]
-        )
-        texts += list(vars(known))
-    assert set(bench.RANGES) <= set(texts)

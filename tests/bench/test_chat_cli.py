@@ -121,8 +121,8 @@ def test_stopping_an_answer_closes_the_connection_and_keeps_what_was_said(server
     [
         (("--base-url", "localhost:8000"), "--base-url: localhost:8000"),
         (("--base-url", "http://x:y"), "--base-url: http://x:y"),
-        (("--temperature", "3"), "--temperature: 3"),
-        (("--max-tokens", "0"), "--max-tokens: 0"),
+        (("--temperature", "3"), "--temperature: '3'"),
+        (("--max-tokens", "0"), "--max-tokens: '0'"),
     ],
 )
 def test_bad_flags_are_named(monkeypatch, words, message):
