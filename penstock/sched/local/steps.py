@@ -29,13 +29,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
 from operator import sub
+from typing import TYPE_CHECKING
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.request import Timing, TokenOutput
-from penstock.sched.factors import FactorLearner
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.steptime import StepTime
+
+if TYPE_CHECKING:
+    from penstock.sched.factors import FactorLearner
 
 MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
 WEIGHT = 0.1  # of the newest value in a mean
@@ -211,6 +214,8 @@ class Measurements:
         """From now on measured steps are held against those of such a device. Returns what predicts them at first;
         None when nothing is known to begin with."""
         if device is not None and shape is not None:
+            from penstock.sched.factors import FactorLearner  # and with it numpy, which the command line goes without
+
             self.learner, self._times = FactorLearner(device, shape), StepTime(device, shape)
         return self._times
 
