@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from penstock.cli.options import Option, add_flag, integer, one_of
 from penstock.core.errors import ConfigError
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         content = summarise(Path(file))
         show = _show_summary
     if args.json:
-        print(json.dumps(_finite(content), indent=1))
+        print(msgspec.json.format(msgspec.json.encode(content), indent=1).decode())  # infinity is null
     else:
         from rich.console import Console
 
@@ -246,12 +247,3 @@ def _plain(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
-
-
-def _finite(content: Any) -> Any:
-    """JSON knows no infinity: null."""
-    if isinstance(content, float):
-        return content if isfinite(content) else None
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    return [_finite(value) for value in content] if isinstance(content, list) else content

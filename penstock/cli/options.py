@@ -233,6 +233,15 @@ def in_flags(error: UserError, options: Sequence[Option]) -> str:
     return message
 
 
+def read_text(path: str, named: str) -> str:
+    """A file's text. Raises ConfigError beginning with `named`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"{named} cannot be read ({reason})") from None
+
+
 def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
     import yaml
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import Option, add_flag, integer, number, one_of
+from penstock.cli.options import Option, add_flag, integer, number, one_of, read_text
+from penstock.cli.output import lost_processes, make_progress
 from penstock.cli.plan_report import (
     HOPELESS,
     PARALLEL,
@@ -29,12 +30,10 @@ from penstock.cli.plan_report import (
     summary,
     write_plan,
 )
-from penstock.cli.processes import lost_processes, make_progress
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.sim.plan import Candidate, Kind
-    from penstock.sim.plan_search import Search, Verdict
+    from penstock.sim.plan import Candidate, Kind, Search, Verdict
     from penstock.sim.scenario import InstanceGroup, Scenario
 
 # of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
@@ -84,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.bench.document import check_writable
-    from penstock.sim.plan import candidates, demands, estimate
-    from penstock.sim.plan_search import Search
+    from penstock.sim.plan import Search, candidates, demands, estimate
 
     check_writable(args.json, "--json")
     check_writable(args.write, "--write")
@@ -186,11 +184,7 @@ def _checked_scenario(file: str) -> str:
     from penstock.cli.scenario_file import make_tables
     from penstock.sim.scenario import parse
 
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"--scenario: {file} cannot be read ({reason})", "scenario") from None
+    text = read_text(file, f"--scenario: {file}")
     parse(file, text, make_tables())
     return text
 
@@ -290,7 +284,7 @@ def _keep(problem: Problem) -> None:
 def _judge(groups: tuple[InstanceGroup, ...], policy: str) -> Verdict:
     """In a worker process: what becomes of these instances."""
     from penstock.sim.bound import bound_attainment
-    from penstock.sim.plan_search import Verdict
+    from penstock.sim.plan import Verdict
     from penstock.sim.simulate import simulate
 
     problem = _problem_here

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.output import as_json, shown
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.sim.plan import Candidate, Estimate
-    from penstock.sim.plan_search import Search, Verdict
+    from penstock.sim.plan import Candidate, Estimate, Search, Verdict
     from penstock.sim.scenario import Scenario
     from penstock.workload.requests import WorkRequest
 
@@ -56,7 +56,7 @@ def plan_rows(search: Search) -> list[tuple[Candidate, Verdict | None]]:
 def _seen(guess: Estimate, verdict: Verdict | None) -> dict[str, float | None]:
     """TTFT and TPOT, as simulated, or else as estimated."""
     if verdict is not None and verdict.result is not None:
-        return {f"{n}_p{p}_ms": verdict.result[f"{n}_p{p}_ms"] for n in ("ttft", "tpot") for p in (50, 90)}  # type: ignore[misc]
+        return {f"{n}_p{p}_ms": verdict.result.get(f"{n}_p{p}_ms") for n in ("ttft", "tpot") for p in (50, 90)}  # type: ignore[misc]
     values = {
         "ttft_p50_ms": guess.ttft_p50,
         "ttft_p90_ms": guess.ttft_p90,
@@ -69,10 +69,31 @@ def _seen(guess: Estimate, verdict: Verdict | None) -> dict[str, float | None]:
 def explained(search: Search, candidate: Candidate, verdict: Verdict | None, asked: Any) -> str:
     import numpy as np
 
-    from penstock.sim.plan_search import explain
-
     ttft, tpot = (float(np.median(targets)) * 1e3 for targets in (asked.ttft, asked.tpot))
     return explain(search.estimates[candidate], verdict, ttft, tpot)
+
+
+def explain(guess: Estimate, verdict: Verdict | None, ttft_ms: float, tpot_ms: float) -> str:
+    """One sentence: what limits a candidate."""
+    if verdict is not None and verdict.result is None:
+        return f"no scheduler could keep more than {verdict.bound:.0%} of the requests"
+    if guess.sequences > guess.room:
+        what = "memory has" if guess.room_by_memory else "max-num-seqs leaves"
+        cause = f"{what} room for {guess.room:,.0f} sequences per instance, and more would decode at once"
+    else:
+        bound = "compute" if guess.compute >= guess.memory else "memory bandwidth"
+        cause = (
+            f"prompts take {min(guess.prefilling, 9.99):.0%} of the prefillers' time, and decoding is bound by {bound}"
+        )
+    seen = _seen(guess, verdict)
+    ttft, tpot = seen["ttft_p90_ms"], seen["tpot_p90_ms"]
+    over_ttft = (guess.ttft_p90 if ttft is None else ttft) / ttft_ms
+    over_tpot = (guess.tpot_p90 if tpot is None else tpot) / tpot_ms
+    name, ratio = ("TTFT", over_ttft) if over_ttft >= over_tpot else ("TPOT", over_tpot)
+    how = f"{ratio:.0%} of its target" if ratio < 10 else "far beyond its target"
+    if verdict is None:
+        return f"not simulated; expected {name} p90 is {how}; {cause}"
+    return f"{'kept, ' if verdict.kept else 'missed: '}{name} p90 is {how}; {cause}"
 
 
 def plan_table(search: Search, problem: Problem) -> Any:
@@ -86,15 +107,11 @@ def plan_table(search: Search, problem: Problem) -> Any:
         guess = search.estimates[candidate]
         simulated = verdict is not None and verdict.result is not None
         about = "" if simulated else "~"
-        seen = [about + _shown(value) if value is not None else "-" for value in _seen(guess, verdict).values()]
+        seen = [about + shown(value) if value is not None else "-" for value in _seen(guess, verdict).values()]
         style = "bold green" if candidate is search.winner else None if simulated else "dim"
         cells = [candidate.title, f"{candidate.cost:.2f}", *seen, _attained(search, candidate, verdict)]
         table.add_row(*cells, style=style)
     return table
-
-
-def _shown(value: float) -> str:
-    return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def _attained(search: Search, candidate: Candidate, verdict: Verdict | None) -> str:
@@ -151,7 +168,7 @@ def write_plan(path: str | None, search: Search, problem: Problem, asked: Any) -
         "winner": None if winner is None else winner.title,
         "candidates": rows,
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(as_json(content), encoding="utf-8")
 
 
 def deployment_text(candidate: Candidate, policy: str) -> str:

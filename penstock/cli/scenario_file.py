@@ -12,8 +12,7 @@ from typing import Any
 
 from penstock.cli.deployment import TABLES
 from penstock.cli.devices import load_device, load_factors, load_geometry
-from penstock.cli.options import LARGEST_SCALE, Option, between, integer, number, one_of, size, switch, text
-from penstock.core.errors import ConfigError
+from penstock.cli.options import LARGEST_SCALE, Option, between, integer, number, one_of, read_text, size, switch, text
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sim.baselines import POLICIES
 from penstock.sim.cluster import Cluster
@@ -157,12 +156,7 @@ class Given:
 
 def read_given(args: argparse.Namespace) -> Given:
     """Raises ConfigError on a file, a trace or a flag that cannot be used."""
-    try:
-        content = Path(args.scenario).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"{args.scenario}: cannot be read ({reason})") from None
-    scenario = parse(args.scenario, content, make_tables())
+    scenario = parse(args.scenario, read_text(args.scenario, f"{args.scenario}:"), make_tables())
     seed = scenario.seed if args.seed is None else args.seed
     file = args.trace or scenario.workload.trace
     if not file:

@@ -8,11 +8,6 @@ from typing import Any
 from penstock.cli.options import LARGEST_SCALE, add_flag, between, integer, number, words
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Comma-separated, in order."""
-    return tuple(sorted(set(map(number(0, 1e6), words(text)))))
-
-
 def add_parser(commands: Any) -> None:
     """Adds `sim` to the command line."""
     parser = commands.add_parser("sim", allow_abbrev=False, help="simulate a cluster", description=__doc__)
@@ -45,7 +40,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="so many, from --seed on; the median is reported (default: 1)",
     )
-    add_flag(many, "rates", rates, metavar="A,B", help="requests per second to simulate, instead of a search")
+    add_flag(many, "rates", words, metavar="A,B", help="requests per second to simulate, instead of a search")
     many.add_argument(
         "--bound", action=argparse.BooleanOptionalAction, default=True, help="tell what nobody could do better than"
     )

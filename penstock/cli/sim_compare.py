@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.document import check_writable
-from penstock.cli.processes import lost_processes, make_progress
-from penstock.cli.results import as_json, write
+from penstock.cli.options import Option, number
+from penstock.cli.output import as_json, lost_processes, make_progress, write
 from penstock.cli.scenario_file import Given, read_given
 from penstock.cli.sim_workers import Offered, Run, Workers, layout_of, scales
 from penstock.core.errors import ConfigError
@@ -110,11 +110,12 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
     names = args.policies or tuple(POLICIES)
     for name in names:
         given.scenario.choose(name)  # raises before anything is simulated
+    rate = Option("rates", number(0, 1e6), 1.0, "")
     return Wanted(
         given=given,
         variants=tuple(dict.fromkeys(names)),
         seeds=tuple(range(given.seed, given.seed + args.seeds)),
-        rates=args.rates or (),
+        rates=tuple(sorted({rate.read(each, "--rates") for each in args.rates or ()})),
         bound=args.bound and not args.rates and given.scenario.workload.vary == "online",
         saves=args.save is not None,
         jobs=args.jobs or len(os.sched_getaffinity(0)),

@@ -18,8 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.bench.document import check_writable
-from penstock.cli.processes import lost_processes, make_progress
-from penstock.cli.results import as_json, shown, write
+from penstock.cli.output import as_json, lost_processes, make_progress, shown, write
 from penstock.cli.scenario_file import Given, read_given
 from penstock.core.errors import ConfigError
 from penstock.sim.cluster import Cluster

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.http import bind
+from penstock.cli.options import read_text
 from penstock.cli.serve import SERVER_OPTIONS, engine_options, short_folder
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.service.deployment import parse
 
     overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
-    content = _read(args.file)
+    content = read_text(args.file, f"{args.file}:")
     try:
         deployment = parse(args.file, content, TABLES, overrides)
     except ConfigError as error:  # many lines, each with its place
@@ -83,14 +84,6 @@ def _up(deployment: Deployment) -> int:
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
         surroundings = environments(deployment, os.environ)
         return Launcher(programs, supervisor, SystemClock(), surroundings, listeners).run()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
 
 
 def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:

@@ -17,6 +17,6 @@ equal results, to the byte.
     wires.py      how long messages and blocks travel
     result.py     the result; report.py, page.py, svg.py: the same as pages
     search.py     the greatest load at which targets are kept; bound.py: an upper bound on what any policy can keep
-    plan.py       deployments of given devices and what each should do; plan_search.py: the cheapest that keeps a target
+    plan.py       deployments of given devices, what each should do, and the cheapest that keeps a target
     replay.py     recorded decisions, made again by another policy
 """

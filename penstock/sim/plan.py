@@ -1,4 +1,5 @@
-"""Which instances to make of some devices: candidates, and what each would do by the step-time model.
+"""Which instances to make of some devices: candidates, what each would do by the step-time model, and the search for
+the cheapest that keeps its target.
 
 An estimate takes a candidate's instances as they are on average: how many sequences decode at once follows from how
 long a step with so many takes, and prompts wait for the instance that is free first. It takes milliseconds, and is
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 
@@ -27,6 +28,9 @@ Floats = npt.NDArray[np.float64]
 
 SAMPLE = 2000  # requests that an estimate looks at
 UPPER = 1.2816  # standard deviations from a normal variable's mean to its 90th percentile
+BOLDER = 0.1  # by how much the next candidate is to cost more, for each that failed in a row
+ABOVE = 0.02  # predicted attainment over the target of what is tried first
+HOPE = 0.5  # predicted attainment, of the target, under which nothing is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,3 +356,97 @@ def _queue(
         heapq.heapreplace(free, (end, number, at))
         ttft[i] = end - arrival
     return ttft
+
+
+# --- the search
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A candidate's simulated result.
+
+    Attributes:
+        kept: whether it keeps the target.
+        result: of `simulate`; None when no scheduler could keep the target, so that nothing was simulated.
+        bound: the clairvoyant bound.
+    """
+
+    kept: bool
+    bound: float
+    result: Mapping[str, object] | None
+
+
+@dataclass(slots=True)
+class Search:
+    """For the cheapest candidate that keeps the target, by trying few.
+
+    One that fails takes all smaller ones of its shape with it, one that keeps it all that cost as much.
+
+    Args:
+        estimates: candidate -> what is expected of it.
+        tries: simulations, at most.
+    """
+
+    candidates: Sequence[Candidate]
+    estimates: Mapping[Candidate, Estimate]
+    target: float
+    tries: int
+    verdicts: dict[Candidate, Verdict] = field(default_factory=dict)
+    _asked: list[Candidate] = field(default_factory=list)
+    _fails: int = 0
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The cheapest that was simulated to keep the target."""
+        kept = [candidate for candidate, verdict in self.verdicts.items() if verdict.kept]
+        return min(kept, key=self._cost, default=None)
+
+    @property
+    def simulated(self) -> int:
+        waiting = sum(candidate not in self.verdicts for candidate in self._asked)
+        return waiting + sum(verdict.result is not None for verdict in self.verdicts.values())
+
+    def next(self) -> Candidate | None:
+        """The next candidate to try, possibly before earlier results are known; None when none is left."""
+        still_open = self._open()
+        if not still_open or self.simulated >= self.tries:
+            return None
+        chosen = self._choose(still_open)
+        self._asked.append(chosen)
+        return chosen
+
+    def tell(self, candidate: Candidate, verdict: Verdict) -> None:
+        self.verdicts[candidate] = verdict
+        self._fails = 0 if verdict.kept else self._fails + (verdict.result is not None)
+
+    def untried(self) -> list[Candidate]:
+        """Those that could keep the target by their estimates, and cost less than the winner; cheapest first."""
+        return [c for c in self._open() if self.estimates[c].attainment >= self.target]
+
+    def _cost(self, candidate: Candidate) -> tuple[float, int]:
+        return candidate.cost, self.candidates.index(candidate)
+
+    def _open(self) -> list[Candidate]:
+        failed = [candidate for candidate, verdict in self.verdicts.items() if not verdict.kept]
+        best = self.winner
+        return [
+            c
+            for c in self.candidates
+            if c not in self._asked
+            and (best is None or c.cost < best.cost)
+            and self.estimates[c].attainment >= HOPE * self.target
+            and not any(c.within(other) for other in failed)
+        ]
+
+    def _choose(self, still_open: Sequence[Candidate]) -> Candidate:
+        def promise(candidate: Candidate) -> tuple[float, float]:
+            return self.estimates[candidate].attainment, -candidate.cost
+
+        if self.winner is not None:  # is there a cheaper one?
+            return max(still_open, key=promise)
+        simulated = [c for c, verdict in self.verdicts.items() if verdict.result is not None]
+        dearest = max((c.cost for c in simulated), default=0.0)
+        floor = dearest * (1 + BOLDER * (self._fails - 1)) if self._fails > 1 else 0.0
+        enough = min(1.0, self.target + ABOVE)
+        hopeful = [c for c in still_open if self.estimates[c].attainment >= enough and c.cost >= floor]
+        return hopeful[0] if hopeful else max(still_open, key=promise)

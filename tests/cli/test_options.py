@@ -127,7 +127,7 @@ def penstock(*argv):
         (["serve", "/no/such/folder"], "penstock: "),
         (["nonsense"], "nonsense"),
         ([], "penstock: "),
-        (["bench", "serve", "--num-prompts", "-3"], "--num-prompts: -3, allowed is"),
+        (["bench", "serve", "--num-prompts", "-3"], "--num-prompts: '-3', allowed is"),
         (["chat", "--no-such-flag"], "(see penstock chat --help)"),
         (["serve", "demo", "--device", "modelled:h200"], "allowed is cpu, cuda or cuda:N; modelled"),
     ],

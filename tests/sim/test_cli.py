@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from penstock.cli.main import main
-from penstock.cli.results import write
+from penstock.cli.output import write
 
 FIELDS = {
     "max_rate_90",

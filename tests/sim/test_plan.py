@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cli.plan_report import explain
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from penstock.sim.plan import Kind, candidates, demands, estimate
-from penstock.sim.plan_search import Search, Verdict, explain
+from penstock.sim.plan import Kind, Search, Verdict, candidates, demands, estimate
 from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
 

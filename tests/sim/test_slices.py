@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import main
-from penstock.cli.processes import lost_processes
+from penstock.cli.output import lost_processes
 from penstock.core.errors import PenstockError
 from penstock.sim.simulate import result_of, simulate_slice
 from penstock.sim.workload import cut
