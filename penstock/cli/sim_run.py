@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,8 +24,7 @@ from penstock.sim.cluster import Cluster
 from penstock.sim.report import curves, run_page
 from penstock.sim.result import Outcomes, joined, outcomes_of, request_rows
 from penstock.sim.scenario import Scenario
-from penstock.sim.simulate import TRAFFIC_STREAM, Simulated, check_sliceable, result_of, simulate_slice
-from penstock.sim.traffic import make_traffic
+from penstock.sim.simulate import Simulated, check_sliceable, result_of, simulate_slice, traffic_of
 from penstock.sim.workload import Slice, cut
 
 if TYPE_CHECKING:
@@ -147,10 +145,7 @@ def _seconds(given: Given, variant: str, scale: float) -> float:
     workload = given.scenario.workload
     if workload.duration is not None:
         return workload.duration
-    _, groups = given.scenario.choose(variant)
-    longest = min(group.max_model_len for group in groups)
-    rng = np.random.default_rng((given.seed, TRAFFIC_STREAM))
-    seconds = make_traffic(workload, given.trace, rng, scale=scale, max_model_len=longest).requests[-1].at
+    seconds = traffic_of(given.scenario, variant, given.trace, seed=given.seed, scale=scale).requests[-1].at
     if not seconds:
         raise ConfigError("--slices: all requests come at once, there is no time to cut", "--slices")
     return seconds

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from penstock.cli.scenario_file import Given
 from penstock.core.errors import ConfigError
 from penstock.sim.baselines import POLICIES
@@ -20,8 +18,8 @@ from penstock.sim.bound import bound_scale
 from penstock.sim.report import curves
 from penstock.sim.result import outcomes_of
 from penstock.sim.scenario import InstanceGroup, Scenario
-from penstock.sim.simulate import TRAFFIC_STREAM
-from penstock.sim.traffic import Traffic, make_traffic
+from penstock.sim.simulate import traffic_of
+from penstock.sim.traffic import Traffic
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -99,10 +97,7 @@ def _begin(given: Given, saves: bool, over: Event) -> None:
 
 def _traffic(variant: str, seed: int, scale: float) -> Traffic:
     assert _given is not None
-    _, groups = _given.scenario.choose(variant)
-    longest = min(group.max_model_len for group in groups)
-    rng = np.random.default_rng((seed, TRAFFIC_STREAM))
-    return make_traffic(_given.scenario.workload, _given.trace, rng, scale=scale, max_model_len=longest)
+    return traffic_of(_given.scenario, variant, _given.trace, seed=seed, scale=scale)
 
 
 def _look(variant: str, seed: int) -> Offered:

@@ -20,7 +20,7 @@ from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import SimRecord
 from penstock.sim.result import Account, account_of, joined_accounts, kept, summarise
 from penstock.sim.scenario import Scenario
-from penstock.sim.traffic import make_traffic
+from penstock.sim.traffic import Traffic, make_traffic
 from penstock.sim.workload import SLO, WHOLE, Slice
 from penstock.workload.requests import WorkRequest
 
@@ -106,6 +106,22 @@ def check_sliceable(scenario: Scenario) -> None:
             raise ConfigError(f"--slices: not with {field}, whose effects outlast a slice", "--slices")
 
 
+def traffic_of(
+    scenario: Scenario,
+    variant: str,
+    trace: Sequence[WorkRequest] | None,
+    *,
+    seed: int,
+    scale: float,
+    part: Slice = WHOLE,
+) -> Traffic:
+    """What is simulated with these arguments of `simulate`. Raises ConfigError."""
+    _, groups = scenario.choose(variant)
+    longest = min(group.max_model_len for group in groups)
+    rng = np.random.default_rng((seed, TRAFFIC_STREAM))
+    return make_traffic(scenario.workload, trace, rng, scale=scale, max_model_len=longest, part=part)
+
+
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """A slice of a simulation.
@@ -150,9 +166,7 @@ def _simulate(
     strides: bool = True,
 ) -> tuple[Simulated, Cluster]:
     policy, groups = scenario.choose(variant)
-    longest = min(group.max_model_len for group in groups)
-    traffic_rng = np.random.default_rng((seed, TRAFFIC_STREAM))
-    traffic = make_traffic(scenario.workload, trace, traffic_rng, scale=scale, max_model_len=longest, part=part)
+    traffic = traffic_of(scenario, variant, trace, seed=seed, scale=scale, part=part)
     requests = traffic.requests
     slice_stream = (part.number,) if part.number else ()
     cluster = Cluster(
