@@ -163,6 +163,7 @@ def test_weights_that_moved_are_chained_anew(tmp_path):
     before = run(model, "full", "block", consecutive=True)
     model.double().float()
     assert model._graph is None, "it has the addresses of weights that are gone"
+    assert model._rotation is None, "its tables have the dtype and the device that the weights had"
     for mode in ("full", "eager"):
         for a, b in zip(run(model, mode, "block", consecutive=True), before, strict=True):
             assert torch.equal(a, b)
