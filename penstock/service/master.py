@@ -134,6 +134,7 @@ class Master:
         match happening:
             case FromEngine():
                 actions = self._on_engine(now, happening.name, happening.event)
+                self._readmit(now)
             case FromFrontend():
                 actions = self._on_frontend(now, happening.name, happening.message)
             case None:
