@@ -25,9 +25,7 @@ from penstock.engine.arena import Arena, Mapper
 from penstock.engine.cache import ContiguousCache, KVCache, Prefaulter
 from penstock.kv.pool import BlockPool
 from penstock.kv.ranges import Change
-from penstock.nn.loader import load_model
 from penstock.transfer.memory import PoolMemory
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
 LAYOUT = KVLayout(model="", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
@@ -322,9 +320,7 @@ def test_orders_differ_in_nothing_but_strides(order):
     assert (token, layer) == ((4, 2 * 2 * 64 * 4) if order == "block" else (3 * 2 * 2 * 4, 2 * 2 * 4))
 
 
-def test_an_engine_over_budget_computes_the_same(tmp_path):
-    pytest.importorskip("transformers")
-    model = load_model(write_checkpoint(tmp_path, "qwen3"), torch.device("cpu"))
+def test_an_engine_over_budget_computes_the_same(model):
     rng = random.Random(0)
     shared = [rng.randrange(1, 300) for _ in range(130)]
     requests = [

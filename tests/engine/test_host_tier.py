@@ -18,7 +18,6 @@ from penstock.engine.host_tier import PinnedSlots, check_host_tier
 from penstock.engine.mover import Mover
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
-from penstock.sched.local.limits import host_blocks
 from penstock.sched.local.offload import Copied, Load, Store
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
@@ -154,12 +153,6 @@ def evicted(model, request):
     yield evicted
     evicted.way.open.set()
     close(evicted.engine)
-
-
-def test_what_was_evicted_is_loaded(evicted):
-    assert evicted.ask_again() == evicted.tokens
-    assert evicted.loaded == 3
-    assert evicted.collector.cached["again"] == 3 * BLOCK_TOKENS
 
 
 def test_what_is_not_what_was_stored_is_computed(evicted):
@@ -339,19 +332,6 @@ def test_what_cannot_be_had_is_refused(monkeypatch, changes, says):
     with pytest.raises(ConfigError, match=says) as refused:
         check_host_tier(asked, device)
     assert refused.value.field == "host-cache-memory"
-
-
-def test_at_least_one_block():
-    assert host_blocks(None, 4096, prefix_cache=True) == 0
-    assert host_blocks(3 * 4096 + 5, 4096, prefix_cache=True) == 3
-    with pytest.raises(ConfigError, match=r"host-cache-memory: 0.5 MiB, at least one block of 64 tokens .* 1.0 MiB"):
-        host_blocks(1 << 19, 1 << 20, prefix_cache=True)
-
-
-def test_nobody_would_find_anything_in_it():
-    assert host_blocks(None, 4096, prefix_cache=False) == 0
-    with pytest.raises(ConfigError, match=r"host-cache-memory: 1\.0 GiB without prefix caching, allowed only"):
-        host_blocks(1 << 30, 4096, prefix_cache=False)
 
 
 def test_an_engine_on_a_cpu_has_no_tier(checkpoint):

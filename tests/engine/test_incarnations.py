@@ -1,4 +1,4 @@
-"""What an engine's next life finds of what the last one left."""
+"""What an engine's next incarnation finds of what the last one left."""
 
 import pytest
 

@@ -4,7 +4,6 @@ import logging
 import random
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from penstock.core.clock import ManualClock
 from penstock.core.digest import ModelledSequence, offline
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan
-from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.loop import Engine
@@ -33,15 +31,16 @@ from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
 from penstock.text.tokenizer import Tokenizer
-from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import memfd_pool, shared_pool
+from tests.helpers.engines import make_request
+from tests.helpers.links import pool_server
 
 VOCAB = 300
 IDS = range(3, VOCAB)
 POSITIONS = 1024
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
-GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +70,6 @@ def make_engine(*, blocks=64, budget=256, sequences=16, prefix_cache=True):
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=min(POSITIONS, blocks * BLOCK_TOKENS))
     scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache)
     return Engine(scheduler, make_runner(memory, clock), clock)
-
-
-def make_request(name, prompt, *, max_tokens=24, params=GREEDY, seed=0, stop_ids=()):
-    return Request(
-        id=name, prompt=prompt, params=params, seed=seed, stop_ids=frozenset(stop_ids), max_tokens=max_tokens
-    )
 
 
 def run(engine, *requests):
@@ -204,7 +197,7 @@ def test_every_text_is_the_one_computed_offline(shape, preempts):
             str(i),
             shared[: rng.randrange(200)] + prompt_of(rng, rng.randint(1, 150)),
             max_tokens=rng.randint(1, 150),
-            params=rng.choice([GREEDY, DRAWN]),
+            temperature=rng.choice([0.0, 0.8]),
             seed=rng.getrandbits(63),
             stop_ids=rng.sample(range(VOCAB), 3),
         )
@@ -247,7 +240,7 @@ def test_a_block_that_is_spoiled_meanwhile_changes_the_text(victim):
 
 
 def test_logprobs_of_a_model_that_is_sure():
-    request = make_request("a", [5, 6], max_tokens=2, params=replace(GREEDY, logprobs=2))
+    request = make_request("a", [5, 6], max_tokens=2, logprobs=2)
     engine = make_engine()
     engine.add(request)
     (output,) = engine.step()[0]
@@ -259,7 +252,7 @@ def test_logprobs_of_the_prompt_of_a_model_that_is_sure():
     prompt = list(range(5, 205))
     engine = make_engine(budget=64)
     for name in "ab":  # the second prompt is in the cache
-        engine.add(make_request(name, prompt, max_tokens=1, params=replace(GREEDY, prompt_logprobs=1)))
+        engine.add(make_request(name, prompt, max_tokens=1, prompt_logprobs=1))
         outputs = []
         while engine.has_work:
             outputs += engine.step()[0]
@@ -375,24 +368,16 @@ def test_build_from_a_folder():
 def test_the_next_incarnation_finds_the_blocks_of_the_last(tmp_path):
     prompt = prompt_of(random.Random(4), 300)
     options = ModelledOptions(model=str(DEMO), max_model_len=1024, kv_blocks=32)
-    over = threading.Event()
-    server = KVPoolServer(str(tmp_path / "kv-pool"))
-    thread = threading.Thread(target=server.run, args=(over.is_set,), kwargs={"tick": 0.01})
-    thread.start()
-    try:
-        texts = []
+    texts = []
+    with pool_server(tmp_path / "kv-pool") as path:
         for incarnation, expected_hit in ((1, 0), (2, 256)):
-            built = build_modelled(options, ManualClock(), shared_pool(server.path, "a", incarnation))
+            built = build_modelled(options, ManualClock(), shared_pool(path, "a", incarnation))
             built.runner._sleep = lambda _: None
             tokens, _, cached = run(built.engine, make_request("r", prompt))["r"]
             assert cached == expected_hit
             texts.append(tokens)
             built.close()
-        assert texts[0] == texts[1] == offline(prompt, max_tokens=24, token_ids=built.runner.token_ids)[0]
-    finally:
-        over.set()
-        thread.join()
-        server.close()
+    assert texts[0] == texts[1] == offline(prompt, max_tokens=24, token_ids=built.runner.token_ids)[0]
 
 
 def test_defaults_come_from_the_device_and_the_geometry():

@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +14,6 @@ from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.digest import offline
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.request import Request
-from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdown, StepReport
 from penstock.engine.modelled import ModelledOptions, build_modelled
 from penstock.engine.modelled_tier import ModelledSlots
@@ -24,26 +23,23 @@ from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
 from penstock.transfer.memory import PoolMemory
 from tests.engine.test_server import LIFE, Frontend
+from tests.helpers import engines
 
 GEOMETRY = "llama-3.1-8b"
 BLOCK = GEOMETRIES[GEOMETRY].kv_bytes_per_token * BLOCK_TOKENS
 
 
 def build(clock=None, **options):
-    sizes = {"geometry": GEOMETRY, "max_model_len": 1024, "kv_blocks": 20, "host_cache_memory": 64 * BLOCK}
+    sizes = {"geometry": GEOMETRY, "max_model_len": 1024, "kv_blocks": 20, "host_cache_memory": 64 * BLOCK + 5}
     return build_modelled(ModelledOptions(model=str(DEMO), **{**sizes, **options}), clock or SystemClock())
+
+
+make_request = partial(engines.make_request, max_tokens=8)
 
 
 def prompt_of(number, length=900):
     rng = random.Random(number)
     return [rng.randrange(3, 4096) for _ in range(length)]
-
-
-def make_request(name, prompt, max_tokens=8):
-    return Request(
-        id=name, prompt=prompt, params=SamplingParams(temperature=0.0), seed=0, stop_ids=frozenset(),
-        max_tokens=max_tokens,
-    )  # fmt: skip
 
 
 def expected(request, built):

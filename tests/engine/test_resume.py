@@ -4,13 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from penstock.core.errors import InvalidRequest
-from penstock.nn.loader import load_model
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["qwen3-0.6b"])
@@ -22,12 +19,6 @@ VARIANTS = {
     "penalised": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "greedy-penalised": {"repetition_penalty": 1.2, "frequency_penalty": 0.6, "logit_bias": {5: 3.0}},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    pytest.importorskip("transformers")
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"), torch.device("cpu"))
 
 
 def asked(name="r", prompt=40, **more):

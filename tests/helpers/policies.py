@@ -2,7 +2,7 @@
 and then decode, and holds against them what no policy may do."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -78,6 +78,20 @@ def linked(*instances: InstanceLoad) -> list[InstanceLoad]:
 
 def demand(key: str, prompt_tokens: int = 256, max_tokens: int = OUTPUT, **values) -> Demand:
     return Demand(key=("f", key), prompt_tokens=prompt_tokens, max_tokens=max_tokens, **values)
+
+
+def drain(
+    policy: DispatchPolicy, instances: Sequence[InstanceLoad], *queue: Demand, now: float = 0.0
+) -> tuple[list[Decision], float]:
+    """Every decision of one moment, and when to ask again. Loads stay as they are: what it gave it remembers itself."""
+    decisions, left, rng, rates = [], list(queue), random.Random(0), Rates(output_tokens=float(OUTPUT))
+    while left:
+        verdict = policy.decide(ClusterView(now=now, instances=instances, queue=left, rates=rates), rng)
+        if isinstance(verdict, Later):
+            return decisions, verdict.at
+        decisions.append(verdict)
+        left = [d for d in left if d.key != verdict.key]
+    return decisions, inf
 
 
 @dataclass

@@ -55,7 +55,7 @@ def test_an_incarnation_inherits_what_the_last_one_kept():
     depot.check()
 
 
-def test_an_heir_with_less_room_inherits_less():
+def test_an_incarnation_with_less_room_inherits_less():
     depot = Depot(10)
     depot.attach("a", 1, 5)
     depot.detach("a", depot.lease("a", 5))

@@ -243,7 +243,7 @@ def test_beside_others_with_a_small_budget_it_comes_to_the_same():
         assert first == alone
 
 
-def test_the_first_news_is_that_the_prompt_was_read():
+def test_the_first_output_says_that_the_prompt_is_prefilled():
     engine = make(budget=64)
     engine.scheduler.add(beams("r", [1] * 100, 5))
     told = []

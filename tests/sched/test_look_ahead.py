@@ -4,13 +4,7 @@ from dataclasses import replace
 
 from penstock.core.plan import BLOCK_TOKENS, StepResult
 from penstock.core.request import FinishReason
-from tests.sched.test_scheduler import STOP, expected, make, request
-
-
-def drive(engine):
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check()
+from tests.sched.test_scheduler import STOP, expected, make, request, run
 
 
 def stopping_prompt():
@@ -22,7 +16,7 @@ def test_a_length_is_known_beforehand_and_costs_nothing():
     engine = make(ahead=True, model_len=200, budget=64)
     engine.scheduler.add(request("by tokens", [1] * 70, max_tokens=9))
     engine.scheduler.add(request("by the model", [2] * 190, max_tokens=100))
-    drive(engine)
+    run(engine)
     for name, prompt, most in (("by tokens", [1] * 70, 9), ("by the model", [2] * 190, 10)):
         out = engine.out[name]
         assert out == expected(prompt, most)
@@ -42,7 +36,7 @@ def test_a_stop_costs_one_token_and_leaves_nothing():
             engine.step()
         assert engine.finished["a"] is FinishReason.STOP
         assert not engine.scheduler.holds("a")
-        drive(engine)
+        run(engine)
         assert engine.out["a"] == expected(prompt, 200)
         assert engine.out["b"] == expected([7] * 100, 150)
         assert engine.computed["a"] == len(prompt) + len(engine.out["a"]) - 1 + ahead
@@ -66,7 +60,7 @@ def test_blocks_of_a_step_in_flight_are_free_when_it_has_landed():
     engine.end()
     assert [engine.scheduler.pool.holders(b) for b in blocks] == [0]
     assert "goes" not in engine.out
-    drive(engine)
+    run(engine)
 
 
 def test_an_id_that_comes_again_gets_nothing_of_its_former_incarnation():
@@ -79,7 +73,7 @@ def test_an_id_that_comes_again_gets_nothing_of_its_former_incarnation():
     engine.end()
     engine.end()
     assert engine.out == {}
-    drive(engine)
+    run(engine)
     assert engine.out["a"] == expected([2] * 30, 20)
 
 
@@ -90,7 +84,7 @@ def test_who_is_guided_by_its_tokens_is_not_scheduled_before_they_are_known():
     assert engine.begin() is not None, "its prompt is known"
     engine.end()
     assert engine.begin() is None
-    drive(engine)
+    run(engine)
     assert engine.computed["guided"] == 105, "no token was wasted"
     assert engine.out["guided"] == expected([1] * 100, 6)
 
@@ -120,7 +114,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight():
     engine.end()
     assert [s.request_id for s in engine.begin().sequences] == ["high"]
     assert engine.scheduler.counters.preemptions == 1
-    drive(engine)
+    run(engine)
     assert engine.out["low"] == expected([1] * 200, 40)
     assert engine.out["high"] == expected([2] * 100, 3)
 
@@ -135,7 +129,7 @@ def test_a_failed_runner_leaves_a_scheduler_that_goes_on():
     engine.flying.clear()
     engine.scheduler.check()
     assert engine.scheduler.pool.used == 0
-    drive(engine)
+    run(engine)
     assert engine.out["decodes"] == expected([1] * 20, 20)
     assert engine.out["reads"] == expected([2] * 150, 5)
 
@@ -153,7 +147,7 @@ def test_at_the_end_of_a_block_the_next_one_is_set_aside_beforehand():
     assert list(first.blocks) == [*last.blocks, *last.ahead]
 
 
-def test_no_block_is_set_aside_for_a_token_that_will_not_be_read():
+def test_no_block_is_set_aside_for_a_token_that_no_step_computes():
     engine = make()
     engine.scheduler.add(request("a", [1] * BLOCK_TOKENS, max_tokens=1))
     engine.begin()

@@ -16,16 +16,32 @@ def other(number: int, length: int = 250) -> list[int]:
     return [100 + number] * length
 
 
+def small() -> Engine:
+    return make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+
+
+def answer(engine: Engine, *prompts: tuple[str, list[int]]) -> None:
+    """One token for each of these (name, prompt), one after another."""
+    for name, prompt in prompts:
+        engine.scheduler.add(request(name, prompt, 1))
+        run(engine)
+
+
+def evicted() -> Engine:
+    """One that has computed PROMPT, and has evicted it since."""
+    engine = small()
+    answer(engine, ("first", PROMPT), ("a", other(1)), ("b", other(2)))
+    return engine
+
+
 def loads(engine: Engine) -> list[Load]:
     engine.send()
     return [order for order in engine.moves if isinstance(order, Load)]
 
 
 def test_what_was_evicted_is_loaded_and_not_computed():
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
-    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2)), ("again", PROMPT)):
-        engine.scheduler.add(request(name, prompt, 1))
-        run(engine)
+    engine = evicted()
+    answer(engine, ("again", PROMPT))
     assert engine.computed["again"] == 250 - 3 * BLOCK_TOKENS
     assert engine.out["again"] == expected(PROMPT, 1)
     assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS
@@ -44,10 +60,7 @@ def test_every_full_block_is_copied_once():
 @pytest.fixture
 def waiting() -> Engine:
     """One in which "again" waits for PROMPT's blocks."""
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
-    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2))):
-        engine.scheduler.add(request(name, prompt, 1))
-        run(engine)
+    engine = evicted()
     engine.scheduler.add(request("again", PROMPT, 1))
     assert len(loads(engine)) == 1
     return engine
@@ -95,18 +108,15 @@ def test_who_is_cancelled_leaves_no_block_behind(waiting: Engine):
 
 
 def test_where_computing_is_quicker_nothing_is_loaded():
-    slow = StepTime(replace(TIMES.device, host_bandwidth=1e8), TIMES.shape)
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
-    engine.scheduler.predict_by(slow)
-    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2)), ("again", PROMPT)):
-        engine.scheduler.add(request(name, prompt, 1))
-        run(engine)
+    engine = evicted()
+    engine.scheduler.predict_by(StepTime(replace(TIMES.device, host_bandwidth=1e8), TIMES.shape))
+    answer(engine, ("again", PROMPT))
     assert engine.computed["again"] == 250
     assert engine.scheduler.offload.loaded_blocks == 0
 
 
 def test_how_fast_loads_are_is_measured():
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine = small()
     engine.scheduler.predict_by(TIMES)
     for turn in range(3):  # each of the three finds its blocks evicted by the others
         for name, prompt in (("p", PROMPT), ("a", other(1)), ("b", other(2))):
@@ -120,17 +130,12 @@ def test_how_fast_loads_are_is_measured():
 
 
 def test_nothing_is_loaded_for_whom_there_is_no_room():
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
-    for name, prompt in (("first", PROMPT), ("a", other(1)), ("b", other(2))):
-        engine.scheduler.add(request(name, prompt, 1))
-        run(engine)
+    engine = evicted()
     engine.scheduler.add(request("large", other(3, 360), 70))
     engine.step()
     engine.scheduler.add(request("again", PROMPT, 1))
     assert not loads(engine)
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check()
+    run(engine)
     assert engine.out["again"] == expected(PROMPT, 1)
     assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS, "it was asked again when there was room"
 
@@ -141,17 +146,13 @@ def test_a_victim_takes_nothing_that_is_still_being_copied():
     engine.step()
     assert [type(order) for order in engine.moves] == [Store]
     engine.scheduler.add(request("high", [2] * 100, 3, priority=0))
-    for _ in range(200):
-        if not engine.has_work:
-            break
-        engine.step()
-        engine.scheduler.check()
+    run(engine)
     assert engine.out["low"] == expected([1] * 200, 30)
     assert engine.out["high"] == expected([2] * 100, 3)
 
 
 def test_one_slow_load_is_not_held_against_the_tier_for_ever():
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine = small()
     engine.scheduler.predict_by(TIMES)
     offload = engine.scheduler.offload
     for turn in range(40):
@@ -164,11 +165,9 @@ def test_one_slow_load_is_not_held_against_the_tier_for_ever():
 
 
 def test_a_small_load_that_was_slow_says_little_of_large_ones():
-    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16)
+    engine = small()
     engine.scheduler.predict_by(TIMES)
-    for number in range(3):
-        engine.scheduler.add(request(f"w{number}", other(number, 70 if number == 0 else 400), 1))
-        run(engine)
+    answer(engine, *((f"w{number}", other(number, 400 if number else 70)) for number in range(3)))
     engine.scheduler.add(request("one block", other(0, 70), 1))
     (load,) = loads(engine)
     engine.move(engine.moves.index(load), seconds=5e-3)  # thirty times what it should take
@@ -180,9 +179,7 @@ def test_a_small_load_that_was_slow_says_little_of_large_ones():
 def test_loads_of_later_arrivals_take_no_room_from_whoever_waits():
     engine = make(num_blocks=10, budget=700, sequences=8, model_len=640, slots=40)
     scheduler = engine.scheduler
-    for number in (*range(6), 10, 11, 12):
-        scheduler.add(request(f"w{number}", other(number), 1))
-        run(engine)
+    answer(engine, *((f"w{number}", other(number)) for number in (*range(6), 10, 11, 12)))
     scheduler.add(request("l0", other(0), 1))
     scheduler.add(request("head", [5] * 600, 1))
     for number in range(1, 50):  # a new one comes before the load of the last one is over
@@ -201,9 +198,7 @@ def test_loads_of_later_arrivals_take_no_room_from_whoever_waits():
 def test_a_load_leaves_those_that_run_room_to_grow():
     engine = make(num_blocks=8, budget=450, sequences=4, model_len=448, slots=40)
     scheduler = engine.scheduler
-    for name, prompt in (("w", other(1, 400)), ("f", other(2, 440)), ("f2", other(3, 440))):
-        scheduler.add(request(name, prompt, 1))
-        run(engine)
+    answer(engine, ("w", other(1, 400)), ("f", other(2, 440)), ("f2", other(3, 440)))
     scheduler.add(request("online", [7] * 60, 20))
     engine.step()
     while engine.moves:
@@ -233,9 +228,7 @@ def test_nobody_is_preempted_whose_blocks_are_being_copied_when_anothers_are_eno
 def test_what_others_hold_of_a_prefix_needs_no_room():
     engine = make(num_blocks=14, budget=1000, sequences=4, model_len=890, slots=60)
     common = [11] * 384  # six blocks
-    for name, prompt in (("first", common + [12] * 200), ("flush", [13] * 880)):
-        engine.scheduler.add(request(name, prompt, 1))
-        run(engine)
+    answer(engine, ("first", common + [12] * 200), ("flush", [13] * 880))
     engine.scheduler.add(request("holder", common + [14] * 10, 60))
     while (waits := loads(engine)) or engine.moves:
         engine.move(engine.moves.index(waits[0]) if waits else 0)

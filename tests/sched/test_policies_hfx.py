@@ -10,7 +10,7 @@ from penstock.sched.cluster import ClusterView, Decision, Later, Rates
 from penstock.sched.cluster.foresight import prefill_seconds_alone
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.steptime import StepTime
-from tests.helpers.policies import OUTPUT, SUBJECTS, TIMES, ToyMaster, demand, instance, linked
+from tests.helpers.policies import OUTPUT, SUBJECTS, TIMES, ToyMaster, demand, drain, instance, linked
 
 RATES = Rates(output_tokens=float(OUTPUT))
 RNG = random.Random(0)
@@ -19,18 +19,6 @@ BUSY = {"requests": 40, "decoding": 40, "held_tokens": 20_000, "ttft": 1.0}
 
 def view(instances, *queue, now=0.0):
     return ClusterView(now=now, instances=instances, queue=queue, rates=RATES)
-
-
-def drain(policy, instances, *queue, now=0.0):
-    """Every decision of one moment, and when to ask again. Loads stay as they are: what HFX gave is its own state."""
-    decisions, left = [], list(queue)
-    while left:
-        verdict = policy.decide(view(instances, *left, now=now), RNG)
-        if isinstance(verdict, Later):
-            return decisions, verdict.at
-        decisions.append(verdict)
-        left = [d for d in left if d.key != verdict.key]
-    return decisions, inf
 
 
 def names(decisions):

@@ -1,11 +1,18 @@
 """Small scenarios for tests, as text and read."""
 
 import random
+from pathlib import Path
 from textwrap import dedent
 
 from penstock.cli.scenario_file import make_tables
-from penstock.sim.scenario import Scenario, parse
+from penstock.sched.steptime import StepTime
+from penstock.sim.scenario import InstanceGroup, Scenario, parse
 from penstock.sim.simulate import simulate
+from penstock.workload.requests import WorkRequest
+
+# files of all scenarios that are kept
+SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
+assert SCENARIOS
 
 SPLIT = """
 instances:
@@ -33,6 +40,20 @@ engine: {max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400, noise: 0.1}
 
 def read(*parts: str) -> Scenario:
     return parse("test.yaml", "".join(dedent(part) for part in parts), make_tables())
+
+
+def group(device: str, times: StepTime, count: int = 1, **changes) -> InstanceGroup:
+    """Instances of llama-3.1-8b on such devices, by themselves."""
+    sizes = {"num_blocks": 600, "token_budget": 2048, "max_num_seqs": 128, "max_model_len": 8192}
+    rest = {"name": "engine", "role": "any", "slowdown": 1.0, "noise": 0.0, "prefix_cache": True}
+    model = {"device": f"modelled:{device}", "geometry": "llama-3.1-8b", "times": times}
+    return InstanceGroup(count=count, **model | sizes | rest | changes)
+
+
+def work(number: int, at: float = 0.0, prompt: int = 10, output: int = 5, prefix=(), block: int = 0) -> WorkRequest:
+    return WorkRequest(
+        number=number, at=at, prompt_tokens=prompt, output_tokens=output, prefix=prefix, block_tokens=block
+    )
 
 
 def run(scenario: Scenario, variant: str = "least_loaded", *, seed: int = 1, scale: float = 1.0, trace=None, **more):

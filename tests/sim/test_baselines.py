@@ -11,7 +11,7 @@ from penstock.sched.cluster import ClusterView, Later, Rates, fitting
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.scorpio import Scorpio
-from tests.helpers.policies import SUBJECTS, ToyMaster, clusters, demand, instance, linked, workloads
+from tests.helpers.policies import SUBJECTS, ToyMaster, clusters, demand, drain, instance, linked, workloads
 
 every_policy = pytest.mark.parametrize("name", SUBJECTS)
 
@@ -43,48 +43,42 @@ def view(instances, *queue, now=0.0):
     return ClusterView(now=now, instances=instances, queue=queue, rates=RATES)
 
 
-def drain(policy, instances, *queue, now=0.0):
-    decisions, left, rng = [], list(queue), random.Random(0)
-    while left:
-        verdict = policy.decide(view(instances, *left, now=now), rng)
-        if isinstance(verdict, Later):
-            break
-        decisions.append(verdict)
-        left = [d for d in left if d.key != verdict.key]
-    return [(d.key[1], d.prefill, d.decode) for d in decisions]
+def placed(policy, instances, *queue):
+    """(request, prefill, decode) of every decision of one moment."""
+    return [(d.key[1], d.prefill, d.decode) for d in drain(policy, instances, *queue)[0]]
 
 
 def test_scorpio_goes_round_and_orders_what_waits_for_an_instance_by_deadline():
     loads = [instance("a"), instance("b")]
     queue = [demand(f"r{i}", ttft=9.0 - i) for i in range(4)]
-    assert drain(Scorpio(), loads, *queue) == [
+    assert placed(Scorpio(), loads, *queue) == [
         ("r3", "b", None),
         ("r2", "a", None),
         ("r1", "b", None),
         ("r0", "a", None),
     ]
     late = demand("late", arrived=-9.0, ttft=1.0)
-    assert [key for key, _, _ in drain(Scorpio(), loads, late, *queue)][-1] == "late"
+    assert [key for key, _, _ in placed(Scorpio(), loads, late, *queue)][-1] == "late"
 
 
 def test_scorpio_keeps_to_the_instance_of_the_round_and_to_its_strictest_tpot():
     slow = instance("slow", tpot=0.004, **BUSY)
     assert slow.decode_seconds > slow.tpot
     queue = [demand(f"r{i}", ttft=9.0, tpot=0.1) for i in range(4)]
-    assert drain(Scorpio(), [slow, instance("idle")], *queue) == [("r1", "idle", None), ("r3", "idle", None)]
+    assert placed(Scorpio(), [slow, instance("idle")], *queue) == [("r1", "idle", None), ("r3", "idle", None)]
 
 
 def test_scorpio_holds_back_what_its_instance_could_not_begin_within_a_step():
     prefilling = instance("a", free_at=0.5, pending_tokens=8000)
-    assert drain(Scorpio(), [prefilling], demand("r", 500, ttft=9.0)) == []
+    assert placed(Scorpio(), [prefilling], demand("r", 500, ttft=9.0)) == []
     assert Scorpio().decide(view([prefilling], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.5)
-    assert drain(Scorpio(), [prefilling], demand("r", 100, ttft=9.0)) == [("r", "a", None)]
+    assert placed(Scorpio(), [prefilling], demand("r", 100, ttft=9.0)) == [("r", "a", None)]
 
 
 def test_scorpio_goes_round_the_decoders_too():
     loads = linked(instance("p", "prefill"), *(instance(f"d{i}", "decode") for i in range(3)))
-    placed = drain(Scorpio(), loads, *(demand(f"r{i}", ttft=9.0) for i in range(4)))
-    assert [decode for _, _, decode in placed] == ["d0", "d1", "d2", "d0"]
+    found = placed(Scorpio(), loads, *(demand(f"r{i}", ttft=9.0) for i in range(4)))
+    assert [decode for _, _, decode in found] == ["d0", "d1", "d2", "d0"]
 
 
 def test_aladdin_fills_the_fullest_that_keeps_every_target():
@@ -92,11 +86,11 @@ def test_aladdin_fills_the_fullest_that_keeps_every_target():
     slow = instance("slow", requests=60, decoding=60, held_tokens=40_000, tpot=0.004)
     queued = instance("queued", requests=60, held_tokens=40_000, free_at=2.0, tpot=0.05)
     loads = [instance("idle"), half, slow, queued]
-    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "half", None)]
-    assert drain(Aladdin(), loads, demand("r", ttft=5.0, tpot=0.05)) == [("r", "queued", None)], "it has the time"
-    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=half.decode_seconds)) == [("r", "idle", None)]
+    assert placed(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "half", None)]
+    assert placed(Aladdin(), loads, demand("r", ttft=5.0, tpot=0.05)) == [("r", "queued", None)], "it has the time"
+    assert placed(Aladdin(), loads, demand("r", ttft=1.0, tpot=half.decode_seconds)) == [("r", "idle", None)]
     # as much to prefill as the running ones have not saved
-    assert drain(Aladdin(), loads, demand("r", 40_000, ttft=9.0, tpot=0.05)) == [("r", "idle", None)]
+    assert placed(Aladdin(), loads, demand("r", 40_000, ttft=9.0, tpot=0.05)) == [("r", "idle", None)]
 
 
 def test_aladdin_packs_decoders():
@@ -104,7 +98,7 @@ def test_aladdin_packs_decoders():
         instance(n, "decode", requests=r, held_tokens=r * 500, tpot=0.05) for n, r in [("f", 40), ("e", 4)]
     )
     loads = linked(instance("p", "prefill"), emptier, fuller)
-    assert drain(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "p", "f")]
+    assert placed(Aladdin(), loads, demand("r", ttft=1.0, tpot=0.05)) == [("r", "p", "f")]
 
 
 def test_annealing_finds_an_order_that_keeps_more_targets_than_either_it_begins_with():
@@ -120,7 +114,7 @@ def test_annealing_finds_an_order_that_keeps_more_targets_than_either_it_begins_
 
 def test_annealing_spreads_over_instances_and_sends_no_more_than_a_step_ahead():
     loads = [instance(f"a{i}") for i in range(4)]
-    placed = drain(Annealing(), loads, *(demand(f"r{i}", 8000, ttft=1.0) for i in range(4)))
-    assert {name for _, name, _ in placed} == {"a0", "a1", "a2", "a3"}
+    found = placed(Annealing(), loads, *(demand(f"r{i}", 8000, ttft=1.0) for i in range(4)))
+    assert {name for _, name, _ in found} == {"a0", "a1", "a2", "a3"}
     prefilling = instance("a", free_at=0.3, pending_tokens=8000)
     assert Annealing().decide(view([prefilling], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.3)

@@ -10,31 +10,18 @@ from hypothesis import strategies as st
 
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.bound import bound_attainment, bound_scale, reusable_by_request
-from penstock.sim.scenario import InstanceGroup
 from penstock.sim.simulate import TRAFFIC_STREAM
 from penstock.sim.traffic import make_traffic
 from penstock.workload.requests import WorkRequest, reusable_tokens
+from tests.sim import scenarios
 from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
 
 PREFIX = 128  # tokens of a shared block
 
 
-def group(count=1, device="l4", *, blocks=600, budget=2048, sequences=64, cache=True, slowdown=1.0):
-    return InstanceGroup(
-        name="engine",
-        count=count,
-        role="any",
-        device=f"modelled:{device}",
-        geometry="llama-3.1-8b",
-        times=StepTime(DEVICES[device], GEOMETRIES["llama-3.1-8b"]),
-        num_blocks=blocks,
-        token_budget=budget,
-        max_num_seqs=sequences,
-        max_model_len=8192,
-        slowdown=slowdown,
-        noise=0.0,
-        prefix_cache=cache,
-    )
+def group(count=1, device="l4", *, sequences=64, **changes):
+    times = StepTime(DEVICES[device], GEOMETRIES["llama-3.1-8b"])
+    return scenarios.group(device, times, count, max_num_seqs=sequences, **changes)
 
 
 def request(number, at, prompt, output, ttft=1.0, tpot=0.1, shared=False, offline=False):
@@ -196,7 +183,7 @@ def test_decodes_are_limited_by_sequences_and_by_memory():
     requests = [request(i, i * 0.03, 64, 100, ttft=10.0, tpot=1.0) for i in range(2000)]
     few = bound_attainment(requests, [group(4, sequences=8)])
     more = bound_attainment(requests, [group(4, sequences=16)])
-    tight = bound_attainment(requests, [group(4, blocks=16)])
+    tight = bound_attainment(requests, [group(4, num_blocks=16)])
     # the last one comes at 60 s and is to end within 109 s more; until then four instances decode eight at a time
     seconds = group().times.step_ms(decodes=8, kv_tokens=8 * 114) / 1e3
     assert few == pytest.approx((60 + 109) / seconds * 4 * 8 / 99 / 2000, rel=0.05)
@@ -233,7 +220,7 @@ def test_cached_prompts_cost_nothing_and_only_where_there_is_a_cache():
         for i in range(100)
     ]
     assert bound_attainment(requests, [group()]) == 1.0
-    assert bound_attainment(requests, [group(cache=False)]) < 0.3
+    assert bound_attainment(requests, [group(prefix_cache=False)]) < 0.3
 
 
 def test_reuse_adds_up_to_what_a_cache_without_limits_reuses():

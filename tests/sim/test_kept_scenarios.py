@@ -1,16 +1,13 @@
 """Every scenario that is kept, simulated for a few seconds on a stand-in for its trace."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from penstock.cli.scenario_file import make_tables
 from penstock.sim.scenario import parse
-from tests.sim.scenarios import run
+from tests.sim.scenarios import SCENARIOS, run
 from tests.sim.stand_in import stand_in
-
-SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from penstock.sim.frontend import PARAMS
 from penstock.sim.steps import DRAWN_AT_ONCE, StepTimer, Stride
 from penstock.sim.traffic import FIRST_OWN, prompt_of
 from penstock.sim.wires import TransportModel, Wires
-from penstock.workload.requests import WorkRequest
+from tests.sim.scenarios import work
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
@@ -128,12 +128,6 @@ def test_shared_blocks_take_no_longer_than_a_message():
 
 
 # --- prompts
-
-
-def work(number, at=0.0, prompt=10, output=5, prefix=(), block=0):
-    return WorkRequest(
-        number=number, at=at, prompt_tokens=prompt, output_tokens=output, prefix=prefix, block_tokens=block
-    )
 
 
 def keys(request):

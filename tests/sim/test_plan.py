@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.cli.plan_report import explain
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.plan import Kind, Search, Verdict, candidates, demands, estimate
-from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
+from tests.sim.scenarios import group
 
 PRICES = {"h200": 3.5, "l4": 0.5}
 
@@ -20,22 +20,8 @@ def kind(device, size=1):
     model, shape = DEVICES[device], GEOMETRIES["llama-3.1-8b"]
     times = StepTime(model.parallel(size) if size > 1 else model, shape)
     room = int(0.9 * size * model.memory) - shape.weight_bytes
-    group = InstanceGroup(
-        name="engine",
-        count=1,
-        role="any",
-        device=f"modelled:{device}",
-        geometry="llama-3.1-8b",
-        times=times,
-        num_blocks=room // (64 * shape.kv_bytes_per_token),
-        token_budget=2048,
-        max_num_seqs=128,
-        max_model_len=8192,
-        slowdown=1.0,
-        noise=0.0,
-        prefix_cache=True,
-    )
-    return Kind(device=device, size=size, price=PRICES[device], group=group)
+    blocks = room // (64 * shape.kv_bytes_per_token)
+    return Kind(device=device, size=size, price=PRICES[device], group=group(device, times, num_blocks=blocks))
 
 
 def chats(rate, ttft=1.0, tpot=0.05, count=500, output=100):
@@ -79,9 +65,9 @@ def test_spread_instances_take_several_devices_and_are_not_mixed_with_single_one
 
 def test_groups_of_a_candidate_have_names_of_their_own():
     for candidate in candidates([kind("h200"), kind("l4")], {"h200": 1, "l4": 1}):
-        names = [group.name for group in candidate.groups]
+        names = [each.name for each in candidate.groups]
         assert len(set(names)) == len(names)
-        assert sum(group.count for group in candidate.groups) == sum(part.count for part in candidate.parts)
+        assert sum(each.count for each in candidate.groups) == sum(part.count for part in candidate.parts)
 
 
 # --- estimates

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.sched.local import Scheduler
 from penstock.sim.result import request_rows
-from penstock.workload.requests import WorkRequest
-from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
+from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run, work
 
 SHARED = "transport: {kind: shared}\n"
 TIERED = """
@@ -90,15 +89,13 @@ transport: {kind: copy, gbps: 80, latency-us: 500}
 LONG = ONE.replace("max-tokens: 100", "max-tokens: 400")
 
 
-def work(*requests):
-    return [
-        WorkRequest(number=i, at=at, prompt_tokens=prompt, output_tokens=output)
-        for i, (at, prompt, output) in enumerate(requests)
-    ]
+def trace(*requests):
+    """Of (arrival, tokens of the prompt, tokens of the output)."""
+    return [work(i, *request) for i, request in enumerate(requests)]
 
 
 def test_one_request_takes_the_time_that_can_be_computed_by_hand():
-    result, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=work((0.0, 1500, 3), (5.0, 10, 1)))
+    result, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=trace((0.0, 1500, 3), (5.0, 10, 1)))
     times = cluster.places["engine-0"].group.times
     (record, short), net = cluster.records, 0.002
     prompt = times.step_ms([(1024, 0)], logit_rows=0) + times.step_ms([(476, 1024)], logit_rows=1)
@@ -113,7 +110,7 @@ def test_one_request_takes_the_time_that_can_be_computed_by_hand():
 
 
 def test_requests_share_steps_as_the_scheduler_decides():
-    _, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=work((0.0, 640, 2), (0.0, 640, 1)))
+    _, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=trace((0.0, 640, 2), (0.0, 640, 1)))
     times = cluster.places["engine-0"].group.times
     first, second = cluster.records
     # the first message wakes the engine, which begins; the second waits for the end of that step
@@ -126,7 +123,7 @@ def test_requests_share_steps_as_the_scheduler_decides():
 
 def test_a_hand_off_takes_the_links_time():
     shape = "instances: [{role: prefill}, {role: decode}]\n"
-    _, cluster = run(read(ONE, shape), trace=work((0.0, 640, 2)))
+    _, cluster = run(read(ONE, shape), trace=trace((0.0, 640, 2)))
     (record,), group = cluster.records, cluster.places["prefill-0"].group
     block = group.block_bytes / 10e9  # 80 gigabits per second
     decode = group.times.step_ms(decodes=1, kv_tokens=641) / 1e3
@@ -137,13 +134,13 @@ def test_a_hand_off_takes_the_links_time():
 
 def test_a_slow_instance_is_slow_and_policies_see_no_more_than_a_master_does():
     shape = "instances: [{count: 1}, {name: slow, count: 1, slowdown: 3}]\n"
-    _, cluster = run(read(ONE, shape), "round_robin", trace=work((0.0, 500, 20), (1.0, 500, 20)))
+    _, cluster = run(read(ONE, shape), "round_robin", trace=trace((0.0, 500, 20), (1.0, 500, 20)))
     by_place = {r.prefill: r for r in cluster.records}
     assert by_place["slow-0"].tpot == pytest.approx(3 * by_place["engine-0"].tpot)
 
 
 def test_max_tokens_ends_what_would_go_on():
-    _, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=work((0.0, 50, 500)))
+    _, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=trace((0.0, 50, 500)))
     assert cluster.records[0].received == 100
 
 
@@ -178,7 +175,7 @@ def test_what_failed_instances_had_goes_on_elsewhere(shape, policy):
 def test_an_answer_that_was_interrupted_pauses_as_long_as_can_be_computed_by_hand():
     shape = "instances: [{count: 2}]\nfailures: [{instance: engine-0, at: 1.0}]\n"
     whole, cut = (
-        run(read(LONG, shape if fails else "instances: [{count: 2}]\n"), "round_robin", trace=work((0.0, 500, 400)))[1]
+        run(read(LONG, shape if fails else "instances: [{count: 2}]\n"), "round_robin", trace=trace((0.0, 500, 400)))[1]
         for fails in (False, True)
     )
     times, net = cut.places["engine-0"].group.times, 0.002

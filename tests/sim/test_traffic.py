@@ -2,7 +2,6 @@
 
 from collections import Counter
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +11,8 @@ from penstock.core.errors import ConfigError
 from penstock.sim.scenario import parse
 from penstock.sim.traffic import make_traffic
 from penstock.sim.workload import SLO, WHOLE, Offline, Task, Workload, cut
-from penstock.workload.requests import WorkRequest
+from tests.sim.scenarios import SCENARIOS, work
 from tests.sim.stand_in import stand_in
-
-SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml"))
-
-
-def work(number, at=0.0, prompt=10, output=5, prefix=(), block=0):
-    return WorkRequest(
-        number=number, at=at, prompt_tokens=prompt, output_tokens=output, prefix=prefix, block_tokens=block
-    )
 
 
 def workload(**changes):

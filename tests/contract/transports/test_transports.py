@@ -174,8 +174,10 @@ def test_a_shared_block_that_its_owner_does_not_cache_is_landed(tmp_path):
         assert b.transport.land(b.arrivals[0], b.pool.blocks[0]) == block
 
 
-def test_an_engine_that_does_not_look_slows_its_peer_but_stops_nobody(pair, monkeypatch, tmp_path):
+def test_an_engine_that_does_not_look_slows_its_peer_but_stops_nobody(pair, monkeypatch):
+    """Nor are blocks that wait a backlog: they lie in the pool in any case."""
     monkeypatch.setattr(penstock.transfer.carrier, "STAGING_BYTES", 0)  # leaves 2 blocks per connection
+    monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
     a, b = pair
     count = 2000  # 32 MiB of blocks: more than the sockets hold
     for index in range(count):
@@ -187,6 +189,7 @@ def test_an_engine_that_does_not_look_slows_its_peer_but_stops_nobody(pair, monk
     landed = set()
     while len(landed) < count:
         b.until(lambda: b.news)
+        assert not a.downs + b.downs
         for arrival in b.arrivals:
             if arrival.message != LEASE_OVER:
                 assert b.transport.shares or b.transport.land(arrival, b.pool.blocks[0]) is not None
@@ -224,23 +227,6 @@ def test_what_waits_for_a_link_is_bounded_too(pair, kind, tmp_path, monkeypatch)
             a.transport.send(Peer("n", 9, where), Renew([Lease("x" * 40_000, 0)]))
         a.until(lambda: a.downs, 1.0)
         assert "does not read" in a.downs[0].message
-
-
-def test_blocks_that_wait_are_no_backlog(pair, monkeypatch):
-    """They lie in the pool in any case, and a whole prompt's may be pushed at once."""
-    monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
-    monkeypatch.setattr(penstock.transfer.carrier, "STAGING_BYTES", 0)
-    a, b = pair
-    for index in range(1000):  # 16 MiB
-        a.push(b.peer, a.pool.blocks[index % 16], index, key=b"")
-    landed = 0
-    while landed < 1000:
-        b.until(lambda: b.news)
-        assert not b.downs + a.downs
-        for arrival in b.arrivals:
-            assert b.transport.shares or b.transport.land(arrival, b.pool.blocks[0]) is not None
-            landed += 1
-        b.news.clear()
 
 
 def test_without_descriptors_it_waits_and_does_not_spin(pair, kind, monkeypatch, caplog):
