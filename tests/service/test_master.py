@@ -332,8 +332,8 @@ def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
     assert cluster.master.waiting == 2
     assert cluster.tick(1.0) == []
     cluster.engine("a0", ChannelLost("gone"))
-    cluster.start("a0", life=2, max_model_len=100)  # this incarnation has failed none of them
-    (placed,) = [a.message for a in cluster.tick() if isinstance(a, ToFrontend)]
+    ready_now = cluster.start("a0", life=2, max_model_len=100)  # this incarnation has failed none of them
+    (placed,) = [a.message for a in ready_now if isinstance(a, ToFrontend)]
     assert (placed.request_id, placed.prefill) == ("short", peer("a0", 2))
     cluster.snap("a0", life=2)
     assert cluster.tick(4.0) == []
