@@ -32,7 +32,7 @@ from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import CPU_LIMIT_MS, LIMIT_MS, StepBudget, host_blocks
+from penstock.sched.local.limits import StepBudget, StepLimit, host_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
@@ -52,7 +52,7 @@ class EngineOptions:
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
-        step_time_limit_ms: None is LIMIT_MS, on a CPU CPU_LIMIT_MS (sched/local/limits.py).
+        step_time_limit_ms: of a step with prompts; None is the default (`StepLimit.asked`).
         kv_cache_memory: bytes of KV cache.
         host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
@@ -132,7 +132,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if mode in ("partial", "full") and (reason := obstacle(model.model, cast(Mode, mode))) is not None:
         raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
-    budget = _step_budget(options, model_len, device)
+    limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
+    budget = _step_budget(options, model_len, limit)
     if model.device.type == "cuda":
         _touch_memory(model, budget.high)
     asked = options.kv_cache_memory
@@ -159,7 +160,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     blocks = _block_pool(pool, num_blocks, options.prefix_cache)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype)
-    policy = make_local_policy(options.scheduling_policy, None, budget.tokens)  # the server says what predicts steps
+    policy = make_local_policy(options.scheduling_policy, None, limit)  # the server says what predicts steps
     mover = open_host_tier(cache, slots) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
     scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
@@ -298,7 +299,7 @@ def _model_len(model: Decoder, asked: int | None) -> int:
     return asked or most
 
 
-def _step_budget(options: EngineOptions, model_len: int, device: torch.device) -> StepBudget:
+def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> StepBudget:
     """Of one size when that was asked for."""
     asked, least = options.max_num_batched_tokens, options.max_num_seqs
     if asked is not None and asked < least:
@@ -308,10 +309,7 @@ def _step_budget(options: EngineOptions, model_len: int, device: torch.device) -
             "max-num-batched-tokens",
         )
     low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
-    limit_ms = options.step_time_limit_ms
-    if limit_ms is None:
-        limit_ms = CPU_LIMIT_MS if device.type == "cpu" else LIMIT_MS
-    return StepBudget(low, high, limit_ms / 1e3)
+    return StepBudget(low, high, limit.most / 1e3)
 
 
 def _touch_memory(model: Decoder, tokens: int) -> None:

@@ -152,7 +152,8 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
     mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
-    policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), sizes.token_budget)
+    limit = sizes.limit.slowed(options.slowdown)
+    policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), limit)
     scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "

@@ -290,7 +290,7 @@ class Cluster:
             pool,
             root=self._root,
             prefix_cache=group.prefix_cache,
-            policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.token_budget),
+            policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
         )
 

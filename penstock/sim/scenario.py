@@ -15,7 +15,7 @@ import yaml
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
-from penstock.sched.local.limits import host_blocks, sized
+from penstock.sched.local.limits import StepLimit, host_blocks, sized
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 from penstock.sim.baselines import POLICIES
@@ -68,6 +68,7 @@ class InstanceGroup:
         num_blocks: of KV, for each instance.
         host_blocks: for each, of a tier of KV in its host's memory; 0 is none.
         token_budget: tokens in one step.
+        limit: of a step's time, before the slowdown.
         slowdown: factor on all times, unknown to policies.
         noise: standard deviation of a step's time, relative to it.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`; None is what its policy's bundle has.
@@ -82,6 +83,7 @@ class InstanceGroup:
     times: StepTime
     num_blocks: int
     token_budget: int
+    limit: StepLimit
     max_num_seqs: int
     max_model_len: int
     slowdown: float
@@ -428,6 +430,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "times": StepTime(device, shape, factors),
         "num_blocks": sizes.num_blocks,
         "token_budget": sizes.token_budget,
+        "limit": sizes.limit,
         "max_num_seqs": options["max_num_seqs"],
         "max_model_len": options["max_model_len"],
         "slowdown": options["slowdown"],

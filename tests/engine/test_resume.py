@@ -7,6 +7,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.sched.local import LOCAL_POLICIES
+from penstock.sched.local.limits import StepLimit
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from tests.helpers.engines import Collector, make_engine, make_request
 
@@ -43,7 +44,7 @@ def test_it_goes_on_with_the_tokens_that_would_have_come(model, policy, variant)
     tokens, logprobs = whole.tokens["r"], whole.logprobs["r"]
     assert len(tokens) == LENGTH
     for cut in CUTS:
-        engine = make_engine(model, budget=64, blocks=24, policy=LOCAL_POLICIES[policy](TIMES, 64))
+        engine = make_engine(model, budget=64, blocks=24, policy=LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None)))
         rest = Collector(engine)
         for other in crowd():
             engine.add(other)

@@ -16,7 +16,7 @@ from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, SetRole
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler, make_local_policy
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.limits import fitting_blocks, sized
+from penstock.sched.local.limits import StepLimit, fitting_blocks, sized
 from penstock.sched.local.steps import LEARN_EVERY, WEIGHT
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.repeat import again, repeat, repeatable
@@ -34,7 +34,7 @@ def request(name="r", prompt=(1, 2, 3), output=5, **fields) -> Request:
 
 def make_scheduler(policy="fcfs", blocks=40, sequences=8) -> Scheduler:
     limits = Limits(token_budget=256, max_sequences=sequences, max_model_len=blocks * 64)
-    return Scheduler(limits, BlockPool(range(blocks)), policy=make_local_policy(policy, TIMES, 256))
+    return Scheduler(limits, BlockPool(range(blocks)), policy=make_local_policy(policy, TIMES, StepLimit.asked(None)))
 
 
 def run(scheduler: Scheduler, plan: StepPlan, began=0.0, ended=0.0) -> list[TokenOutput]:
@@ -44,7 +44,7 @@ def run(scheduler: Scheduler, plan: StepPlan, began=0.0, ended=0.0) -> list[Toke
 
 def test_a_policy_of_another_name_is_refused():
     with pytest.raises(ConfigError, match="scheduling-policy: 'best', allowed are fcfs, priority, slack"):
-        make_local_policy("best", TIMES, 256)
+        make_local_policy("best", TIMES, StepLimit.asked(None))
 
 
 # --- intake

@@ -14,6 +14,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
+from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.beams import BeamSearch
 from penstock.sched.local.offload import Load, Offload, Store
 from penstock.sched.local.sequence import blocks_for
@@ -218,7 +219,7 @@ def make(
 ) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    paced = LOCAL_POLICIES[policy](TIMES, budget)
+    paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
     pool = BlockPool(range(num_blocks))
     offload = Offload(pool, Tier(slots)) if slots else None
     return Engine(Scheduler(limits, pool, prefix_cache=prefix_cache, policy=paced, offload=offload), ahead)

@@ -16,6 +16,7 @@ from penstock.sched.steptime import StepTime
 
 LIMIT_MS = 100.0  # that a step may take, for streams that go on beside prompts
 CPU_LIMIT_MS = 500.0  # on a CPU, which in 100 ms computes so few prompt tokens that prefill is a tenth slower
+STRETCH, LEAST_STRETCH = 3.0, 1.5  # times what decodes take alone, that a step may take for prompts beside them
 GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
@@ -42,6 +43,39 @@ class Limits:
         assert self.max_sequences >= 1
         assert self.max_model_len >= 2
         assert self.token_budget >= self.max_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """How long a step with prompts may take, in ms, where no stream's target says less.
+
+    Attributes:
+        least, most: between these it is STRETCH times what the step's decodes take alone, so that streams which can be
+            fast are slowed down by no more than that; `most` where nothing decodes. LEAST_STRETCH on a device for which
+            even `most` is too little.
+    """
+
+    least: float
+    most: float
+
+    @staticmethod
+    def asked(ms: float | None, *, cpu: bool = False) -> StepLimit:
+        """As the user asked for it; None is the default."""
+        if ms is not None:
+            return StepLimit(ms, ms)
+        return StepLimit(LIMIT_MS, CPU_LIMIT_MS if cpu else LIMIT_MS)
+
+    def slowed(self, factor: float) -> StepLimit:
+        """On a device whose times are so many times as long."""
+        return StepLimit(self.least * factor, self.most * factor)
+
+    def beside(self, alone: float) -> float:
+        """With decodes that take so long alone."""
+        return max(min(max(self.least, STRETCH * alone), self.most), LEAST_STRETCH * alone)
+
+    def without(self, alone: float) -> float:
+        """With no decodes; a single row takes so long alone."""
+        return max(self.most, STRETCH * alone)
 
 
 @dataclass(slots=True)
@@ -104,10 +138,12 @@ class Sizes:
     Attributes:
         num_blocks: of KV cache.
         token_budget: tokens in one step at most.
+        limit: of a step's time.
     """
 
     num_blocks: int
     token_budget: int
+    limit: StepLimit
 
 
 def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
@@ -162,12 +198,11 @@ def sized(
         raise ConfigError(f"{num_blocks}, allowed are up to {fitting} beside the weights", "kv-blocks")
     if blocks_for(max_model_len) > num_blocks:
         raise ConfigError(f"{max_model_len} tokens need more KV than the {num_blocks} blocks there", "max-model-len")
-    budget = max_num_batched_tokens
+    budget, limit = max_num_batched_tokens, StepLimit.asked(step_time_limit_ms)
     if budget is None:
         high = max(min(MOST_TOKENS, max_model_len), max_num_seqs)
-        limit_ms = LIMIT_MS if step_time_limit_ms is None else step_time_limit_ms
-        budget = StepTime(device, shape).largest_prefill(limit_ms, max_num_seqs, high)
+        budget = StepTime(device, shape).largest_prefill(limit.most, max_num_seqs, high)
     if budget < max_num_seqs:
         # less, and not every running sequence could get a token in every step
         raise ConfigError(f"{budget}, allowed is at least max-num-seqs ({max_num_seqs})", "max-num-batched-tokens")
-    return Sizes(num_blocks, budget)
+    return Sizes(num_blocks, budget, limit)

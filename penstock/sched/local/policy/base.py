@@ -3,37 +3,108 @@
 Every step the scheduler asks once for an `Allowance` and fills the step by it: the allowance's decoding sequences get
 their one token; then online prompts, running and waiting alike, get chunks in the order of their `turn`; then what the
 allowance has held back; then offline prompts. What a local policy decides changes when a token is sampled, never which.
+
+A step with prompts has a time limit, whatever the policy (`StepLimit`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from math import inf
+from typing import Protocol
 
+from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
+MARGIN = 0.9  # of a limit, for errors of prediction
+LEAST = 1.25  # times what the decodes of a step take alone: with prompts it may take that, however tight targets are
 
-@dataclass
-class Allowance:
-    """What one step may hold; this one all that the token budget holds, offline decodes beside all others.
+
+class Decodes:
+    """The sequences that decode in a step. Offline ones have no targets.
 
     Attributes:
+        count: their rows.
+        kv_tokens: that they read together.
+        tpot: the tightest target, in seconds; inf without.
+        slack: the least time until a token is due, in seconds; inf without deadlines. A token that is late already
+            counts as if it had one TPOT.
+    """
+
+    def __init__(self, now: float, sequences: Iterable[Sequence]) -> None:
+        count, kv_tokens, slack, tightest = 0, 0, inf, inf
+        for s in sequences:
+            count += s.rows
+            kv_tokens += s.computed + s.rows
+            tpot = s.tpot
+            if s.offline or (tpot == inf and s.first is not None):
+                continue
+            left = s.due - now
+            if left <= 0:
+                left = tpot
+            slack = min(slack, left)
+            tightest = min(tightest, tpot)
+        self.count, self.kv_tokens, self.slack, self.tpot = count, kv_tokens, slack, tightest
+
+    def limit_ms(self, times: StepTime, limit: StepLimit) -> float:
+        """What a step with these and prompts may take: the tightest TPOT or the least slack, where there are any, and
+        what `limit` says at most."""
+        alone = times.step_ms((), max(1, self.count), self.kv_tokens)
+        most = limit.beside(alone) if self.count else limit.without(alone)
+        return MARGIN * min(most, self.tpot * 1e3, self.slack * 1e3)
+
+
+class Allowance:
+    """What one step may hold: a time, beyond what the token budget allows.
+
+    Args:
+        times: None without a step-time model; then all that the token budget holds.
+        limit_ms: that the step may take.
+
+    Attributes:
+        prompts_ms: that it may take for prompts.
         decoding: sequences that get their next token in any case, in this order.
         bounded: whether it may be less than the token budget, and everything offline comes after everything online;
             else `chunk`, `granted` and `held_back` need not be called.
     """
 
-    decoding: list[Sequence]
-    bounded: ClassVar[bool] = False
+    def __init__(
+        self,
+        decoding: list[Sequence],
+        times: StepTime | None = None,
+        decodes: Decodes | None = None,
+        limit_ms: float = inf,
+    ) -> None:
+        self.decoding = decoding
+        self.bounded = times is not None
+        if times is None:
+            return
+        assert decodes is not None
+        self.times, self.limit_ms = times, limit_ms
+        self.rows, self.kv_tokens = decodes.count, decodes.kv_tokens  # decodes in the step
+        self.prompts_ms = max(limit_ms, LEAST * times.step_ms((), max(1, self.rows), self.kv_tokens))
+        self.prefills: list[tuple[int, int]] = []
+        self._tokens = 0  # of all
+        self._attention_ms = 0.0  # that they take besides what as many decoding rows would
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
-        return most
+        return self.fitting(cached, most, self.prompts_ms) or int(not self._tokens)
+
+    def fitting(self, cached: int, most: int, limit_ms: float) -> int:
+        """How many keep the step within a limit."""
+        # to all but attention a token is a token, so those already granted count as rows that decode
+        rows = self.rows + self._tokens
+        return self.times.largest_chunk(limit_ms - self._attention_ms, cached, rows, self.kv_tokens, most)
 
     def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
         """These tokens are granted."""
+        self.prefills.append((tokens, cached))
+        self._tokens += tokens
+        rows = self.rows + self._tokens
+        together = self.times.step_ms(self.prefills, self.rows, self.kv_tokens, rows)
+        self._attention_ms = together - self.times.step_ms((), rows, self.kv_tokens, rows)
 
     def held_back(self) -> Iterable[Sequence]:
         """Offline decodes that may have their token now, as all that is online has what it can have in this step."""
