@@ -6,7 +6,6 @@ A file may also say what steps of one model took on its device (`steps`), beyond
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import time
@@ -24,7 +23,6 @@ from penstock.service.checkpoint import DEMO
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger("penstock.engine")
 THIS_MACHINE = "this-machine"
 FILES = (".json", ".yaml", ".yml")
 MEASURED_SECONDS = 0.4  # for each value
@@ -122,20 +120,14 @@ def save_device(device: DeviceModel, file: Path, steps: MeasuredSteps | None = N
 
 
 def known_device(device: torch.device) -> DeviceModel | None:
-    """What an engine's device can do: by its name on CUDA, as it was measured on a CPU; None when nothing is known."""
-    if device.type == "cuda":
-        import torch
+    """What an engine's device can do, from its data sheet; None where there is none, as for a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
 
-        words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(device).lower())
-        found = next((model for name, model in DEVICES.items() if name in words), None)
-        return found and replace(found, memory=torch.cuda.get_device_properties(device).total_memory)
-    if not saved_file().exists():
-        return None
-    try:
-        return _read(saved_file())[0]
-    except ConfigError as error:
-        log.warning("%s; step times are predicted from nothing", error)
-        return None
+    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(device).lower())
+    found = next((model for name, model in DEVICES.items() if name in words), None)
+    return found and replace(found, memory=torch.cuda.get_device_properties(device).total_memory)
 
 
 def measure(device: torch.device) -> tuple[DeviceModel, float]:

@@ -168,14 +168,16 @@ def introduce(
     )
 
 
-def device_model(built: Built | BuiltModelled) -> DeviceModel | None:
+def device_model(built: Built | BuiltModelled) -> DeviceModel:
     from penstock.engine.modelled import BuiltModelled
 
     if isinstance(built, BuiltModelled):
         return built.device_model
     from penstock.cli.devices import known_device
+    from penstock.core.clock import SystemClock
+    from penstock.engine.calibration import calibrated
 
-    return known_device(built.runner.device)
+    return known_device(built.runner.device) or calibrated(built.runner.model, built.shape, SystemClock())
 
 
 def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:

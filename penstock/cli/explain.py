@@ -190,6 +190,8 @@ def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
             f"{sequence['ended_at']}: it ended with {outcome['tokens']:,} tokens, TTFT {outcome['ttft_ms']:,.1f} ms "
             f"({outcome['queue_ms']:,.1f} ms until an engine was sent it){tpot}"
         )
+        if outcome["wait"]:
+            yield _plain(f"  until its first token, in the engine: {outcome['wait']}")
         gap = outcome["predicted_minus_actual_ttft_ms"]
         if gap is not None:
             yield f"  predicted minus actual TTFT: {gap:+,.1f} ms"

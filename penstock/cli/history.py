@@ -129,6 +129,7 @@ def _sequence(found: History) -> dict[str, Any]:
             "ttft_ms": outcome.ttft_ms,
             "tpot_ms": outcome.tpot_ms,
             "queue_ms": outcome.queue_ms,
+            "wait": outcome.wait,
             "tokens": outcome.tokens,
             "predicted_ttft_ms": predicted,
             "predicted_minus_actual_ttft_ms": None if predicted is None else predicted - outcome.ttft_ms,

@@ -100,6 +100,7 @@ class Timing:
     queue: float  # from arrival to its first step
     prefill: float  # from its first step to its first token
     decode: float  # from its first token to its last
+    wait: str = ""  # what the time before the first token went by, in words
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.offload import Load, Store
 
 SHORT = 5e-3  # seconds; for shorter steps a second thread costs more than it saves
+LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
 
@@ -139,6 +140,7 @@ class Engine:
         steps: that have ended.
         busy: seconds that they took.
         idle: seconds between them without computation although there was work.
+        look_again_at: when `begin` may schedule ahead, in seconds of the clock; inf when it waits for something else.
         cache_logs: what came and went on the device and in the tier below it, by the tier's name; empty where nobody
             asks.
     """
@@ -173,6 +175,7 @@ class Engine:
         self._flying: deque[StepPlan] = deque()
         self._given = False  # whether the thread has these
         self._began = 0.0  # the first of them, as far as is known
+        self.look_again_at = inf
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
@@ -211,8 +214,16 @@ class Engine:
         """Schedule the next step. None when enough steps are in flight, or when there is no work or no room."""
         self.move()
         step_thread = self.step_thread if self._took >= self.short else None
-        if self._flying and (step_thread is None or not self._given or not self.scheduler.look_ahead()):
-            return None
+        self.look_again_at = inf
+        if self._flying:
+            if step_thread is None or not self._given or len(self._flying) > 1:
+                return None
+            if not step_thread.ready and (early := self._delay() - LEAD) > 0:
+                # what comes meanwhile is still in time for the next step
+                self.look_again_at = self._clock.now() + early
+                return None
+            if not self.scheduler.look_ahead():
+                return None
         now = self._clock.now()
         plan = self.scheduler.schedule(now, self._delay)
         self._order_moves()

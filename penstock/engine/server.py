@@ -167,7 +167,7 @@ class EngineServer:
             return STALLED
         if not stalled and engine.has_work and (not engine.tokens_in_flight or (thread is not None and thread.ready)):
             return 0.0
-        due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at)
+        due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at, engine.look_again_at)
         if self._changed or any(kept.changed for kept in engine.cache_logs.values()):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:

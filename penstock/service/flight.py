@@ -51,6 +51,7 @@ class Flight(Generic[Owner]):
         failed_at: instances that refused it.
         avoid: instances to avoid: they were lost, which the master may not know yet.
         queued: tokens of its prompt, until its first token comes.
+        wait: what its engine said about the time before its first token.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
         deadline: when `tick` gives up waiting; None when nothing is awaited.
     """
@@ -64,6 +65,7 @@ class Flight(Generic[Owner]):
         self.keys: list[bytes] = []
         self.tokens: list[int] = []
         self.launched = arrival
+        self.wait = ""
         self.first: float | None = None
         self.handed_over = False
         self.interrupted = ""
@@ -172,6 +174,7 @@ class Flight(Generic[Owner]):
             (now - self.first) / (count - 1) * 1e3 if count > 1 else None,
             (self.launched - self.arrival) * 1e3,
             count,
+            self.wait,
         )
 
     # --- what comes of it
@@ -196,6 +199,8 @@ class Flight(Generic[Owner]):
             return []
         self.heard += 1
         self.handed_over |= decoded
+        if output.timing is not None:
+            self.wait = output.timing.wait
         ready = self._in_order(output)
         if ready and self.first is None:
             self.first = now

@@ -1,6 +1,7 @@
 """How steps are paced: whose prompt is read next, how much of it, and what is left for offline work."""
 
 import random
+import re
 from math import inf
 from statistics import mean
 
@@ -31,6 +32,7 @@ class Device:
         self.scheduler = Scheduler(limits, BlockPool(range(blocks)), policy=LOCAL_POLICIES[policy](TIMES, LIMIT))
         self.now = 0.0
         self.answered: dict[str, float] = {}
+        self.waits: dict[str, str] = {}  # what each says that it waited for
         self.lateness: dict[str, float] = {}  # the worst of each request's tokens, in seconds
 
     def add(self, name, tokens, *, output=1, waited=0.0, **promise):
@@ -56,7 +58,8 @@ class Device:
                 late = self.now - sequence.due
                 self.lateness[s.request_id] = max(self.lateness.get(s.request_id, -inf), late)
         sampled = sum(s.sample for s in plan.sequences)
-        self.scheduler.update(plan, StepResult([1] * sampled, [None] * sampled))
+        outputs = self.scheduler.update(plan, StepResult([1] * sampled, [None] * sampled), begun, self.now)
+        self.waits |= {output.request_id: output.timing.wait for output in outputs if output.timing is not None}
 
     def step(self) -> dict[str, int]:
         """Tokens of each request."""
@@ -271,6 +274,22 @@ def test_more_are_in_time_than_first_come_first_served():
         order(device)
         kept[policy] = sum(late <= 0 for late in device.lateness.values())
     assert kept["slack"] > 1.3 * kept["fcfs"]
+
+
+def test_what_a_wait_went_by_is_told():
+    device = Device(blocks=60, sequences=64)
+    device.add("large", 3000, output=400)
+    device.step()
+    device.step()
+    device.add("next", 3000)
+    device.add("offline", 100, offline=True)
+    device.add("promised", 400, ttft_ms=1000.0)
+    order(device)
+    told = device.waits
+    assert told["promised"].endswith("by its deadline")
+    assert "in which others had 0 prompt tokens computed" in told["promised"]
+    assert "others had 500 prompt tokens computed; after those that could be in time, the least work" in told["next"]
+    assert re.search(r"; \d\.\d{3} s without room for it$", told["next"])
 
 
 # --- offline work

@@ -43,8 +43,8 @@ def test_a_request_that_is_handed_over_takes_the_times_it_spent_with_it(monkeypa
     monkeypatch.setattr(Scheduler, "migrated", migrated)
     run(read(WORKLOAD, SPLIT), scale=0.3)
     assert joined
-    assert all(spent[name] == pytest.approx(times) for name, times in joined.items())
-    assert all(queue >= 0 and prefill > 0 for queue, prefill in joined.values())
+    assert all(spent[name] == times for name, times in joined.items())
+    assert all(queue >= 0 and prefill > 0 for queue, prefill, _ in joined.values())
 
 
 @pytest.mark.parametrize("late_ms", [0, 5, 2600])  # with the last, several reports are under way at once

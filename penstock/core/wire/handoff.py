@@ -81,7 +81,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefiller's cache.
-        queue, prefill: seconds, of the request's timing so far.
+        queue, prefill, wait: of the request's `Timing` so far.
     """
 
     lease: Lease
@@ -90,6 +90,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     cached_tokens: int
     queue: float
     prefill: float
+    wait: str = ""
 
 
 class Missing(msgspec.Struct, tag=True, frozen=True):

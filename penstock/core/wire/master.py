@@ -66,6 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
         tpot_ms: mean time per token after it; None when there was none.
         queue_ms: from its client's request to its being sent to an engine.
         tokens: that it got.
+        wait: what its engine says about its time before the first token.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Outcome(msgspec.Struct, frozen=True):
     tpot_ms: float | None
     queue_ms: float
     tokens: int
+    wait: str = ""
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):

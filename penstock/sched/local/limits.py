@@ -86,6 +86,8 @@ class SchedulerCounters:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
     prefix_loads: int = 0  # those of them that were loaded from a tier below the device
+    steps: int = 0  # planned
+    prompt_tokens: int = 0  # planned, in chunks of more than one
 
 
 class StepBudget:

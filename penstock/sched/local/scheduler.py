@@ -117,6 +117,7 @@ class Scheduler:
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
         self._arrivals = 0
+        self._now = 0.0  # of the last plan
 
     @property
     def num_running(self) -> int:
@@ -211,6 +212,7 @@ class Scheduler:
             sequence: Sequence = BeamGroup(request, self._arrivals, now, self.root, self.limits)
         else:
             sequence = Sequence(request, self._arrivals, now, self.root)
+        sequence.entered = self.counters.steps, self.counters.prompt_tokens
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self._policy.join(sequence)
@@ -340,7 +342,7 @@ class Scheduler:
         tokens: list[int],
         cached_tokens: int,
         now: float = 0.0,
-        spent: tuple[float, float] = (0.0, 0.0),
+        spent: tuple[float, float, str] = (0.0, 0.0, ""),
     ) -> Sequence:
         """The KV of the whole prompt has arrived, and `tokens` were sampled there: it runs from here on.
 
@@ -354,7 +356,7 @@ class Scheduler:
         sequence.computed = len(sequence.tokens)
         sequence.tokens += tokens
         sequence.prompt_logprobs = None  # they left with the first token
-        queue, prefill = spent
+        queue, prefill, sequence.wait = spent
         sequence.added, sequence.started, sequence.answered = now - prefill - queue, now - prefill, now
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
@@ -373,6 +375,7 @@ class Scheduler:
         Args:
             delay: tells how many seconds it will be until the step can begin.
         """
+        self._now = now
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
@@ -387,6 +390,8 @@ class Scheduler:
             allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
             self._decode(builder, allowance.decoding)
             self._fill(builder, allowance, prefilling)
+            self.counters.prompt_tokens += sum([count for count in builder.grants.values() if count > 1])
+        self.counters.steps += 1
         if not builder.grants:
             held = self._migrating or self._reserved or self._in_flight
             moves = self.offload is not None and not self.offload.idle
@@ -451,6 +456,8 @@ class Scheduler:
                 if token is None:
                     continue
                 output = self._append(sequence, token, logprobs)
+            if sequence.answered is None:
+                sequence.wait = self._wait(sequence)
             if sequence.answered is None or output.finish is not None:
                 self.measurements.stamp(sequence, output, ended)
             if output.finish is not None:
@@ -478,6 +485,13 @@ class Scheduler:
         elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
             output.finish = FinishReason.LENGTH
         return output
+
+    def _wait(self, sequence: Sequence) -> str:
+        """See `Timing`."""
+        steps, tokens = self.counters.steps - sequence.entered[0], self.counters.prompt_tokens - sequence.entered[1]
+        others = max(0, tokens - max(0, len(sequence.request.prompt) - (sequence.cached_tokens or 0)))
+        said = f"{steps} steps, in which others had {others} prompt tokens computed; {self._policy.order(sequence)}"
+        return f"{said}; {sequence.lacking:.3f} s without room for it" if sequence.lacking else said
 
     # --- filling a step
 
@@ -572,7 +586,11 @@ class Scheduler:
         lower = (s for s in self._running if s.standing > standing)
         victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
         if victims is None or (victims and self._in_flight.hold_back()):
+            if sequence.lacks is None:
+                sequence.lacks = self._now
             return False
+        if sequence.lacks is not None:
+            sequence.lacking, sequence.lacks = sequence.lacking + self._now - sequence.lacks, None
         for victim in victims:
             builder.forget(victim)
             self._preempt(victim)

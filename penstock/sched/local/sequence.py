@@ -71,6 +71,9 @@ class Sequence:
         kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
         loads: how often it waited for copies; `loaded`: tokens that they brought.
+        entered: totals of the engine's steps and prompt tokens when it came.
+        lacking: how long it was the next to be admitted and there was no room, in seconds; `lacks`: since when.
+        wait: see `Timing`; "" before its first token.
     """
 
     __slots__ = (
@@ -80,11 +83,14 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
+        "entered",
         "first",
         "guided",
         "in_flight",
         "kept",
         "keys",
+        "lacking",
+        "lacks",
         "loaded",
         "loads",
         "migrates",
@@ -102,6 +108,7 @@ class Sequence:
         "transferring",
         "ttft",
         "turn",
+        "wait",
     )
 
     rows: int = 1
@@ -136,6 +143,10 @@ class Sequence:
         self.migrates = False
         self.transferring = self.kept = self.loads = self.loaded = 0
         self.store_hold: StoreHold | None = None
+        self.entered = (0, 0)
+        self.lacking = 0.0
+        self.lacks: float | None = None
+        self.wait = ""
 
     @property
     def storing(self) -> bool:
@@ -174,11 +185,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def spent(self) -> tuple[float, float]:
-        """Seconds that it waited, and seconds from then to its first token, which it has."""
+    def spent(self) -> tuple[float, float, str]:
+        """Seconds that it waited, seconds from then to its first token, which it has, and what they went by."""
         assert self.started is not None
         assert self.answered is not None
-        return self.started - self.added, self.answered - self.started
+        return self.started - self.added, self.answered - self.started, self.wait
 
     # --- what it takes
 

@@ -237,8 +237,8 @@ class Measurements:
             return
         decode = now - sequence.answered
         if not before:
-            queue, prefill = sequence.spent
-            output.timing = Timing(queue=queue, prefill=prefill, decode=decode)
+            queue, prefill, wait = sequence.spent
+            output.timing = Timing(queue=queue, prefill=prefill, decode=decode, wait=wait)
         if output.start > before:  # tokens after the first
             self.tpot_ms = _mean(self.tpot_ms, decode / (output.start - before) * 1e3)
 

@@ -222,7 +222,7 @@ class DecodeSide:
             return True
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
-        spent = commit.queue, commit.prefill
+        spent = commit.queue, commit.prefill, commit.wait
         self._scheduler.resume(r, commit.tokens, commit.cached_tokens, self._now, spent)
         self._host.joined(r.request, incoming.frontend, lease.generation)
         self._transport.send(incoming.sender, Committed(lease))

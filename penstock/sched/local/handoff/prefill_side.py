@@ -201,10 +201,9 @@ class PrefillSide:
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
-        queue, prefill = sequence.spent
         sampled = sequence.tokens[len(sequence.request.context) :]
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
-        self._transport.send(out.peer, Commit(out.lease, blocks, sampled, cached, queue, prefill))
+        self._transport.send(out.peer, Commit(out.lease, blocks, sampled, cached, *sequence.spent))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of

@@ -136,6 +136,10 @@ class LocalPolicy(Protocol):
         """
         ...
 
+    def order(self, sequence: Sequence) -> str:
+        """Why its turn was when it was, in words for a person."""
+        ...
+
     def begin(
         self,
         now: float,

@@ -34,6 +34,9 @@ class Fcfs:
     def wait(self, sequence: Sequence, cached: Callable[[Sequence], int]) -> None:
         sequence.turn = sequence.rank
 
+    def order(self, sequence: Sequence) -> str:
+        return "in order of arrival"
+
     def begin(
         self,
         now: float,

@@ -191,6 +191,17 @@ class Slack:
         else:
             sequence.turn = self._give_up(prompt, self._times)
 
+    def order(self, sequence: Sequence) -> str:
+        kind = sequence.turn[1]
+        if self._times is None or sequence.offline:
+            return "in order of arrival"
+        if kind == _KEPT:
+            return "by its deadline"
+        if kind == _FAVOURED:
+            return "favoured, as it had waited longest"
+        missed = "" if sequence.ttft == inf else "its deadline could not be kept: "
+        return f"{missed}after those that could be in time, the least work first"
+
     def begin(
         self,
         now: float,

@@ -1,0 +1,48 @@
+"""What a device can do, from a few steps of the model that it is to run.
+
+No data sheet says how fast our kernels are on a CPU. A step of one row reads all weights and shows its bandwidth, one of
+many rows shows its arithmetic; that is enough to begin with (xLLM, section 3.3). The rest is learned while it runs
+(`sched.factors`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from penstock.core.clock import Clock
+from penstock.core.device import DeviceModel, ModelShape
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import KVCache, make_layout
+from penstock.engine.runner import Runner
+from penstock.nn.models.decoder import Decoder
+from penstock.sched.local.sequence import blocks_for
+
+ROWS = (1, 1, 16, 64)  # of one step after the other; the first also reads the weights from disk
+SECONDS = 0.05  # once a step takes longer, more rows would tell no more
+
+
+def calibrated(model: Decoder, shape: ModelShape, clock: Clock) -> DeviceModel:
+    """The model's own device. Takes as long as a few decode steps and the prefill of a short prompt."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if model.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(model.device).total_memory
+    blocks = tuple(range(blocks_for(ROWS[-1])))
+    layout = make_layout(model.config, model.dtype, "block", "")
+    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device))
+    weights = (shape.layer_params + shape.head_params) * shape.bytes_per_value
+    bandwidth = peak = 0.0
+    for rows in ROWS:
+        step = SequenceStep("calibration", 0, [0] * rows, blocks, True, SamplingParams(temperature=0.0), 0)
+        began = clock.now()
+        runner.run(StepPlan((step,), blocks))
+        seconds = max(clock.now() - began, 1e-6)
+        if rows == 1:
+            bandwidth = weights / seconds
+        else:
+            peak = max(peak, 2 * (shape.layer_params * rows + shape.head_params) / seconds)
+            if seconds > SECONDS:
+                break
+    return DeviceModel(peak_flops=peak, bandwidth=bandwidth, memory=memory)
