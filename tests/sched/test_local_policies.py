@@ -16,7 +16,7 @@ from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.policy.base import LEAST, MARGIN
-from penstock.sched.local.policy.slack import PATIENCE
+from penstock.sched.local.policy.slack import PATIENCE, PATIENT_TTFT, SHARE
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
@@ -274,6 +274,22 @@ def test_more_are_in_time_than_first_come_first_served():
         order(device)
         kept[policy] = sum(late <= 0 for late in device.lateness.values())
     assert kept["slack"] > 1.3 * kept["fcfs"]
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_a_long_prompt_that_is_favoured_leaves_room_for_short_ones(tokens):
+    device = Device(blocks=9000)
+    device.add("long", 250_000)
+    while device.now < PATIENCE * PATIENT_TTFT + 0.5:
+        device.step()
+    device.add("short", tokens)
+    assert device.step()["short"] == tokens
+    device.add("other", 100_000)
+    for _ in range(20):
+        plan = device.plan()
+        assert milliseconds(plan, {"long"}) == pytest.approx(SHARE * MARGIN * LIMIT.most, rel=0.3)
+        assert plan.num_tokens == BUDGET
+        device.run(plan)
 
 
 def test_what_a_wait_went_by_is_told():

@@ -86,7 +86,7 @@ class Allowance:
         self.prompts_ms = max(limit_ms, LEAST * times.step_ms((), max(1, self.rows), self.kv_tokens))
         self.prefills: list[tuple[int, int]] = []
         self._tokens = 0  # of all
-        self._attention_ms = 0.0  # that they take besides what as many decoding rows would
+        self._more_ms = 0.0  # that they take beyond what as many decoding rows would: attention, less the logits
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
@@ -94,17 +94,16 @@ class Allowance:
 
     def fitting(self, cached: int, most: int, limit_ms: float) -> int:
         """How many keep the step within a limit."""
-        # to all but attention a token is a token, so those already granted count as rows that decode
+        # those already granted count as rows that decode, corrected by the difference
         rows = self.rows + self._tokens
-        return self.times.largest_chunk(limit_ms - self._attention_ms, cached, rows, self.kv_tokens, most)
+        return self.times.largest_chunk(limit_ms - self._more_ms, cached, rows, self.kv_tokens, most)
 
     def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
         """These tokens are granted."""
         self.prefills.append((tokens, cached))
         self._tokens += tokens
-        rows = self.rows + self._tokens
-        together = self.times.step_ms(self.prefills, self.rows, self.kv_tokens, rows)
-        self._attention_ms = together - self.times.step_ms((), rows, self.kv_tokens, rows)
+        together = self.times.step_ms(self.prefills, self.rows, self.kv_tokens)
+        self._more_ms = together - self.times.step_ms((), self.rows + self._tokens, self.kv_tokens)
 
     def held_back(self) -> Iterable[Sequence]:
         """Offline decodes that may have their token now, as all that is online has what it can have in this step."""

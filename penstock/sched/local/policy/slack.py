@@ -35,6 +35,7 @@ RETHINK = 0.05  # seconds between reviews of which prompts will be late, without
 PATIENCE = 5.0  # in TTFT targets: how long a late prompt waits before it is favoured
 PATIENT_TTFT = 2.0  # seconds; assumed for prompts without a target
 SHARE = 1 / 4  # of a step's time for prompts, for the favoured one
+ROOM = 1.5  # times what others are predicted to take, that the favoured one leaves to them at most
 WORK_TOKENS = 2048  # of a prompt in a step, for predictions of how long many prompts take: a usual budget
 
 _FAVOURED, _KEPT, _LATE = range(3)  # in this order; the second part of a turn
@@ -101,7 +102,7 @@ class _Paid(Allowance):
         self._favoured, others_ms = favoured
         begin = times.step_ms((), decodes.count, decodes.kv_tokens) if decodes.count else 0.0
         most = self.prompts_ms - begin
-        self._favoured_ms = begin + max(SHARE * most, most - others_ms)
+        self._favoured_ms = begin + max(SHARE * most, most - ROOM * others_ms)
         self._kept: list[tuple[int, int]] = []  # of `prefills`, what is prefilled to be in time
         self._spare_at_end = inf  # ms that the step may take for those of them that end with it
 
