@@ -48,11 +48,13 @@ class Decodes:
         self.count, self.kv_tokens, self.slack, self.tpot = count, kv_tokens, slack, tightest
 
     def limit_ms(self, times: StepTime, limit: StepLimit) -> float:
-        """What a step with these and prompts may take: the tightest TPOT or the least slack, where there are any, and
-        what `limit` says at most."""
+        """What a step with these and prompts may take, whatever their targets."""
         alone = times.step_ms((), max(1, self.count), self.kv_tokens)
-        most = limit.beside(alone) if self.count else limit.without(alone)
-        return MARGIN * min(most, self.tpot * 1e3, self.slack * 1e3)
+        return MARGIN * (limit.beside(alone) if self.count else limit.without(alone))
+
+    def target_ms(self) -> float:
+        """What it may take for their targets: the tightest TPOT or the least slack; inf without any."""
+        return MARGIN * 1e3 * min(self.tpot, self.slack)
 
 
 class Allowance:

@@ -1,4 +1,5 @@
-"""First come, first served, by priority: every decode, then as much of the prompts as the step's limit allows."""
+"""First come, first served, by priority: every decode, then as much of the prompts as the step's limit allows. Targets
+are not looked at."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Slack:
             held = [s for s in decoding if s.offline]
             decoding = [s for s in decoding if not s.offline]
         decodes = Decodes(now, decoding)
-        limit_ms = decodes.limit_ms(times, self._limit)
+        limit_ms = min(decodes.limit_ms(times, self._limit), decodes.target_ms())
         for s in prefilling:
             if s.turn[1] == _LATE and not s.offline:
                 s.turn = _turn(s, _LATE, self._prompts[s].predict(times))
