@@ -1,7 +1,7 @@
 """What a device can do, from a few steps of the model that it is to run.
 
-No data sheet says how fast our kernels are on a CPU. A step of one row reads all weights and shows its bandwidth, one of
-many rows shows its arithmetic; that is enough to begin with (xLLM, section 3.3). The rest is learned while it runs
+No data sheet says how fast our kernels are on a CPU. A step of one row reads all weights and shows its bandwidth, one
+of many rows shows its arithmetic; that is enough to begin with (xLLM, section 3.3). The rest is learned while it runs
 (`sched.factors`).
 """
 

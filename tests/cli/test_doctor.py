@@ -12,7 +12,7 @@ from penstock.cli.main import main
 from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError
-from penstock.sched.steptime import DEVICES, StepTime, read_shape
+from penstock.sched.steptime import DEVICES, read_shape
 from penstock.service.checkpoint import DEMO
 from penstock.transfer.pool import memfd_pool
 
@@ -119,16 +119,11 @@ def test_a_modelled_engine_says_what_it_models():
     assert ready.max_sequences == 8
 
 
-def test_an_engine_says_what_was_measured_of_its_machine(cache):
+def test_an_engine_on_a_cpu_measures_what_its_model_takes():
     config = json.loads((DEMO / "config.json").read_text())
-    quick = {"max_num_batched_tokens": 64, "max_model_len": 128, "kv_cache_memory": 1 << 24}
-    ready = introduce("cpu", **quick)
-    assert ready.device_model is None
+    ready = introduce("cpu", max_num_batched_tokens=64, max_model_len=128, kv_cache_memory=1 << 24)
     assert ready.shape.layer_params == read_shape(config).layer_params
     assert ready.shape.bytes_per_value in (2, 4)
-    save_device(DEVICE, saved_file())
-    ready = introduce("cpu", **quick)
-    assert ready.device_model == DEVICE
-    assert StepTime(ready.device_model, ready.shape).step_ms([(64, 0)]) > DEVICE.overhead_ms
-    saved_file().write_text("{")
-    assert introduce("cpu", **quick).device_model is None  # and a warning; it serves all the same
+    assert 1e8 < ready.device_model.peak_flops < 1e16
+    assert 1e7 < ready.device_model.bandwidth < 1e13
+    assert ready.device_model.memory > 1 << 28

@@ -104,6 +104,27 @@ def test_leaving_cancels_the_work(server):
     eventually(lambda: server.metric("kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.parametrize("hints", [{}, {"slo": {"ttft_ms": 2000}}], ids=["no hints", "targets"])
+def test_what_is_short_goes_between_the_chunks_of_a_long_prompt(server, hints):
+    first = 200 + len(hints)  # so that nothing of it is cached
+    long = {"model": "demo", "prompt": [first, *(100 + i % 900 for i in range(3999))], "max_tokens": 2}
+    ended = []
+
+    def ask_long():
+        httpx.post(server.url + "/v1/completions", json=long, timeout=120).raise_for_status()
+        ended.append("long")
+
+    thread = threading.Thread(target=ask_long)
+    thread.start()
+    eventually(lambda: server.metric("num_requests_running") == 1)
+    for _ in range(2):
+        short = {"model": "demo", "prompt": "import os", "max_tokens": 2, **hints}
+        httpx.post(server.url + "/v1/completions", json=short, timeout=60).raise_for_status()
+        ended.append("short")
+    thread.join()
+    assert ended == ["short", "short", "long"]
+
+
 def test_many_at_once(client, server):
     answers = {}
 

@@ -45,7 +45,13 @@ def read(*parts: str) -> Scenario:
 
 def group(device: str, times: StepTime, count: int = 1, **changes) -> InstanceGroup:
     """Instances of llama-3.1-8b on such devices, by themselves."""
-    sizes = {"num_blocks": 600, "token_budget": 2048, "limit": StepLimit.asked(None), "max_num_seqs": 128, "max_model_len": 8192}
+    sizes = {
+        "num_blocks": 600,
+        "token_budget": 2048,
+        "limit": StepLimit.asked(None),
+        "max_num_seqs": 128,
+        "max_model_len": 8192,
+    }
     rest = {"name": "engine", "role": "any", "slowdown": 1.0, "noise": 0.0, "prefix_cache": True}
     model = {"device": f"modelled:{device}", "geometry": "llama-3.1-8b", "times": times}
     return InstanceGroup(count=count, **model | sizes | rest | changes)

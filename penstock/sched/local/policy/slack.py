@@ -10,9 +10,9 @@ those of lower priority. They and prompts without a target follow, in order of p
 work left first: the least mean time to first token. Streams that were preempted come before prompts.
 
 So that nothing starves, one prompt at a time is favoured: the longest waiting of those beyond their `PATIENCE`. It gets
-at least `SHARE` of the time that steps have for prompts, so whatever comes after it, it waits at most PATIENCE, the same
-for each prompt that waited longer, and 1 / SHARE times its own prefill. A long prompt that is favoured leaves the rest
-of every step to others.
+at least `SHARE` of the time that steps have for prompts. So whatever comes after it, a prompt waits for at most its
+PATIENCE and then 1 / SHARE times its own prefill, after those that waited longer. A long prompt that is favoured leaves
+the rest of every step to others.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
 it.
