@@ -40,7 +40,8 @@ ENGINE_OPTIONS = (
         "step-time-limit-ms",
         number(0),
         None,
-        "limit of a step's duration, from which the token budget is measured; by default 100, on a CPU 500",
+        "limit of a step's duration with prompts in it, whatever their length; by default 100, on a CPU up to 500 where "
+        "streams allow it",
     ),
     Option(
         "kv-cache-memory", size, None, "size of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"
@@ -57,7 +58,7 @@ ENGINE_OPTIONS = (
         "scheduling-policy",
         one_of(*LOCAL_POLICIES),
         "slack",
-        "fcfs: by priority and arrival; slack: also by targets of latency, where requests have any",
+        "fcfs: by priority and arrival; slack: by targets of latency, priority and the work that is left",
     ),
     Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),
     Option(
