@@ -40,8 +40,8 @@ ENGINE_OPTIONS = (
         "step-time-limit-ms",
         number(0),
         None,
-        "limit of a step's duration with prompts in it, whatever their length; by default 100, on a CPU up to 500 where "
-        "streams allow it",
+        "limit of a step's duration with prompts in it, whatever their length; by default 100, on a CPU up to 500 "
+        "where streams allow it",
     ),
     Option(
         "kv-cache-memory", size, None, "size of the KV cache, such as 4G; by default what is free, on a CPU at most 4G"

@@ -16,7 +16,7 @@ from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.policy.base import LEAST, MARGIN
-from penstock.sched.local.policy.slack import PATIENCE, PATIENT_TTFT, SHARE
+from penstock.sched.local.policy.slack import PATIENCE, PATIENT_TTFT, SHARE, Slack
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
@@ -204,6 +204,30 @@ def test_prompts_are_prefilled_in_order_of_deadline():
     device.add("sooner", 3000, ttft_ms=1000.0)
     device.add("sooner still: it has waited", 3000, ttft_ms=4000.0, waited=3.5)
     assert order(device) == ["sooner still: it has waited", "sooner", "later", "none"]
+
+
+def test_a_prompt_that_is_in_time_is_not_made_late_by_one_behind_it():
+    device = Device()
+    device.add("long", 40_000)
+    device.step()
+    device.add("soon", 200, ttft_ms=20.0)
+    assert milliseconds(device.plan()) <= 20.0
+    device.scheduler.cancel("soon")
+    assert milliseconds(device.plan()) > 25.0
+
+
+def test_what_came_before_there_was_a_step_time_model_is_prefilled():
+    device = Device()
+    scheduler = device.scheduler = Scheduler(
+        Limits(token_budget=100, max_sequences=8, max_model_len=6400), BlockPool(range(100)), policy=Slack()
+    )
+    device.add("early", 3000)
+    device.add("waiting", 2000, ttft_ms=5000.0)
+    device.step()
+    scheduler.predict_by(TIMES)
+    device.add("later", 50)
+    assert set(order(device)) == {"early", "waiting", "later"}
+    scheduler.check()
 
 
 def test_where_not_all_can_be_in_time_the_longest_is_late():

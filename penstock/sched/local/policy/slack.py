@@ -119,6 +119,7 @@ class _Paid(Allowance):
             self._kept.append((tokens, cached))
             if cached + tokens == len(sequence.tokens):
                 self._spare_at_end = min(self._spare_at_end, MARGIN * (sequence.due - self._now) * 1e3)
+                self.prompts_ms = min(self.prompts_ms, self._spare_at_end)  # what comes behind it does not make it late
 
     def held_back(self) -> Iterable[Sequence]:
         """From now on the step's limit is that of offline work."""
@@ -223,7 +224,7 @@ class Slack:
         limit_ms = min(decodes.limit_ms(times, self._limit), decodes.target_ms())
         for s in prefilling:
             if s.turn[1] == _LATE and not s.offline:
-                s.turn = _turn(s, _LATE, self._prompts[s].predict(times))
+                s.turn = _turn(s, _LATE, self._ms(s, times))
         self._favour(now, queue)
         if self._hopeful and (held is not None or now >= self._review_at):
             self._review(now, times, _prefill_speed(times, decodes, limit_ms), queue)
@@ -300,10 +301,16 @@ class Slack:
         work = 0.0
         for s in prompts if self._favoured is not None else ():
             if s is not self._favoured and not s.offline:
-                work += self._prompts[s].predict(times)
+                work += self._ms(s, times)
                 if work > most:
                     break
         return work
+
+    def _ms(self, sequence: Sequence, times: StepTime) -> float:
+        """Of work that is left of a prompt."""
+        if sequence not in self._prompts:  # it came before there was a step-time model
+            self._prompts[sequence] = _Prompt(sequence, 0)
+        return self._prompts[sequence].predict(times)
 
 
 def _is_prefilled(sequence: Sequence) -> bool:
