@@ -71,7 +71,8 @@ SCHEDULING_POLICY = Option(
     "scheduling-policy",
     one_of(*LOCAL_POLICIES),
     None,
-    "fcfs: by priority and arrival; slack: by targets of latency, priority and the work that is left; by default what the policy is made for",
+    "fcfs: by priority and arrival; slack: by targets of latency, priority and the work that is left; by default what "
+    "the policy is made for",
 )
 OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
 ENGINE = tuple(OWN.get(option.name, option) for option in ENGINE_OPTIONS)
