@@ -7,6 +7,8 @@ SOURCES := penstock tests tools examples
 serve: .venv/.runtime
 	.venv/bin/penstock serve demo $(ARGS)
 
+test test-slow: export PYTHONDONTWRITEBYTECODE =# tests start many processes: compiled modules start faster
+
 test: .venv/.dev
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 

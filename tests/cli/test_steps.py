@@ -130,6 +130,7 @@ def test_a_file_with_a_factor_that_is_none(tmp_path, value, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_doctor_measures_steps_of_the_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

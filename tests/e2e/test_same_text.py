@@ -74,7 +74,7 @@ def one_engine(alone):
     return ask
 
 
-COUNTS = [pytest.param(60, id="60"), pytest.param(200, id="200", marks=pytest.mark.slow)]
+COUNTS = [pytest.param(24, id="24"), pytest.param(200, id="200", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -99,6 +99,7 @@ def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, apart, kind
         assert up.metric("handoffs_total") - before > 0.9 * moved, "hardly anything was handed over"
 
 
+@pytest.mark.slow
 def test_nothing_is_shared_where_prefix_caching_is_off(one_engine):
     engine = ROOMY | {"enable-prefix-caching": False}
     with deployed(disaggregated(engine=engine)) as up:

@@ -108,6 +108,7 @@ def test_a_signal_drains_and_leaves_nothing():
         assert not any("Traceback" in line for line in up.lines)
 
 
+@pytest.mark.slow
 def test_while_it_drains_its_frontends_answer_503():
     with deployed(colocated(2, engine=PACED)) as up:
         refuses_while_it_drains(up)
@@ -284,6 +285,7 @@ def test_api_keys_are_asked_for_and_shown_to_nobody():
         assert not any(key in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_stuck_engine_does_not_keep_it_from_stopping():
     with deployed(colocated(2, engine=PACED)) as up:
         stuck = up.kill("engine-0", signal.SIGSTOP)

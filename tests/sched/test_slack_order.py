@@ -83,7 +83,7 @@ step = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.lists(step, max_size=12), max_size=14), st.lists(st.floats(0.0, 2.0), min_size=1, max_size=3))
 def test_it_is_that_of_the_definition(rounds, busy):
     order, plain, queue, now, number = SlackOrder(), Plain(), [], 100.0, 0

@@ -71,6 +71,7 @@ def compare(scenario, *flags):
     return main(["sim", "compare", str(scenario), "--traces", str(scenario.parent), *flags])
 
 
+@pytest.mark.slow
 def test_the_bound_is_over_the_instances_that_a_policy_may_have(scenario, tmp_path):
     out = tmp_path / "out.json"
     content = scenario.read_text().replace("small.csv}", "small.csv, duration: 0.7, most-scale: 40}")

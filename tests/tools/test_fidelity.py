@@ -91,6 +91,7 @@ def test_medians_are_compared_and_the_spread_is_told():
     assert rows["tpot_p50_ms"]["within"]
 
 
+@pytest.mark.slow
 def test_two_paced_engines_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "PROBES", {"requests": 4, "prompt": 64, "output": 2})
     few = ["--instances", "2", "--rate", "4", "--seconds", "3", "--length-scale", "0.1", "--repetitions", "1"]

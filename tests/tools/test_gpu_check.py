@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BLOCKED = """
 import sys
@@ -20,6 +22,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+@pytest.mark.slow
 def test_its_tests_are_found_without_the_servers_packages(tmp_path):
     named = re.findall(r"tests/[\w/.]+", (ROOT / "tools" / "gpu_check.sh").read_text())
     assert named
