@@ -138,5 +138,11 @@ TABLES = Tables(
             5,
             "failures in a row that are restarted; then an engine is given up, any other process ends all",
         ),
+        Option(
+            "heartbeat-timeout",
+            between(1, 3600),
+            5.0,
+            "seconds without a sign of life after which a process is killed and restarted",
+        ),
     ),
 )

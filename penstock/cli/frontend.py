@@ -8,6 +8,7 @@ JSON:
     instances           [{"name", "address", "role"}, ...]: where the engines listen
     server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
                         of the host cannot see
+    heartbeat           the heartbeat file, for hang detection
 
 SIGTERM or SIGINT drains, a second one ends the running requests. The loss of an engine does not end it.
 """
@@ -27,6 +28,7 @@ from penstock.cli.http import ServerOptions, Site, allow_connections, make_site,
 from penstock.cli.options import words
 from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
+from penstock.core.heartbeat import keep_beating
 from penstock.service.instances import Endpoint
 
 log = logging.getLogger("penstock.server")
@@ -55,7 +57,7 @@ async def serve(settings: dict[str, Any], options: ServerOptions, began: float) 
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
     site = make_site(options, listener, settings["name"], endpoints, began, settings["master"])
     try:
-        await site.run(watch_parent(settings["parent"], site))
+        await site.run(watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"])))
     finally:
         await site.close()
     return 0

@@ -103,6 +103,7 @@ class Site:
     listener: socket.socket
     context: zmq.SyncContext
     frontend: Frontend
+    placement: Placement
     http: uvicorn.Server
     began: float
     tracing: Tracing | None = None
@@ -228,7 +229,7 @@ def make_site(
         options.max_queued_tokens,
     )
     app = create_app(frontend, metrics, api_keys=options.api_key, max_body_bytes=options.max_body_size, tracing=tracing)
-    return Site(options, listener, context, frontend, _http_server(app, options), began, tracing)
+    return Site(options, listener, context, frontend, placement, _http_server(app, options), began, tracing)
 
 
 def make_master(
@@ -247,14 +248,14 @@ def make_master(
     """
     import time
 
-    from penstock.core.clock import SystemClock
+    from penstock.core.clock import RunningClock
     from penstock.service.channel import engine_channel
     from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
     from penstock.service.recorder import FlightRecorder
     from penstock.service.recorder_file import RecorderFile
 
-    clock = SystemClock()
+    clock = RunningClock()  # a master that was stopped forgets no frontend for it
     recorder = recording = None
     if flight_recorder is not None:
         recorder = FlightRecorder()

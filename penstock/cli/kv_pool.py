@@ -1,6 +1,7 @@
 """The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
 
-JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "log_level", "log_format"}.
+JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "heartbeat": its file, "log_level",
+"log_format"}.
 On SIGTERM it ends as soon as no engine is attached; it ends at once when its parent has ended.
 """
 
@@ -10,9 +11,11 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.heartbeat import Heartbeat
 from penstock.obs.logs import setup_logging
 from penstock.transfer.kv_pool_server import KVPoolServer
 
@@ -35,7 +38,8 @@ def main(settings: dict[str, Any]) -> int:
         print(f"penstock: kv-pool: {error}", file=sys.stderr)
         return 2
     try:
-        server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0))
+        beat = Heartbeat(Path(settings["heartbeat"])).beat
+        server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0), beat)
     finally:
         server.close()
     return 0

@@ -8,6 +8,7 @@ JSON:
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
     flight_recorder     file where every decision is written; null for none
     seed                of randomised policies; null for an unpredictable one
+    heartbeat           the heartbeat file, for hang detection
     log_level, log_format
 
 SIGTERM ends it. A terminal's Ctrl-C, which reaches every process, does not: frontends drain first.
@@ -22,6 +23,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +31,7 @@ import msgspec
 from penstock.cli.http import make_master
 from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
+from penstock.core.heartbeat import keep_beating
 from penstock.obs.logs import setup_logging
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.instances import Endpoint
@@ -68,12 +71,14 @@ async def serve(settings: dict[str, Any]) -> None:
     collect_rarely()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    beating = asyncio.create_task(keep_beating(Path(settings["heartbeat"])))
     watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await serving
     finally:
         watching.cancel()
+        beating.cancel()
         await pump.close()
         context.term()
 

@@ -119,7 +119,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine cannot be kept up, 2 when it cannot be served."""
     from penstock.core.clock import SystemClock
-    from penstock.service.launcher import Launcher, engine_program
+    from penstock.service.launcher import Launcher, make_program
     from penstock.service.supervisor import Restart, Supervisor
 
     values = read_options(OPTIONS, args, os.environ)
@@ -136,16 +136,18 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
         folder = Path(scratch)
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
-        program = engine_program(settings, folder / "heartbeat", address=settings["address"], socket=folder / ENGINE)
-        restart = Restart(backoff=0.5, limit=2)  # the third failure in a row ends the server
+        place = {"address": settings["address"], "socket": folder / ENGINE}
+        program = make_program(ENGINE, "engine", settings, folder / "heartbeat", **place)
+        restart = Restart(backoff=0.5, limit=2, heartbeat_timeout=5.0)  # the third failure in a row ends the server
         supervisor = Supervisor([program], restart, server.drain_timeout)
-        with contextlib.closing(Launcher([program], supervisor, SystemClock(), {})) as launcher:
+        clock = SystemClock()
+        with contextlib.closing(Launcher([program], supervisor, clock, {})) as launcher:
             launcher.step()  # the engine loads while this process does
             import uvloop
 
             from penstock.cli.served import SingleEngine, serve
 
-            engine = SingleEngine(ENGINE, launcher, supervisor, SystemClock())
+            engine = SingleEngine(ENGINE, launcher, supervisor, clock)
             return uvloop.run(serve(server, engine, settings["address"], listener, values["flight_recorder"]))
 
 

@@ -36,6 +36,7 @@ class SingleEngine:
             for name, sentence in self._launcher.step():
                 engine_client.instance_lost(name, sentence)
                 engine_client.instances[name].lost = sentence  # more specific than the end of the connection
+            site.placement.troubles = self._supervisor.troubles
             await asyncio.sleep(LOOK)
         site.frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
         if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then the engine has logged why

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _up(deployment: Deployment) -> int:
     from penstock.obs.logs import setup_logging
-    from penstock.service.launcher import Launcher, plan
+    from penstock.service.launcher import Launcher, master_address, plan
     from penstock.service.supervisor import Supervisor
 
     server = deployment.server
@@ -83,7 +83,8 @@ def _up(deployment: Deployment) -> int:
         programs = plan(deployment, directory, folder, listeners, fields)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
         surroundings = environments(deployment, os.environ)
-        return Launcher(programs, supervisor, SystemClock(), surroundings, listeners).run()
+        master = master_address(folder)
+        return Launcher(programs, supervisor, SystemClock(), surroundings, listeners, master).run()
 
 
 def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What proves that an engine makes progress: a counter in a mapped file, and how long one beat may take.
+"""What proves that a process makes progress: a counter in a mapped file, and how long one beat may take.
 
-Every turn of the engine's loop is a beat, and so are the beginning and the end of a step. A step itself is one call
+A turn of its loop is a beat. Of an engine, the beginning and the end of a step are too; the step itself is one call
 into the model, so there the limit is what no working step takes: it grows with the step's tokens.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-TURN = 60.0  # seconds that one turn of the loop may take, aside from its step's tokens
-STILL = 10.0  # seconds that a process whose work is on the CPU may be without any
-STILL_LOADING = 60.0  # the same while it loads, which may be from a slow disk or network
+EVERY = 0.5  # seconds between the beats of an event loop
+TURN = 60.0  # seconds that one turn of a loop may take, aside from a step's tokens
+STILL_LOADING = 60.0  # seconds that a process may do nothing while it loads, which may be from a slow disk or network
 TOKEN_ON_CPU = 1.0  # seconds per token, beyond which a step counts as hung
 TOKEN_ELSEWHERE = 0.01
 
@@ -27,12 +27,12 @@ class Beat:
     Attributes:
         number: of the beat; 0 while the process loads.
         limit: seconds within which the next one comes, if all is well.
-        still: seconds that it may use no CPU until then.
+        still: seconds that it may do nothing until then; 0 where whoever watches sets the limit.
     """
 
     number: int
     limit: float
-    still: float
+    still: float = 0.0
 
 
 LOADING = Beat(0, inf, STILL_LOADING)
@@ -52,10 +52,10 @@ class Heartbeat:
 
     Args:
         path: of the file, which is made anew.
-        device: where steps are computed.
+        device: where an engine computes its steps.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str = "cpu") -> None:
         path.write_bytes(bytes(_LAYOUT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
@@ -71,8 +71,18 @@ class Heartbeat:
         self._number += 1
         limit = step_limit(tokens, self._device)
         # others than a CPU compute, or are waited for, without this process doing anything
-        still = STILL if not tokens or self._device == "cpu" else limit
+        still = 0.0 if not tokens or self._device == "cpu" else limit
         _LAYOUT.pack_into(self._map, 0, self._number, limit, still)
+
+
+async def keep_beating(path: Path) -> None:
+    """The heartbeat of a process that is an event loop; runs until it is cancelled."""
+    import asyncio  # not at the top: an engine starts without it
+
+    heartbeat = Heartbeat(path)
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(EVERY)
 
 
 def read_heartbeat(path: Path) -> Beat:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from penstock.core.clock import Clock
+from penstock.core.clock import PAUSE, Clock
 from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
@@ -200,9 +200,14 @@ class EngineServer:
 
     def _miss_clients(self, now: float) -> None:
         """Drop clients that were silent for too long; call it when all messages have been read."""
-        if now - self._looked_at < REPORT_INTERVAL:
+        before = self._looked_at
+        if now - before < REPORT_INTERVAL:
             return
         self._looked_at = now
+        if now - before > PAUSE:  # this process did not run, and they perhaps did not either: they greet every second
+            for state in self._clients.values():
+                if before - state.heard < PAUSE:
+                    state.heard = max(state.heard, now - LEASE + PAUSE)
         for client in [c for c, state in self._clients.items() if now - state.heard > LEASE]:
             log.info("the %s %s has gone", self._clients[client].kind, client)
             self._drop_client(client)

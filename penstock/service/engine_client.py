@@ -52,6 +52,7 @@ class Instance:
         said: the same, or of the previous incarnation while none serves.
         heard: when its newest message came, in the clock's seconds.
         lost: why its last incarnation ended; "" before the first, and while one runs.
+        suspicion: why it cannot serve, or may not be able to, as its launcher says; "" when that says nothing.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Instance:
     said: Ready | None = None
     heard: float = 0.0
     lost: str = ""
+    suspicion: str = ""
 
     def state(self, now: float) -> str:
         """ "starting", "ready", "silent", "stuck" or "lost"."""
@@ -67,10 +69,14 @@ class Instance:
             return "lost"
         if self.ready is None:
             return "starting"
-        return "stuck" if self.stuck(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
+        return "stuck" if self.trouble(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
 
     def serves(self, now: float) -> bool:
         return self.ready is not None and not self.stuck(now)
+
+    def well(self, now: float) -> bool:
+        """Whether it serves, and nobody doubts it."""
+        return self.serves(now) and not self.suspicion
 
     def stuck(self, now: float) -> bool:
         """Whether it has been silent for longer than its longest step can take. Usually the launcher notices earlier
@@ -82,7 +88,8 @@ class Instance:
 
     def trouble(self, now: float) -> str:
         """Why it does not serve although it should; "" otherwise."""
-        return f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else self.lost
+        silent = f"no sign of life from the engine for {now - self.heard:.0f} s" if self.stuck(now) else ""
+        return self.suspicion or silent or self.lost
 
     def is_current(self, incarnation: int) -> bool:
         """Whether this incarnation is the current one."""
@@ -367,11 +374,12 @@ class EngineClient:
         if stranded := self._rescue():
             log.warning("nothing came any more of what an engine had left unfinished: %s", _interrupted(stranded))
         for instance in self.instances.values():
+            instance.suspicion = self._placement.troubles.get(instance.name, "")
             if instance.ready is not None and instance.stuck(now):
                 trouble = instance.trouble(now)
                 if stranded := self._lose(instance.ready.peer, trouble):
                     log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
-            self._metrics.observe_up(instance.name, instance.serves(now))
+            self._metrics.observe_up(instance.name, instance.well(now))
         self._readmit_avoided()
 
     def _handle(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:

@@ -112,7 +112,7 @@ class Frontend:
     @property
     def ready(self) -> bool:
         now = self.clock.now()
-        return self.healthy and any(instance.serves(now) for instance in self._instances)
+        return self.healthy and any(instance.well(now) for instance in self._instances)
 
     @property
     def healthy(self) -> bool:
@@ -124,10 +124,10 @@ class Frontend:
         if self._closed:
             return "the server is shutting down"
         now = self.clock.now()
-        if any(instance.serves(now) for instance in self._instances):
+        if any(instance.well(now) for instance in self._instances):
             return self.engine_client.trouble
         troubles = {i.name: i.trouble(now) for i in self._instances if i.trouble(now)}
-        if len(troubles) == 1 == len(self._instances):
+        if len(troubles) == len(self._instances) and len(set(troubles.values())) == 1:  # one cause for all
             return next(iter(troubles.values()))
         return "; ".join(f"{name}: {trouble}" for name, trouble in troubles.items())
 

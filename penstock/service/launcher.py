@@ -1,5 +1,4 @@
-"""The processes of a deployment on this machine: their command lines, the loop that keeps them running,
-and whether they make progress, seen from outside."""
+"""The processes of a deployment on this machine: their command lines, and the loop that keeps them running."""
 
 from __future__ import annotations
 
@@ -14,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.clock import Clock
-from penstock.core.heartbeat import STILL, Beat, read_heartbeat
+from penstock.core.clock import PAUSE, Clock
+from penstock.core.heartbeat import read_heartbeat
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
+from penstock.service.watch import Watch, read_vitals
 
 if TYPE_CHECKING:
     import zmq
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
-LOOK_CLOSELY = 1.0  # seconds between two checks of their progress
+LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
+REPEAT = 1.0  # seconds between two reports of troubles: a restarted master knows of none
 LAST_OUTPUT = 500  # characters
 STDERR = 2
-MOVED = 0.1  # seconds of CPU that count as progress; threads that only poll use less
-LONGEST_LOOK = 2.0  # most seconds counted between two checks: the checker itself may have been stopped
-_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 def plan(
@@ -59,46 +57,51 @@ def plan(
         "log_level": deployment.server["log_level"],
         "log_format": deployment.server["log_format"],
     }
-    kv_pool, master = folder / "kv-pool", f"ipc://{folder}/master"
+
+    def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
+        return make_program(name, kind, {**common, **settings}, folder / f"{name}.heartbeat", **more)
+
+    kv_pool, master = folder / "kv-pool", master_address(folder)
     places = [(group, name) for group in deployment.groups for name in group.instances]
     instances = [{"name": name, "address": f"ipc://{folder}/{name}", "role": group.role} for group, name in places]
     programs = []
     if deployment.orphans is not None:
-        settings = common | {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
-        programs.append(_program("kv-pool", "kv_pool", settings, socket=kv_pool))
+        settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
+        programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
     for number, (group, name) in enumerate(places):
-        settings = common | instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
+        settings = instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
         settings |= {"kv_pool": None, "transport": None}
         if group.shares_memory:
             settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "kv-pool" if group.shares_memory else None
         place = {"address": settings["address"], "socket": folder / name}
-        programs.append(engine_program(settings, folder / f"{name}.heartbeat", needs=needs, **place))
+        programs.append(program(name, "engine", settings, needs=needs, **place))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["flight_recorder"] = deployment.flight_recorder
-    programs.append(_program("master", "master", common | settings | {"address": master}, socket=folder / "master"))
+    programs.append(program("master", "master", settings | {"address": master}, socket=folder / "master"))
     for number, listener in enumerate(listeners):
-        settings = {"name": f"frontend-{number}", "listen_fd": listener.fileno(), "master": master}
+        name = f"frontend-{number}"
+        settings = {"name": name, "listen_fd": listener.fileno(), "master": master}
         settings |= {"instances": instances, "server": _server(deployment, directory, listener, number)}
-        programs.append(_program(settings["name"], "frontend", common | settings, descriptors=(settings["listen_fd"],)))
+        programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
     return programs
 
 
-def engine_program(settings: Mapping[str, Any], heartbeat: Path, **more: Any) -> Program:
-    """An engine's process.
+def master_address(folder: Path) -> str:
+    return f"ipc://{folder}/master"
 
+
+def make_program(name: str, kind: ProcessKind, settings: Mapping[str, Any], heartbeat: Path, **more: Any) -> Program:
+    """
     Args:
-        settings: as `penstock.cli.engine` has them, but for the heartbeat.
+        settings: as the module of `penstock.cli` with that name has them, but for the heartbeat.
         heartbeat: the file by which it is watched.
     """
-    return _program(settings["name"], "engine", {**settings, "heartbeat": str(heartbeat)}, heartbeat=heartbeat, **more)
-
-
-def _program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
-    command = (sys.executable, "-m", f"penstock.cli.{kind}", json.dumps(settings))
-    return Program(name=name, kind=kind, command=command, **more)
+    told = json.dumps({**settings, "heartbeat": str(heartbeat)})
+    command = (sys.executable, "-m", f"penstock.cli.{kind}", told)
+    return Program(name=name, kind=kind, command=command, heartbeat=heartbeat, **more)
 
 
 def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
@@ -144,69 +147,48 @@ class _Voice:
                     os.write(STDERR, line)
 
 
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """
-    Attributes:
-        cpu: seconds that it and what it started have used.
-        faults: pages that had to be read for them.
-        stopped: a signal keeps it from running.
-    """
+class _Wire:
+    """What is said over ZMQ, which is imported when there is something to say: engines wait for the start."""
 
-    cpu: float = 0.0
-    faults: int = 0
-    stopped: bool = False
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}  # by address; kept, or a message would be lost with it
 
+    def tell_to_stop(self, engine: str) -> None:
+        """An engine that hangs never reads it, and is killed."""
+        from penstock.core.wire.codec import encode
+        from penstock.core.wire.engine import Shutdown
 
-def read_vitals(group: int) -> Vitals:
-    """Of a process and of all others in its process group: an engine that compiles waits for its compiler."""
-    total = Vitals()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # the name, in parentheses, may have spaces; behind it come state, parent, group, ...
-            words = path.read_text().rpartition(")")[2].split()
-        except (OSError, UnicodeDecodeError):
-            continue  # it has just gone
-        if int(words[2]) == group:
-            stopped = total.stopped or (path.parent.name == str(group) and words[0] in "Tt")
-            total = Vitals(total.cpu + (int(words[11]) + int(words[12])) * _TICK, total.faults + int(words[9]), stopped)
-    return total
+        self._socket(engine).send(encode(Shutdown()))
 
+    def tell_troubles(self, master: str, troubles: Mapping[str, str]) -> bool:
+        """Whether it was sent: there may be no connection yet, or no master."""
+        import zmq
 
-class Watch:
-    """Of one incarnation of a process. Call `look` about once a second."""
+        from penstock.core.wire.codec import encode
+        from penstock.core.wire.master import Troubles
 
-    def __init__(self, now: float) -> None:
-        self._at = now
-        self._beat: Beat | None = None
-        self._seen: Vitals | None = None
-        self._quiet = self._still = self._stopped = 0.0  # seconds since the last sign of each kind
+        link = self._socket(master, {zmq.IMMEDIATE: 1})  # what a dead master does not get is old for the next one
+        with contextlib.suppress(zmq.Again):
+            link.send(encode(Troubles(socket.gethostname(), dict(troubles))), zmq.NOBLOCK)
+            return True
+        return False
 
-    def beats(self, now: float, beat: Beat) -> bool:
-        """Whether there was a new heartbeat since the last check; then it makes progress."""
-        if self._beat is not None and beat.number == self._beat.number:
-            return False
-        self._at, self._beat, self._seen = now, beat, None
-        self._quiet = self._still = self._stopped = 0.0
-        return True
+    def _socket(self, address: str, options: Mapping[int, int] | None = None) -> zmq.Socket[bytes]:
+        import zmq
 
-    def trouble(self, now: float, vitals: Vitals) -> str:
-        """Why it counts as hung; "" while it does not. For checks without a new heartbeat."""
-        assert self._beat is not None
-        passed, self._at = min(now - self._at, LONGEST_LOOK), now
-        self._quiet += passed
-        self._stopped = self._stopped + passed if vitals.stopped else 0.0
-        if self._seen is None or vitals.cpu - self._seen.cpu >= MOVED or vitals.faults > self._seen.faults:
-            self._seen, self._still = vitals, 0.0
-        else:
-            self._still += passed
-        if self._stopped > STILL:
-            return f"a signal has kept it from running for {self._stopped:.0f} s"
-        if self._still > self._beat.still:
-            return f"it has done nothing for {self._still:.0f} s"
-        if self._quiet > self._beat.limit:
-            return f"one step has taken {self._quiet:.0f} s"
-        return ""
+        if self._context is None:
+            self._context = zmq.Context()
+        if address not in self._sockets:
+            made = self._sockets[address] = self._context.socket(zmq.DEALER)
+            for option, value in {zmq.LINGER: 0, **(options or {})}.items():
+                made.setsockopt(option, value)
+            made.connect(address)
+        return self._sockets[address]
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.destroy(linger=0)
 
 
 class Launcher:
@@ -215,6 +197,7 @@ class Launcher:
     Args:
         environments: kind -> environment of its processes, where it is not this process's own.
         listeners: of the frontends; closed when these have ended for good, so that clients are refused.
+        master: ZMQ endpoint where the frontends are told of instances in trouble; None without a master's process.
     """
 
     def __init__(
@@ -224,18 +207,21 @@ class Launcher:
         clock: Clock,
         environments: Mapping[ProcessKind, Mapping[str, str]],
         listeners: Sequence[socket.socket] = (),
+        master: str | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._voices: dict[str, _Voice] = {}  # of engines
         self._watches: dict[str, Watch] = {}
-        self._watched_at = clock.now()
+        self._looked_at = self._watched_at = clock.now()
+        self._ended: set[str] = set()  # found at the last look
         self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
         self._signals: list[int] = []
-        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._links: list[zmq.Socket[bytes]] = []
         self._listeners = listeners
+        self._master, self._wire = master, _Wire()
+        self._told: Mapping[str, str] = {}  # the troubles that the master knows of
+        self._tell_at = inf
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
@@ -260,6 +246,7 @@ class Launcher:
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
+        self._tell_master(self._clock.now())
         return ended
 
     def close(self) -> None:
@@ -268,13 +255,11 @@ class Launcher:
             process.kill()
             process.wait()
         self._processes.clear()
-        if self._zmq is not None:
-            self._zmq.destroy(linger=0)
+        self._wire.close()
 
     def _look(self) -> list[tuple[str, str]]:
         """Report changes since the last check to the supervisor."""
         now = self._clock.now()
-        ended = []
         while self._signals:
             follows = "running requests are ended" if self._supervisor.stopping else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
@@ -283,18 +268,11 @@ class Launcher:
             if path.exists():
                 del self._starting[name]
                 self._supervisor.is_up(name, now)
-        for name, process in list(self._processes.items()):
-            code = process.poll()
-            if code is not None:
-                del self._processes[name]
-                self._starting.pop(name, None)
-                self._watches.pop(name, None)
-                expected = self._supervisor.stopping
-                voice = self._voices.pop(name, None)
-                sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
-                if sentence != self._supervisor.failure:  # which is logged at the end
-                    log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
-                ended.append((name, sentence))
+        ended = [self._report_end(name, now) for name in self._found_ended()]
+        if now - self._looked_at > PAUSE:  # this process did not run, and they perhaps did not either
+            for watch in self._watches.values():
+                watch.restart(now)
+        self._looked_at = now
         if now - self._watched_at >= LOOK_CLOSELY:
             self._watched_at = now
             self._watch(now)
@@ -303,16 +281,44 @@ class Launcher:
                 listener.close()
         return ended
 
+    def _found_ended(self) -> list[str]:
+        """Processes that have ended. One that needs another is reported a look later: it may have ended with that one,
+        which is reported first, and may be found by this look a moment too early."""
+        ended = {name for name, process in self._processes.items() if process.poll() is not None}
+        alone = [name for name in self._processes if name in ended and self._programs[name].needs is None]
+        others = [name for name in self._processes if name in ended & self._ended and name not in alone]
+        self._ended = ended
+        return alone + others
+
+    def _report_end(self, name: str, now: float) -> tuple[str, str]:
+        code = self._processes.pop(name).returncode
+        self._starting.pop(name, None)
+        self._watches.pop(name, None)
+        expected = self._supervisor.stopping
+        voice = self._voices.pop(name, None)
+        sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
+        if sentence != self._supervisor.failure:  # which is logged at the end
+            log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+        return name, sentence
+
     def _watch(self, now: float) -> None:
-        """Report processes that hang to the supervisor."""
+        """Report processes that hang, or may hang, to the supervisor."""
         for name, watch in self._watches.items():
             heartbeat = self._programs[name].heartbeat
             assert heartbeat is not None
-            if watch.beats(now, read_heartbeat(heartbeat)):
-                continue
-            if why := watch.trouble(now, read_vitals(self._processes[name].pid)):
-                log.warning("%s is stuck: %s", name, why)
-                self._supervisor.is_stuck(name, why)
+            trouble = None
+            if not watch.beats(now, read_heartbeat(heartbeat)):
+                trouble = watch.trouble(now, read_vitals(self._processes[name].pid))
+            self._supervisor.suspect(name, trouble.why if trouble is not None else "")
+            if trouble is not None and trouble.hangs:
+                self._supervisor.hangs(name, trouble.why)
+
+    def _tell_master(self, now: float) -> None:
+        troubles = self._supervisor.troubles
+        if self._master is None or self._supervisor.stopping or (troubles == self._told and now < self._tell_at):
+            return
+        if self._wire.tell_troubles(self._master, troubles):
+            self._told, self._tell_at = troubles, now + REPEAT
 
     def _act(self, action: Action) -> None:
         match action.what:
@@ -321,7 +327,7 @@ class Launcher:
             case "stop":
                 self._stop(self._programs[action.name])
             case "kill":
-                log.warning("killing %s", action.name)
+                log.warning("%s is killed: %s", action.name, action.why)
                 self._processes[action.name].kill()
 
     def _start(self, program: Program) -> None:
@@ -330,7 +336,8 @@ class Launcher:
             self._starting[program.name] = program.socket
         if program.heartbeat is not None:
             program.heartbeat.unlink(missing_ok=True)
-            self._watches[program.name] = Watch(self._clock.now())
+            waits = program.needs is not None
+            self._watches[program.name] = Watch(self._clock.now(), self._supervisor.heartbeat_timeout, waits)
         # a group of its own, because a terminal's Ctrl-C must reach only us: frontends drain before the others stop
         process = subprocess.Popen(
             program.command,
@@ -349,15 +356,4 @@ class Launcher:
         if program.address is None:
             self._processes[program.name].terminate()
             return
-        import zmq  # at the end of all and not at the start, for which an engine waits
-
-        from penstock.core.wire.codec import encode
-        from penstock.core.wire.engine import Shutdown
-
-        if self._zmq is None:
-            self._zmq = zmq.Context()
-        link = self._zmq.socket(zmq.DEALER)
-        link.setsockopt(zmq.LINGER, 0)  # at the end: an engine that is stuck never reads it, and is killed
-        self._links.append(link)  # until then it must not be collected: it would take the message along
-        link.connect(program.address)
-        link.send(encode(Shutdown()))
+        self._wire.tell_to_stop(program.address)

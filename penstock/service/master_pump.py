@@ -12,8 +12,8 @@ import zmq
 
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
-from penstock.core.wire.engine import Event
-from penstock.core.wire.master import Begun, Ended, Join, Outcome, Place, decode_from_frontend
+from penstock.core.wire.engine import LEASE, Event
+from penstock.core.wire.master import Begun, Ended, Join, Joined, Outcome, Place, Troubles, decode_to_master
 from penstock.service.channel import EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -55,7 +55,7 @@ class MasterPump:
         self.master = master
         self.deliver: Callable[[ToFrontend], None] = _not_started
         self._channels = channels
-        self._clock = clock
+        self.clock = clock
         self._recording = recording
         self._tasks: list[asyncio.Task[None]] = []
         self._alarm: asyncio.TimerHandle | None = None
@@ -81,7 +81,7 @@ class MasterPump:
 
     def handle(self, happening: Happening | None) -> None:
         """Handle an event, or the passing of time."""
-        for action in self.master.tick(self._clock.now(), happening):
+        for action in self.master.tick(self.clock.now(), happening):
             match action:
                 case ToEngine(name, command):
                     self._channels[name].send(command)
@@ -97,7 +97,7 @@ class MasterPump:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        wait = self.master.wake - self._clock.now()
+        wait = self.master.wake - self.clock.now()
         if wait < TICK:  # else the next tick is earlier
             self._alarm = asyncio.get_running_loop().call_later(max(0.0, wait), self._ring)
 
@@ -130,12 +130,13 @@ def _not_started(action: ToFrontend) -> None:
 
 
 class LocalPlacement:
-    """The master is in this process."""
+    """The master is in this process, and so is the launcher, which sets `troubles`."""
 
     trouble = ""
 
     def __init__(self, pump: MasterPump, sender: str) -> None:
         self._pump, self._sender = pump, sender
+        self.troubles: Mapping[str, str] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._answered: Answered = _not_started_placement
 
@@ -185,12 +186,30 @@ def _not_started_placement(answer: Answer) -> None:
     raise AssertionError("asked before the start")
 
 
+class Reported:
+    """What launchers say of their instances."""
+
+    def __init__(self) -> None:
+        self._by_host: dict[str, tuple[float, Mapping[str, str]]] = {}
+
+    def hear(self, now: float, said: Troubles) -> None:
+        self._by_host[said.host] = now, said.instances
+
+    def troubles(self, now: float) -> dict[str, str]:
+        """Of all hosts whose launcher was heard lately."""
+        found: dict[str, str] = {}
+        for heard, instances in self._by_host.values():
+            found |= instances if now - heard <= LEASE else {}
+        return found
+
+
 async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: str) -> None:
-    """Answer frontends until cancelled.
+    """Answer frontends, and listen to launchers, until cancelled.
 
     Args:
         address: a ZMQ endpoint to bind.
     """
+    reported = Reported()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -199,15 +218,21 @@ async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: s
     socket.bind(address)
 
     def deliver(action: ToFrontend) -> None:
-        socket.send_multipart([action.name.encode(), codec.encode(action.message)])
+        message = action.message
+        if isinstance(message, Joined):
+            message = msgspec.structs.replace(message, troubles=reported.troubles(pump.clock.now()))
+        socket.send_multipart([action.name.encode(), codec.encode(message)])
         inbox.look()  # messages that arrive during a send cause no wake-up
 
     def answer(frames: list[bytes]) -> None:
         sender, *rest = frames
         try:
-            message = decode_from_frontend(b"".join(rest))
+            message = decode_to_master(b"".join(rest))
         except msgspec.DecodeError as error:
-            log.warning("a message that is none of a frontend's was dropped: %s", error)
+            log.warning("a message that cannot be read was dropped: %s", error)
+            return
+        if isinstance(message, Troubles):
+            reported.hear(pump.clock.now(), message)
             return
         try:
             pump.handle(FromFrontend(sender.decode(errors="replace"), message))

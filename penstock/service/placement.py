@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from penstock.core.clock import Clock
+from penstock.core.clock import PAUSE, Clock
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import (
     Begun,
@@ -27,13 +27,21 @@ from penstock.service.channel import MasterChannel
 from penstock.service.instances import ChannelLost
 
 log = logging.getLogger("penstock.frontend")
-PATIENCE = 5.0  # seconds that an answer may take; a failed master is back by then
+PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
+SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
 Answer = Placed | NoPlace | Queued
 Answered = Callable[[Answer], None]
 
 
 class Placement(Protocol):
+    """
+    Attributes:
+        troubles: instance -> why it cannot serve, or may not be able to, as its launcher says.
+    """
+
+    troubles: Mapping[str, str]
+
     @property
     def trouble(self) -> str:
         """Why no sequence can be placed now; "" when one can."""
@@ -86,17 +94,18 @@ class RemotePlacement:
     of the next incarnation.
 
     Attributes:
-        wants_keys: as the master said last.
+        wants_keys, troubles: as the master said last.
     """
 
     def __init__(self, channel: MasterChannel, clock: Clock) -> None:
         self._channel = channel
         self._clock = clock
         self._absent = "it has not answered yet"
-        self._absent_since = float("-inf")
         self._heard = float("-inf")
+        self._ticked = clock.now()
         self._said_waiting = 0
         self.wants_keys = False
+        self.troubles: Mapping[str, str] = {}
         self._asked: dict[str, _Question] = {}  # by request id
         self._queued: dict[str, _Question] = {}  # the same, of those that the master has queued
         self._answered: Answered = _not_started
@@ -107,8 +116,8 @@ class RemotePlacement:
 
     @property
     def trouble(self) -> str:
-        """An absence of the master of less than `PATIENCE` is no trouble: questions wait."""
-        away = self._absent and self._clock.now() - self._absent_since > PATIENCE
+        """A short absence of the master is no trouble: questions wait."""
+        away = self._absent and self._clock.now() - self._heard > SILENT_AFTER
         return f"the master cannot be asked: {self._absent}" if away else ""
 
     @property
@@ -136,7 +145,10 @@ class RemotePlacement:
 
     def tick(self, now: float) -> None:
         """Refuse questions that have timed out."""
-        if not self._absent and now - self._heard > PATIENCE:
+        if now - self._ticked > PAUSE:  # this process did not run, and the master perhaps did not either
+            self._heard += now - self._ticked
+        self._ticked = now
+        if not self._absent and now - self._heard > SILENT_AFTER:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
         why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
         for request_id, question in list(self._asked.items()):
@@ -150,9 +162,9 @@ class RemotePlacement:
     def _miss(self, reason: str) -> None:
         """The master is lost."""
         log.warning("the master has gone: %s", reason)
-        self._absent, self._absent_since = reason, self._clock.now()
+        self._absent = reason
         for question in self._queued.values():
-            question.patient_since = self._absent_since
+            question.patient_since = self._clock.now()
         self._asked |= self._queued
         self._queued.clear()
 
@@ -163,17 +175,19 @@ class RemotePlacement:
         if isinstance(message, ChannelLost):
             self._miss(message.message)
             return
-        self._heard = now = self._clock.now()
+        now = self._clock.now()
         match message:
-            case Joined(protocol=protocol):
-                back, self._absent = bool(self._absent), ""
+            case Joined(protocol=protocol) if protocol != PROTOCOL:
+                self._absent, self._heard = f"it speaks protocol {protocol}, this frontend {PROTOCOL}", float("-inf")
+            case Joined():
+                back, self._absent, self._heard = bool(self._absent), "", now
                 self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
-                if protocol != PROTOCOL:
-                    self._absent = f"it speaks protocol {protocol}, this frontend {PROTOCOL}"
-                elif back:
+                self.troubles = message.troubles
+                if back:
                     for question in self._asked.values():
                         self._channel.send(question.again(now))
             case Placed() | NoPlace() | Queued():
+                self._heard = now
                 self._pass_on(message)
 
     def _pass_on(self, answer: Answer) -> None:

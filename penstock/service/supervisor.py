@@ -23,10 +23,12 @@ class Restart:
     Attributes:
         backoff: seconds until a failed process is restarted; doubles with every failure in a row.
         limit: failures in a row after which it is restarted.
+        heartbeat_timeout: seconds without a sign of life after which a process hangs and is killed.
     """
 
     backoff: float
     limit: int
+    heartbeat_timeout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class Program:
 class Action:
     what: Literal["start", "stop", "kill"]
     name: str
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -70,8 +73,10 @@ class _Place:
     up_since: float | None = None  # of one with a socket
     proven: bool = False  # some incarnation was up, so its configuration is valid
     fallen: bool = False  # a program that it needs has ended
-    stuck: str = ""  # why it counts as hung
+    suspected: str = ""  # why it may hang
+    hangs: str = ""  # why it does
     killed: bool = False
+    ended: str = ""  # how its last incarnation did, until the next one is up
     given_up: bool = False
     deaths: int = 0  # in a row
 
@@ -84,20 +89,33 @@ class _Place:
         since = self.since if self.program.socket is None else self.up_since
         return 0.0 if since is None else now - since
 
+    @property
+    def well(self) -> bool:
+        """Whether those that need it may count on it."""
+        return self.up and not (self.suspected or self.hangs or self.killed)
+
+    @property
+    def trouble(self) -> str:
+        """Why those that need it have to do without; "" when they need not, or it only starts."""
+        why = self.hangs or self.suspected
+        return f"{self.program.name} hangs: {why}" if why else self.ended
+
     def end(self) -> None:
         """This incarnation has ended."""
         self.since = self.due = self.up_since = None
         self.up = self.fallen = self.killed = False
-        self.stuck = ""
+        self.suspected = self.hangs = ""
 
 
 class Supervisor:
-    """Call `exited`, `is_up`, `is_stuck` and `stop` as things happen, and do what `actions` says, a few times a second.
+    """Call `exited`, `is_up`, `suspect`, `hangs` and `stop` as things happen, and do what `actions` says, a few times a
+    second. Of processes that end together, those that others need are reported first.
 
     Args:
         drain_timeout: seconds that running requests get to finish.
 
     Attributes:
+        heartbeat_timeout: see `Restart`.
         over: no process runs, and none will be started.
         exit_code: 0 when it was told to stop; else what the deployment ended with.
         failure: why it ended by itself; "" when it did not.
@@ -106,6 +124,7 @@ class Supervisor:
     def __init__(self, programs: Sequence[Program], restart: Restart, drain_timeout: float) -> None:
         self._places = {program.name: _Place(program) for program in programs}
         self._restart = restart
+        self.heartbeat_timeout = restart.heartbeat_timeout
         self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to drain
         self._stopping: ProcessKind | None = None  # the kind being stopped
         self._deadline: float | None = None  # of that kind; None before it was told
@@ -122,10 +141,32 @@ class Supervisor:
         place = self._places[name]
         place.up = place.proven = True
         place.up_since = now
+        place.ended = ""
 
-    def is_stuck(self, name: str, why: str) -> None:
-        """The program hangs."""
-        self._places[name].stuck = why
+    def suspect(self, name: str, why: str) -> None:
+        """The program may hang; not any longer when `why` is ""."""
+        self._places[name].suspected = why
+
+    def hangs(self, name: str, why: str) -> None:
+        """The program hangs. Not its fault, and ignored, while what it needs may hang: it waits for that."""
+        place = self._places[name]
+        if self._needed_is_well(place):
+            place.hangs = why
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """Of each engine that cannot serve although it could before: why, with the name of the process at fault."""
+        found: dict[str, str] = {}
+        for name, place in self._places.items():
+            if place.program.kind == "engine":
+                needs = place.program.needs
+                why = (needs and self._places[needs].trouble) or place.trouble
+                found |= {name: why} if why else {}
+        return found
+
+    def _needed_is_well(self, place: _Place) -> bool:
+        needs = place.program.needs
+        return needs is None or self._places[needs].well
 
     def exited(self, name: str, code: int, now: float, last_output: str = "") -> str:
         """A process has ended; returns a sentence that says so, and what follows.
@@ -136,9 +177,15 @@ class Supervisor:
         """
         place = self._places[name]
         assert place.running, f"{name} does not run"
-        served, fallen, killed = place.served(now), place.fallen, place.killed
+        place.ended = self._follow(place, code, now, last_output)
+        return place.ended
+
+    def _follow(self, place: _Place, code: int, now: float, last_output: str) -> str:
+        name = place.program.name
+        served, killed = place.served(now), place.killed
+        fallen = place.fallen or not self._needed_is_well(place)
         place.proven |= place.program.socket is None and served >= STEADY
-        ending = f"{_shown(code)} ({place.stuck})" if place.stuck else _shown(code)
+        ending = f"{_shown(code)} ({place.hangs})" if place.hangs else _shown(code)
         how = f"{name} ended with {ending}"
         place.end()
         if self.stopping:
@@ -152,7 +199,7 @@ class Supervisor:
             return self.failure
         if fallen:
             place.due = now
-            return f"{how} because {place.program.needs} did, and starts again"
+            return f"{how} because of {place.program.needs}, and starts again"
         place.deaths = 1 if served >= STEADY else place.deaths + 1
         if place.deaths > self._restart.limit:
             times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
@@ -179,17 +226,25 @@ class Supervisor:
 
     def actions(self, now: float) -> list[Action]:
         """The actions that are due; each is returned once."""
-        return self._stop_next(now) if self._stopping is not None else self._start_due(now)
+        actions = self._kill_due()
+        return actions + (self._stop_next(now) if self._stopping is not None else self._start_due(now))
+
+    def _kill_due(self) -> list[Action]:
+        actions = []
+        for name, place in self._places.items():
+            if (place.fallen or place.hangs) and place.running and not place.killed:
+                place.killed = True
+                why = f"it hangs: {place.hangs}" if place.hangs else f"{place.program.needs} has ended"
+                actions.append(Action("kill", name, why))
+        return actions
 
     def _start_due(self, now: float) -> list[Action]:
         actions = []
         for name, place in self._places.items():
-            if (place.fallen or place.stuck) and place.running and not place.killed:
-                place.killed = True
-                actions.append(Action("kill", name))
-            needs = place.program.needs
-            if place.due is not None and place.due <= now and (needs is None or self._places[needs].up):
+            if place.due is not None and place.due <= now and self._needed_is_well(place):
                 place.due, place.since = None, now
+                if place.program.socket is None:
+                    place.ended = ""
                 actions.append(Action("start", name))
         return actions
 
@@ -212,7 +267,7 @@ class Supervisor:
         late = [place for place in running if now >= self._deadline and not place.killed]
         for place in late:
             place.killed = True
-        return [Action("kill", place.program.name) for place in late]
+        return [Action("kill", place.program.name, "it did not end in time") for place in late]
 
     def _end_one(self, place: _Place) -> Action:
         if place.program.kind == "engine" and place.program.socket is not None and not place.up:

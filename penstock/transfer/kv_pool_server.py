@@ -194,9 +194,10 @@ class KVPoolServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def run(self, ended: Callable[[], bool], tick: float = TICK) -> None:
-        """Serve until `ended`, which is asked at least every `tick` seconds."""
+    def run(self, ended: Callable[[], bool], beat: Callable[[], None] = lambda: None, tick: float = TICK) -> None:
+        """Serve until `ended`. It is asked, and `beat` called, at least every `tick` seconds."""
         while not ended():
+            beat()
             self.poll(tick)
 
     def poll(self, timeout: float) -> None:

@@ -89,6 +89,30 @@ def test_a_killed_kv_pool_server_takes_its_engines_along_and_all_come_back(up):
     eventually(lambda: complete(up).status_code == 200)
 
 
+@pytest.mark.parametrize("victim", ["kv-pool", "master"])
+def test_a_stopped_process_is_noticed_named_and_replaced(up, victim):
+    """Its clients are neither blamed nor restarted without need."""
+    mark, pids = len(up.lines), up.pids()
+    stopped = time.monotonic()
+    up.kill(victim, signal.SIGSTOP)
+
+    def refused():
+        answer = httpx.get(up.url + "/ready", timeout=10)
+        return answer if answer.status_code == 503 else None
+
+    answer = eventually(refused, 20, up.log)
+    assert time.monotonic() - stopped < 5 + 2  # two for a busy machine
+    assert victim in answer.text
+    up.wait_restarted(victim, pids[victim])
+    eventually(lambda: complete(up).status_code == 200, 60, up.log)
+    eventually(lambda: httpx.get(up.url + "/ready", timeout=10).status_code == 200)
+    said = "".join(up.lines[mark:])
+    assert f"{victim} is killed: it hangs: no heartbeat for" in said
+    others = {"kv-pool": ["master", "frontend-0"], "master": ["kv-pool", "engine-0", "engine-1", "frontend-0"]}[victim]
+    assert {name: up.pids()[name] for name in others} == {name: pids[name] for name in others}
+    assert "Traceback" not in said
+
+
 def test_a_signal_drains_and_leaves_nothing():
     with deployed(colocated(1, engine=PACED, frontends=2)) as up:
         assert len(set(up.urls)) == 2

@@ -35,6 +35,7 @@ from penstock.engine.server import REPORT_INTERVAL, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from tests.helpers.engines import make_request
+from tests.helpers.waiting import eventually
 
 LIFE = 7
 READY = Ready(
@@ -289,16 +290,36 @@ def test_nobody_works_for_a_frontend_that_has_gone(served):
     a, probe = make("a"), make("probe")
     a.hello()
     probe.hello(kind="probe")
+    runner.halt = 50
     a.ask(make_request("endless", [1], max_tokens=200))
-    a.until(lambda e: isinstance(e, StepReport) and e.outputs)
-    runner.pace.clear()
-    runner.clock.leap = 2 * LEASE  # a long step, say
-    probe.say(Hello("probe", kind="probe"))  # arrived meanwhile
-    runner.pace.set()
+    for halt, leap in ((100, LEASE), (None, 2 * LEASE)):  # long steps, say; after the first it may still greet
+        eventually(lambda: not runner.pace.is_set())
+        runner.clock.leap, runner.halt = leap, halt
+        probe.say(Hello("probe", kind="probe"))  # arrived meanwhile
+        runner.pace.set()
     probe.until(lambda e: isinstance(e, StepReport) and e.stats.running == 0)
+    assert runner.sampled[-1] < 200, "it went on to its end"
     found = probe.inspect()
     assert found.broken == ""
     assert found.counts["held_blocks"] == found.counts["owners"] == 0
+
+
+def test_a_frontend_that_stood_still_with_the_engine_is_not_dropped(served):
+    """Suspended and resumed together, say: its next greeting comes when it gets to it."""
+    make, _, runner = served
+    a, probe = make("a"), make("probe")
+    a.hello()
+    probe.hello(kind="probe")
+    a.ask(make_request("long", [1], max_tokens=200))
+    a.until(lambda e: isinstance(e, StepReport) and e.outputs)
+    runner.pace.clear()
+    runner.clock.leap = 2 * LEASE
+    runner.pace.set()
+    assert probe.inspect().counts["clients"] == 2
+    a.say(Hello("a"))
+    reports = []
+    a.until(lambda e: reports.append(e) or (isinstance(e, StepReport) and any(o.finish for o in e.outputs)))
+    assert not any(isinstance(event, Ready) for event in reports), "it was taken for a new one"
 
 
 def test_the_next_incarnation_of_a_frontend_is_not_given_the_last_ones_requests(served):

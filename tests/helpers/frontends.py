@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import ClassVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ class ScriptedPlacement:
     patient, as at the master."""
 
     trouble = ""
+    troubles: ClassVar[dict[str, str]] = {}
     wants_keys = False
 
     def __init__(self, prefill, clock, decode=None):

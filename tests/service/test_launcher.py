@@ -7,13 +7,17 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 
 from penstock.cli.deployment import TABLES
-from penstock.core.clock import SystemClock
+from penstock.core.clock import ManualClock, SystemClock
+from penstock.core.heartbeat import Heartbeat
 from penstock.core.wire.engine import Shutdown, decode_command
+from penstock.core.wire.master import decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher, plan
 from penstock.service.supervisor import Program, Restart, Supervisor
@@ -34,13 +38,14 @@ def shell(name, script, kind="frontend", **more):
     return Program(name=name, kind=kind, command=("/bin/sh", "-c", script), **more)
 
 
-def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None):
+def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, master=None):
     """Run until the end, while `drive` runs beside it."""
-    supervisor = Supervisor(programs, Restart(backoff=backoff, limit=limit), drain_timeout=5)
+    restart = Restart(backoff=backoff, limit=limit, heartbeat_timeout=1)
+    supervisor = Supervisor(programs, restart, drain_timeout=5)
     thread = threading.Thread(target=drive)
     thread.start()
     try:
-        return Launcher(programs, supervisor, SystemClock(), environments or {}).run()
+        return Launcher(programs, supervisor, SystemClock(), environments or {}, master=master).run()
     finally:
         thread.join()
 
@@ -193,6 +198,8 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     told, programs, ports = settings(parse("up.yaml", text, TABLES))
     assert list(told) == ["kv-pool", "prefill-0", "decode-0", "decode-1", "master", "frontend-0", "frontend-1"]
     assert all(t["parent"] == os.getpid() and t["log_format"] == "json" for t in told.values())
+    assert all(t["heartbeat"] == str(programs[name].heartbeat) for name, t in told.items())
+    assert len({program.heartbeat for program in programs.values()}) == len(programs)
     assert told["kv-pool"]["path"] == told["decode-1"]["kv_pool"] == "/run/p/kv-pool"
     assert programs["kv-pool"].socket == Path("/run/p/kv-pool")
     engine = told["decode-1"]
@@ -236,18 +243,90 @@ def test_the_last_line_of_an_engine_is_told(capfd, caplog):
     assert "first\nCUDA out of memory\n" in capfd.readouterr().err
 
 
-def test_an_engine_whose_heartbeat_stops_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("penstock.service.launcher.STILL", 0.3)
+def test_whoever_hangs_is_killed_and_started_again_and_the_master_is_told(tmp_path, caplog, monkeypatch):
+    """The KV pool server is stopped. Its engine, which waits for it and then ends, is not to blame."""
     monkeypatch.setattr("penstock.service.launcher.LOOK_CLOSELY", 0.1)
-    pids = tmp_path / "pids"
+    pool, pids, engines = tmp_path / "kv-pool", tmp_path / "pids", tmp_path / "engines"
+    heard = []
 
     def drive():
-        eventually(lambda: lines(pids))
-        os.kill(int(lines(pids)[0]), signal.SIGSTOP)
-        eventually(lambda: len(lines(pids)) == 2)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{tmp_path}/master")
+            eventually(lambda: lines(engines))
+            os.kill(int(lines(pids)[0]), signal.SIGSTOP)
+            eventually(lambda: router.poll(10))
+            os.kill(int(lines(engines)[0]), signal.SIGKILL)
+            eventually(lambda: len(lines(engines)) == 2)
+            while not heard or heard[-1].instances:
+                heard.append(decode_to_master(router.recv_multipart()[-1]))
         terminate()
 
-    engine = shell("engine-0", f"echo $$ >> {pids}; {STAY}", "engine", heartbeat=tmp_path / "heartbeat")
-    assert launch([engine], drive) == 0
-    assert "engine-0 is stuck: a signal has kept it from running" in caplog.text
-    assert "engine-0 ended with SIGKILL (a signal has kept it" in caplog.text
+    server = shell("kv-pool", f"touch {pool}; echo $$ >> {pids}; {STAY}", "kv_pool", socket=pool)
+    server = replace(server, heartbeat=tmp_path / "kv-pool.heartbeat")
+    user = shell("engine-0", f"echo $$ >> {engines}; {STAY}", "engine", needs="kv-pool")
+    assert launch([server, user], drive, limit=1, master=f"ipc://{tmp_path}/master") == 0
+    assert "kv-pool is killed: it hangs: no heartbeat for" in caplog.text
+    assert "a signal has stopped it" in caplog.text
+    assert "kv-pool ended with SIGKILL (no heartbeat for" in caplog.text
+    assert "engine-0 ended with SIGKILL because of kv-pool" in caplog.text
+    assert "engine-0 is killed" not in caplog.text, "it had ended before"
+    said = [said.instances.get("engine-0", "") for said in heard]
+    assert said[0].startswith("kv-pool hangs: no heartbeat for")
+    assert any(text.startswith("kv-pool ended with SIGKILL") for text in said)
+
+
+def test_whoever_ends_with_what_it_needs_is_not_to_blame_whichever_is_found_first(tmp_path, caplog):
+    pool, pids, engines = tmp_path / "kv-pool", tmp_path / "pids", tmp_path / "engines"
+
+    def drive():
+        for life in range(1, 5):
+            eventually(lambda life=life: len(lines(engines)) == life)
+            os.kill(int(lines(engines)[-1]), signal.SIGKILL)
+            os.kill(int(lines(pids)[-1]), signal.SIGKILL)
+        eventually(lambda: len(lines(engines)) == 5)
+        terminate()
+
+    server = shell("kv-pool", f"echo $$ >> {pids}; touch {pool}; {STAY}", "kv_pool", socket=pool)
+    user = shell("engine-0", f"echo $$ >> {engines}; {STAY}", "engine", needs="kv-pool")
+    assert launch([server, user], drive, limit=4) == 0
+    assert caplog.text.count("engine-0 ended with SIGKILL because of kv-pool") == 4
+
+
+def test_who_was_stopped_together_with_the_launcher_does_not_hang(tmp_path, caplog, monkeypatch):
+    """A suspended machine: when all go on, nobody has beaten for a long time."""
+    beats = tmp_path / "heartbeat"
+    process = shell("master", STAY, "master", heartbeat=beats)
+    Heartbeat(tmp_path / "model").beat()
+    clock = ManualClock()
+
+    def drive():
+        eventually(lambda: not beats.exists() and launched)
+        beats.write_bytes((tmp_path / "model").read_bytes())
+        for _ in range(5):  # nobody looks for a minute, time and again
+            looks = len(launched)
+            clock.advance(60)
+            eventually(lambda looks=looks: len(launched) > looks + 1)
+        terminate()
+
+    launched, look = [], Launcher._look
+    monkeypatch.setattr(Launcher, "_look", lambda self: launched.append(look(self)) or launched[-1])
+    supervisor = Supervisor([process], Restart(backoff=1, limit=0, heartbeat_timeout=1), drain_timeout=5)
+    thread = threading.Thread(target=drive)
+    thread.start()
+    assert Launcher([process], supervisor, clock, {}).run() == 0
+    thread.join()
+    assert "hangs" not in caplog.text
+
+
+def test_a_process_that_ignores_its_end_is_killed(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("penstock.service.supervisor.STOP_GRACE", 0.2)
+    pid = tmp_path / "pid"
+
+    def drive():
+        eventually(lambda: lines(pid))
+        terminate()
+
+    script = f"trap '' TERM USR1; echo $$ > {pid}; while :; do sleep 0.02; done"
+    assert launch([shell("master", script, "master")], drive) == 0
+    assert "master is killed: it did not end in time" in caplog.text
+    assert not Path(f"/proc/{lines(pid)[0]}").exists()

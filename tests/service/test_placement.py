@@ -10,15 +10,15 @@ import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.wire.codec import encode
-from penstock.core.wire.engine import LinkPeer
-from penstock.core.wire.master import Join, Joined, NoPlace, Place, Placed, Queued
+from penstock.core.wire.engine import LEASE, LinkPeer
+from penstock.core.wire.master import Join, Joined, NoPlace, Place, Placed, Queued, Troubles
 from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.instances import ChannelLost, Endpoint
 from penstock.service.master import Master
 from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
-from penstock.service.placement import PATIENCE, RemotePlacement
+from penstock.service.placement import PATIENCE, SILENT_AFTER, RemotePlacement
 from penstock.service.policies import Policies
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
@@ -160,25 +160,31 @@ def run_scripted(scenario):
     run(go)
 
 
+def pass_time(placement, clock, seconds):
+    for _ in range(round(2 * seconds)):
+        clock.advance(0.5)
+        placement.tick(clock.now())
+
+
 def test_a_master_that_stays_away_is_trouble():
     async def scenario(placement, channel, clock, asked):
         channel.say(Joined(1))
         await until(lambda: not placement.trouble)
         channel.say(ChannelLost("gone"))
         await until(lambda: placement._absent)
-        clock.advance(PATIENCE + 0.1)
+        clock.advance(SILENT_AFTER)
+        assert not placement.trouble, "it may be back at once"
+        clock.advance(0.1)
         assert placement.trouble == "the master cannot be asked: gone"
         channel.say(Joined(2, wants_keys=True))
         await until(lambda: not placement.trouble)
         assert placement.wants_keys
         channel.say(Joined(3, protocol=99))
-        await until(lambda: placement._absent)
-        clock.advance(PATIENCE + 0.1)
-        assert "protocol 99" in placement.trouble
+        await until(lambda: "protocol 99" in placement.trouble)
         placement.ask(place("late"))
-        clock.advance(PATIENCE / 2)
+        pass_time(placement, clock, PATIENCE / 2)
         placement.ask(place("later"))
-        placement.tick(clock.advance(PATIENCE / 2 + 0.1) or clock.now())
+        pass_time(placement, clock, PATIENCE / 2 + 0.5)
         assert asked.answers["late"].message.startswith("the master cannot be asked: it speaks protocol 99")
         assert "later" not in asked.answers
 
@@ -222,16 +228,17 @@ def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
         placement.ask(place("r"))
         channel.say(Queued("r", 0))
         await until(lambda: "r" in asked.answers)
-        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())  # perhaps it was this process that stood still
-        assert not placement.trouble
+        placement.tick(clock.advance(60.0) or clock.now())
+        assert not placement._absent, "it was this process that stood still"
+        pass_time(placement, clock, SILENT_AFTER + 0.5)
+        assert placement.trouble.startswith("the master cannot be asked: nothing was heard of it for ")
         channel.sent.clear()
         channel.say(Joined(1))
         await until(lambda: channel.sent)
+        assert not placement.trouble
         channel.say(Queued("r", 0))
         await until(lambda: placement._queued)
-        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
-        placement.tick(clock.advance(PATIENCE + 0.1) or clock.now())
-        assert placement.trouble == "the master cannot be asked: nothing was heard of it for 5 s"
+        pass_time(placement, clock, SILENT_AFTER + PATIENCE + 1)
         assert asked.answers["r"] == NoPlace("r", 0, placement.trouble)
 
     run_scripted(scenario)
@@ -249,6 +256,27 @@ def test_an_answer_to_an_earlier_question_is_none():
         assert list(asked.answers) == ["r"]
 
     run_scripted(scenario)
+
+
+def test_what_launchers_say_of_their_instances_reaches_the_frontends():
+    async def scenario():
+        with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
+            deployment = Deployment(folder)
+            deployment.start_master()
+            clock = deployment.pump.clock = ManualClock()
+            Asked(deployment.placement)
+            with deployment.context.socket(zmq.DEALER) as launcher:
+                launcher.connect(deployment.address)
+                for host, troubles in (("a", {"a-0": "kv-pool hangs"}), ("b", {"b-0": "burnt"}), ("b", {})):
+                    launcher.send(encode(Troubles(host, troubles)))
+                await until(lambda: deployment.placement.troubles == {"a-0": "kv-pool hangs"})
+                clock.advance(LEASE + 0.1)  # that launcher has gone
+                await until(lambda: deployment.placement.troubles == {})
+            await deployment.stop_master()
+            await deployment.placement.close()
+            deployment.context.term()
+
+    run(scenario)
 
 
 def test_what_arrives_while_the_master_speaks_by_itself_is_read():

@@ -17,7 +17,7 @@ PROGRAMS = [KV_POOL, *ENGINES, MASTER, FRONTEND]
 
 
 def supervisor(programs=PROGRAMS, backoff=1.0, limit=3):
-    return Supervisor(programs, Restart(backoff=backoff, limit=limit), drain_timeout=20)
+    return Supervisor(programs, Restart(backoff=backoff, limit=limit, heartbeat_timeout=5), drain_timeout=20)
 
 
 def said(supervisor, now):
@@ -133,14 +133,28 @@ def test_a_long_start_is_no_success():
     assert sentence.endswith("3 times in a row, the last time with SIGKILL; its last output: out of memory")
 
 
-def test_one_that_is_stuck_is_killed_and_that_is_a_death():
+def test_one_that_hangs_is_killed_and_that_is_a_death():
     ours = running()
-    ours.is_stuck("engine-0", "it has done nothing for 10 s")
-    assert said(ours, 5) == ["kill engine-0"]
+    ours.hangs("engine-0", "no heartbeat for 10 s, it does nothing")
+    (kill,) = ours.actions(5)
+    assert (kill.what, kill.name) == ("kill", "engine-0")
+    assert kill.why == "it hangs: no heartbeat for 10 s, it does nothing"
     assert said(ours, 5) == []
     told = ours.exited("engine-0", -9, 5)
-    assert told == "engine-0 ended with SIGKILL (it has done nothing for 10 s) and starts again in 1 s"
+    assert told == "engine-0 ended with SIGKILL (no heartbeat for 10 s, it does nothing) and starts again in 1 s"
     assert said(ours, 6) == ["start engine-0"]
+
+
+def test_one_that_hangs_while_all_is_stopped_is_not_waited_for():
+    ours = running()
+    ours.stop(1)
+    assert said(ours, 1) == ["stop frontend-0"]
+    ours.hangs("engine-0", "no heartbeat for 10 s")
+    assert said(ours, 2) == ["kill engine-0"], "its requests go on elsewhere"
+    ours.exited("engine-0", -9, 2)
+    ours.exited("frontend-0", 0, 3)
+    assert said(ours, 100) == ["stop master"]
+    assert ours.exit_code == 0
 
 
 def test_an_engine_that_loads_hears_nobody_and_is_killed():
@@ -166,13 +180,61 @@ def test_engines_do_not_outlive_their_kv_pool_server():
     ours.exited("kv-pool", -9, 5)
     assert said(ours, 5) == ["kill engine-0", "kill engine-1"]
     assert said(ours, 5) == []
-    assert "because kv-pool did" in ours.exited("engine-0", -9, 5.1)
+    assert "because of kv-pool" in ours.exited("engine-0", -9, 5.1)
     assert said(ours, 5.9) == [], "the KV pool server is not back"
     assert said(ours, 6) == ["start kv-pool"]
     ours.is_up("kv-pool", 6)
     assert said(ours, 6.1) == ["start engine-0"]
     ours.exited("engine-1", -9, 6.2)
     assert said(ours, 6.2) == ["start engine-1"], "it was not its fault, so it need not wait"
+
+
+def test_a_kv_pool_server_that_hangs_is_killed_and_its_engines_are_not_blamed():
+    """They wait for it, and may end for it, before it is found out; that does not use up their restarts."""
+    ours, now = running(), 5.0
+    for _ in range(3):  # as often as anything may fail here
+        ours.suspect("kv-pool", "no heartbeat for 3 s")
+        ours.hangs("engine-0", "no heartbeat for 10 s")
+        assert said(ours, now) == []
+        assert "because of kv-pool" in ours.exited("engine-1", 1, now)
+        assert said(ours, now + 1) == [], "it would only wait again"
+        ours.hangs("kv-pool", "no heartbeat for 5 s")
+        assert said(ours, now + 2) == ["kill kv-pool"]
+        told = ours.exited("kv-pool", -9, now + 2)
+        assert told.startswith("kv-pool ended with SIGKILL (no heartbeat for 5 s) and starts again")
+        assert said(ours, now + 2) == ["kill engine-0"]
+        assert "because of kv-pool" in ours.exited("engine-0", -9, now + 2)
+        now += 10
+        assert said(ours, now) == ["start kv-pool"]
+        ours.is_up("kv-pool", now)
+        assert sorted(said(ours, now)) == ["start engine-0", "start engine-1"]
+    assert "and starts again in 1 s" in ours.exited("engine-1", 1, now), "its first failure"
+    assert said(ours, now + 1) == ["start engine-1"]
+    ours.suspect("kv-pool", "no heartbeat for 3 s")
+    ours.suspect("kv-pool", "")
+    assert "and starts again in 2 s" in ours.exited("engine-1", 1, now + 1)
+
+
+def test_engines_are_in_trouble_by_the_name_of_who_is_to_blame():
+    ours = running()
+    assert ours.troubles == {}
+    ours.suspect("kv-pool", "no heartbeat for 3 s")
+    assert ours.troubles == {f"engine-{i}": "kv-pool hangs: no heartbeat for 3 s" for i in range(2)}
+    ours.suspect("kv-pool", "")
+    ours.suspect("engine-1", "no heartbeat for 4 s")
+    ours.suspect("master", "no heartbeat for 4 s")  # which the frontends see by themselves
+    assert ours.troubles == {"engine-1": "engine-1 hangs: no heartbeat for 4 s"}
+    ours.suspect("engine-1", "")
+    ours.exited("kv-pool", -11, 5)
+    ours.exited("engine-0", 1, 5)
+    gone = "kv-pool ended with SIGSEGV and starts again in 1 s"
+    assert ours.troubles == {"engine-0": gone, "engine-1": gone}
+    said(ours, 6)
+    ours.is_up("kv-pool", 6)
+    assert ours.troubles == {"engine-0": "engine-0 ended with exit code 1 because of kv-pool, and starts again"}
+    said(ours, 6)
+    ours.is_up("engine-0", 6)
+    assert ours.troubles == {}
 
 
 def test_stopping_goes_from_the_clients_to_the_memory():

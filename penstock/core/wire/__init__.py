@@ -1,7 +1,7 @@
 """Messages between processes: msgpack, one tagged message a frame; never pickle.
 
     engine.py   frontend, master  <->  engine
-    master.py   frontend  <->  master
+    master.py   frontend  <->  master, launcher -> master
     handoff.py  engine  <->  engine
     kv_pool.py  engine  <->  KV pool server
 

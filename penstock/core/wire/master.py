@@ -1,4 +1,5 @@
-"""Messages between frontends, which own the clients' requests, and the master, which decides where they run."""
+"""Messages between frontends, which own the clients' requests, and the master, which decides where they run; and from
+launchers to the master, which passes them on."""
 
 from __future__ import annotations
 
@@ -91,18 +92,37 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 FrontendMessage = Join | Place | Begun | Ended
 
 
+class Troubles(msgspec.Struct, tag=True, frozen=True):
+    """A launcher says which of its instances cannot serve, or may not be able to: when that changes, and every second.
+
+    What it said is forgotten when it is not heard for `LEASE` seconds.
+
+    Attributes:
+        host: of the launcher.
+        instances: name -> why, with the name of the process at fault.
+    """
+
+    host: str
+    instances: dict[str, str]
+
+
+ToMaster = FrontendMessage | Troubles
+
+
 class Joined(msgspec.Struct, tag=True, frozen=True):
     """
     Attributes:
         incarnation: of the master.
         wants_keys: whether its policy looks at prefix keys; hashing and sending them is not free.
         waiting: sequences in its queue, of all frontends.
+        troubles: of instances, as the launchers said.
     """
 
     incarnation: int
     protocol: int = PROTOCOL
     wants_keys: bool = False
     waiting: int = 0
+    troubles: dict[str, str] = {}
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):
@@ -142,5 +162,5 @@ class Queued(msgspec.Struct, tag=True, frozen=True):
 
 MasterMessage = Joined | Placed | NoPlace | Queued
 
-decode_from_frontend = decoder(FrontendMessage).decode
+decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(MasterMessage).decode
