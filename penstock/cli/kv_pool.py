@@ -39,7 +39,7 @@ def main(settings: dict[str, Any]) -> int:
         return 2
     try:
         beat = Heartbeat(Path(settings["heartbeat"])).beat
-        server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0), beat)
+        server.run(lambda: os.getppid() != settings["parent"] or (asked_to_end and server.clients == 0), beat=beat)
     finally:
         server.close()
     return 0

@@ -194,7 +194,7 @@ class KVPoolServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def run(self, ended: Callable[[], bool], beat: Callable[[], None] = lambda: None, tick: float = TICK) -> None:
+    def run(self, ended: Callable[[], bool], tick: float = TICK, beat: Callable[[], None] = lambda: None) -> None:
         """Serve until `ended`. It is asked, and `beat` called, at least every `tick` seconds."""
         while not ended():
             beat()

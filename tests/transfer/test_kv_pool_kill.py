@@ -78,6 +78,7 @@ def layout_fields():
 
 def start_server(path, parent=None, orphan_seconds=60.0):
     settings = {"path": path, "parent": parent or os.getpid(), "orphan_seconds": orphan_seconds}
+    settings["heartbeat"] = f"{path}.heartbeat"
     settings |= {"log_level": "WARNING", "log_format": "text"}
     return subprocess.Popen([sys.executable, "-m", "penstock.cli.kv_pool", json.dumps(settings)])
 
