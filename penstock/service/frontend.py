@@ -263,16 +263,19 @@ class Frontend:
         bad_words = self.tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
         arrival = self.clock.now() if arrival is None else arrival
         generation = Generation(self, params, arrival, model or self.served_names[0], prompts_only)
+        outputs = 1 if params.use_beam_search else params.n
+        self._check_queue([len(prompt) for prompt in prompts], outputs)
+        made = []
         try:
             for i, prompt in enumerate(prompts):
-                self._check_queue(len(prompt), 1 if params.use_beam_search else params.n)
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 unique = f"{part_id}-{secrets.token_hex(4)}"
                 sequences = make_sequences(
                     unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
                 )
                 first = generation.add(part_id, sequences)
-                flights = [Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)]
+                made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])
+            for flights, prompt in zip(made, prompts, strict=True):
                 self.engine_client.add(flights)
                 self._find_places(flights, prompt, params, cache_salt)
         except BaseException:
@@ -294,19 +297,36 @@ class Frontend:
         hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
         hashing.add_done_callback(partial(self._hashed, flights))
 
-    def _check_queue(self, prompt_tokens: int, outputs: int) -> None:
-        """Raises Overloaded when the queue is full for so many outputs of a prompt. A prompt longer than the whole
-        queue is accepted when nothing else waits."""
+    def _check_queue(self, prompts: Sequence[int], outputs: int) -> None:
+        """A request is taken as a whole or not at all. One with more prompt tokens than the whole queue is accepted
+        when nothing else waits.
+
+        Args:
+            prompts: tokens of each.
+            outputs: of each prompt.
+
+        Raises:
+            InvalidRequest: it has more sequences than are ever held.
+            Overloaded: the queue is full for it.
+        """
         count, queued = len(self.engine_client.flights), self.engine_client.queued_tokens
-        if count + outputs > self._max_requests:
+        sequences = len(prompts) * outputs
+        if sequences > self._max_requests:
+            field = "n" if outputs > 1 else "prompt"
+            raise InvalidRequest(
+                f"{field}: {len(prompts)} prompts with {outputs} outputs each are {sequences} sequences, at most "
+                f"{self._max_requests} are allowed in all requests together",
+                field,
+            )
+        if count + sequences > self._max_requests:
             raise Overloaded(
                 f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
-                retry_after=self._seconds_until(count + outputs - self._max_requests),
+                retry_after=self._seconds_until(count + sequences - self._max_requests),
             )
         limit = self._max_queued_tokens
         if limit is None:
             limit = CACHES_QUEUED * BLOCK_TOKENS * sum(said.num_blocks for said in self._said)
-        if queued and queued + prompt_tokens * outputs > limit:
+        if queued and queued + sum(prompts) * outputs > limit:
             raise Overloaded(
                 f"the queue is full: {queued} prompt tokens wait for their first token, at most {limit} are allowed",
                 retry_after=self._seconds_until(0),

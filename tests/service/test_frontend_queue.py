@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from penstock.core.errors import Overloaded
+from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
@@ -86,13 +86,31 @@ def test_texts_that_wait_for_the_tokenizer_are_bounded(tokenizer):
     run(tokenizer, scenario)
 
 
-def test_when_one_prompt_is_refused_those_before_it_are_cancelled(tokenizer):
+def test_prompts_are_taken_as_a_whole_or_not_at_all(tokenizer):
     async def scenario(frontend, channel, clock):
-        frontend._max_requests = 2
-        with pytest.raises(Overloaded):
+        frontend._max_requests, frontend._max_queued_tokens = 3, 100
+        first, _ = await submit(frontend, [1] * 50)
+        with pytest.raises(Overloaded, match="1 sequences, at most 3"):
             frontend.submit([[1], [2], [3]], SamplingParams(), request_id="b")
-        assert [request.id[:3] for request in channel.enqueued()] == ["b-0", "b-1"]
-        assert channel.cancelled() == [request.id for request in channel.enqueued()]
+        with pytest.raises(Overloaded, match="at most 100"):
+            frontend.submit([[1] * 30, [2] * 30], SamplingParams(), request_id="b")
+        with pytest.raises(InvalidRequest, match="empty"):
+            frontend.submit([[1], []], SamplingParams(), request_id="b")
+        assert len(channel.enqueued()) == len(frontend.engine_client.flights) == 1
+        first.cancel()
+        frontend.submit([[1], [2], [3]], SamplingParams(), request_id="b")
+
+    run(tokenizer, scenario)
+
+
+def test_what_could_never_be_held_is_no_matter_of_load(tokenizer):
+    async def scenario(frontend, channel, clock):
+        frontend._max_requests = 3
+        for prompts, n, field in (([[1]] * 4, 1, "prompt"), ([[1], [2]], 2, "n")):
+            with pytest.raises(InvalidRequest, match="are 4 sequences, at most 3") as caught:
+                frontend.submit(prompts, SamplingParams(n=n), request_id="b")
+            assert caught.value.field == field
+        assert not channel.enqueued()
 
     run(tokenizer, scenario)
 
