@@ -33,7 +33,7 @@ EVERYWHERE = {  # status -> when
     503: "it is not ready, or about to end; see `Retry-After`",
 }
 OF_MODELS = {404: "no such model is served here"}
-OF_BODIES = {413: "the body, or the prompt in it, is too long"}
+OF_BODIES = {413: "the body is too long"}
 OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
 GENERATES = {"/v1/chat/completions", "/v1/completions"}
 

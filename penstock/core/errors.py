@@ -4,9 +4,9 @@
     ├── UserError (ValueError)      a caller's mistake; names field, value, what is allowed
     │   ├── InvalidRequest          400  a request field is wrong
     │   │   └── UnsupportedField    400  a known field that this server does not serve
+    │   ├── PromptTooLong           400  can never fit, whatever else is running
     │   ├── Unauthorized            401
     │   ├── ModelNotFound           404
-    │   ├── PromptTooLong           413  can never fit, whatever else is running
     │   └── ConfigError             a flag, file or checkpoint is wrong; the command line exits with 2
     ├── Overloaded                  429  try again after `retry_after` seconds
     ├── Unavailable                 503  not ready, draining, or no engine
@@ -55,6 +55,16 @@ class ModelNotFound(UserError):
 class PromptTooLong(UserError):
     """The prompt could never fit, even alone."""
 
+    @classmethod
+    def of(cls, tokens: int, longest: int) -> PromptTooLong:
+        """A prompt of so many tokens, where a sequence may have `longest`. In OpenAI's words: by them clients know that
+        they may try again with less."""
+        return cls(
+            f"prompt: This model's maximum context length is {longest} tokens. However, your prompt has {tokens} "
+            f"tokens; at most {longest - 1} fit beside one output token. Please reduce the length of the prompt.",
+            "prompt",
+        )
+
 
 class ConfigError(UserError):
     """A flag, a configuration file or a checkpoint is wrong."""
@@ -90,7 +100,7 @@ HTTP_TABLE: dict[type[BaseException], tuple[int, str, str]] = {
     UnsupportedField: (400, "invalid_request_error", "unsupported_field"),
     Unauthorized: (401, "authentication_error", "invalid_api_key"),
     ModelNotFound: (404, "invalid_request_error", "model_not_found"),
-    PromptTooLong: (413, "invalid_request_error", "context_length_exceeded"),
+    PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
     UserError: (400, "invalid_request_error", "invalid_value"),
     Overloaded: (429, "rate_limit_error", "overloaded"),
     Unavailable: (503, "service_unavailable_error", "unavailable"),

@@ -106,10 +106,7 @@ def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:
         raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
     _check_ids("prompt", prompt, limits)
     if len(prompt) >= limits.max_model_len:
-        raise PromptTooLong(
-            f"prompt: {len(prompt)} tokens, at most {limits.max_model_len - 1} fit beside one output token",
-            "prompt",
-        )
+        raise PromptTooLong.of(len(prompt), limits.max_model_len)
 
 
 def check_salt(salt: object) -> None:

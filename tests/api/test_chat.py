@@ -197,7 +197,7 @@ async def test_priority_is_handed_on(client: httpx.AsyncClient, frontend: Any) -
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (PromptTooLong("prompt: 200 tokens, the model takes 128", "messages"), 413, "context_length_exceeded"),
+        (PromptTooLong("prompt: 200 tokens, the model takes 128", "messages"), 400, "context_length_exceeded"),
         (Overloaded("the queue is full", 2.3), 429, "overloaded"),
         (Unavailable("draining"), 503, "unavailable"),
         (EngineFailure("the engine died"), 500, "internal_error"),

@@ -72,7 +72,7 @@ def test_prefix_cache_is_reported(client):
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"prompt": "x" * 40000}, 413, "prompt"),
+        ({"prompt": "x" * 40000}, 400, "prompt"),
         ({"prompt": ""}, 400, "prompt"),
         ({"prompt": "x", "max_tokens": 5000}, 400, "max_tokens"),
         ({"prompt": [5000000]}, 400, "prompt"),

@@ -28,7 +28,7 @@ WRONG = [  # (what is wrong with it, status)
     ({"n": 0}, 400),
     ({"prompt": []}, 400),
     ({"prompt": [1 << 40]}, 400),
-    ({"prompt": [5] * (2 * LONGEST)}, 413),
+    ({"prompt": [5] * (2 * LONGEST)}, 400),
     ({"prompt": None}, 400),
     ({"model": "nobody"}, 404),
     ({"stop": [""] * 100}, 400),

@@ -190,10 +190,7 @@ class Scheduler:
         if not request.prompt:
             raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
         if length >= longest:
-            raise PromptTooLong(
-                f"prompt: {length} tokens, at most {longest - 1} fit beside one output token",
-                "prompt",
-            )
+            raise PromptTooLong.of(length, longest)
         if len(request.generated) >= request.max_tokens:
             count = len(request.generated)
             raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
@@ -309,10 +306,7 @@ class Scheduler:
         context = request.context
         length = len(context)
         if not 0 < length < self.limits.max_model_len:
-            raise PromptTooLong(
-                f"prompt: {length} tokens, at most {self.limits.max_model_len - 1} fit beside one output token",
-                "prompt",
-            )
+            raise PromptTooLong.of(length, self.limits.max_model_len)
         keys: list[bytes] = []
         extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS)
         hit = self.pool.match(keys) if self._prefix_cache else []
