@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import uvicorn
     import zmq
 
+    from penstock.core.clock import Clock
     from penstock.obs.logs import Format
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
@@ -204,7 +205,7 @@ def make_site(
     placement: Placement
     if master is None:
         policies = BUNDLES["least_loaded"].make(Circumstances())
-        pump = make_master(context, endpoints, policies, options.seed, f"{name}-master", flight_recorder)
+        pump = make_master(context, endpoints, policies, options.seed, clock, f"{name}-master", flight_recorder)
         placement = LocalPlacement(pump, name)
     else:
         placement = RemotePlacement(master_channel(context, master, name, clock), clock)
@@ -237,6 +238,7 @@ def make_master(
     endpoints: Sequence[Endpoint],
     policies: Policies,
     seed: int | None,
+    clock: Clock,
     name: str = "master",
     flight_recorder: str | None = None,
 ) -> MasterPump:
@@ -248,14 +250,12 @@ def make_master(
     """
     import time
 
-    from penstock.core.clock import RunningClock
     from penstock.service.channel import engine_channel
     from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
     from penstock.service.recorder import FlightRecorder
     from penstock.service.recorder_file import RecorderFile
 
-    clock = RunningClock()  # a master that was stopped forgets no frontend for it
     recorder = recording = None
     if flight_recorder is not None:
         recorder = FlightRecorder()

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.http import make_master
+from penstock.core.clock import RunningClock
 from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
 from penstock.core.heartbeat import keep_beating
@@ -66,7 +67,8 @@ async def serve(settings: dict[str, Any]) -> None:
     recording = settings["flight_recorder"]
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
     policies = BUNDLES[settings["policy"]].make(Circumstances(priorities=priorities))
-    pump = make_master(context, endpoints, policies, settings["seed"], flight_recorder=recording)
+    # by this clock a master that was stopped forgets no frontend for it
+    pump = make_master(context, endpoints, policies, settings["seed"], RunningClock(), flight_recorder=recording)
     pump.start()
     collect_rarely()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))

@@ -32,8 +32,9 @@ from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import WeightCache
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import StepBudget, StepLimit, host_blocks
+from penstock.sched.local.limits import StepBudget, host_blocks
 from penstock.sched.local.offload import Offload
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil, sqrt
 from typing import Any, NamedTuple
 
@@ -166,6 +166,19 @@ class _Model(NamedTuple):
     decode: _Part
 
 
+@lru_cache(maxsize=64)
+def _work(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """Operations and bytes of one unit of each of PARTS."""
+    value_bytes, layers, head = shape.bytes_per_value, shape.layer_params, shape.head_params
+    pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
+    return (
+        (2 * layers, layers * value_bytes),
+        (2 * head, head * value_bytes),
+        (pair_flops, shape.kv_bytes_per_token),
+        (pair_flops, shape.kv_bytes_per_token),
+    )
+
+
 _FACTORS = tuple((part, f"{part}:compute", f"{part}:memory") for part in PARTS)  # their names
 
 
@@ -186,15 +199,7 @@ class StepTime:
     @cached_property
     def _model(self) -> _Model:
         """All at once: in Python 3.11 every property that is kept takes a lock."""
-        shape, factors = self.shape, self.factors
-        value_bytes, layers, head = shape.bytes_per_value, shape.layer_params, shape.head_params
-        pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
-        work = (
-            (2 * layers, layers * value_bytes),
-            (2 * head, head * value_bytes),
-            (pair_flops, shape.kv_bytes_per_token),
-            (pair_flops, shape.kv_bytes_per_token),
-        )
+        factors, work = self.factors, _work(self.shape)
         peak, bandwidth = self.device.peak_flops, self.device.bandwidth
         parts = []
         for (part, by_compute, by_memory), (flops, moved) in zip(_FACTORS, work, strict=True):

@@ -15,7 +15,8 @@ import yaml
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
-from penstock.sched.local.limits import StepLimit, host_blocks, sized
+from penstock.sched.local.limits import host_blocks, sized
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.settings_file import Setting, SettingsFile, Spot
 from penstock.sim.baselines import POLICIES

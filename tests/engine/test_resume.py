@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.sched.local import LOCAL_POLICIES
-from penstock.sched.local.limits import StepLimit
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from tests.helpers.engines import Collector, make_engine, make_request
 

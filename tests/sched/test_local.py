@@ -16,7 +16,8 @@ from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, SetRole
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler, make_local_policy
 from penstock.sched.local.intake import Intake
-from penstock.sched.local.limits import StepLimit, fitting_blocks, sized
+from penstock.sched.local.limits import fitting_blocks, sized
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.steps import LEARN_EVERY, WEIGHT
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.repeat import again, repeat, repeatable

@@ -14,8 +14,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
-from penstock.sched.local.limits import StepLimit
-from penstock.sched.local.policy.base import LEAST, MARGIN
+from penstock.sched.local.policy.base import LEAST, MARGIN, StepLimit
 from penstock.sched.local.policy.slack import PATIENCE, PATIENT_TTFT, SHARE, Slack
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 

@@ -15,8 +15,8 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.beams import BeamSearch
-from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.offload import Load, Offload, Store
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from penstock.cli.scenario_file import make_tables
-from penstock.sched.local.limits import StepLimit
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import StepTime
 from penstock.sim.scenario import InstanceGroup, Scenario, parse
 from penstock.sim.simulate import simulate

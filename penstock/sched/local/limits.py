@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import StepTime
 
-LIMIT_MS = 100.0  # that a step may take, for streams that go on beside prompts
-CPU_LIMIT_MS = 500.0  # on a CPU, which in 100 ms computes so few prompt tokens that prefill is a tenth slower
-STRETCH, LEAST_STRETCH = 3.0, 1.5  # times what decodes take alone, that a step may take for prompts beside them
 GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
@@ -43,39 +41,6 @@ class Limits:
         assert self.max_sequences >= 1
         assert self.max_model_len >= 2
         assert self.token_budget >= self.max_sequences
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimit:
-    """How long a step with prompts may take, in ms, where no stream's target says less.
-
-    Attributes:
-        least, most: between these it is STRETCH times what the step's decodes take alone, so that streams which can be
-            fast are slowed down by no more than that; `most` where nothing decodes. LEAST_STRETCH on a device for which
-            even `most` is too little.
-    """
-
-    least: float
-    most: float
-
-    @staticmethod
-    def asked(ms: float | None, *, cpu: bool = False) -> StepLimit:
-        """As the user asked for it; None is the default."""
-        if ms is not None:
-            return StepLimit(ms, ms)
-        return StepLimit(LIMIT_MS, CPU_LIMIT_MS if cpu else LIMIT_MS)
-
-    def slowed(self, factor: float) -> StepLimit:
-        """On a device whose times are so many times as long."""
-        return StepLimit(self.least * factor, self.most * factor)
-
-    def beside(self, alone: float) -> float:
-        """With decodes that take so long alone."""
-        return max(min(max(self.least, STRETCH * alone), self.most), LEAST_STRETCH * alone)
-
-    def without(self, alone: float) -> float:
-        """With no decodes; a single row takes so long alone."""
-        return max(self.most, STRETCH * alone)
 
 
 @dataclass(slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.core.errors import ConfigError
-from penstock.sched.local.limits import StepLimit
-from penstock.sched.local.policy.base import Allowance, LocalPolicy
+from penstock.sched.local.policy.base import Allowance, LocalPolicy, StepLimit
 from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.policy.slack import Slack
 from penstock.sched.steptime import StepTime

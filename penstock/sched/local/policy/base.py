@@ -10,15 +10,53 @@ A step with prompts has a time limit, whatever the policy (`StepLimit`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from penstock.sched.local.limits import StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
 MARGIN = 0.9  # of a limit, for errors of prediction
 LEAST = 1.25  # times what the decodes of a step take alone: with prompts it may take that, however tight targets are
+
+
+LIMIT_MS = 100.0  # that a step may take, for streams that go on beside prompts
+CPU_LIMIT_MS = 500.0  # on a CPU, which in 100 ms computes so few prompt tokens that prefill is a tenth slower
+STRETCH, LEAST_STRETCH = 3.0, 1.5  # times what decodes take alone, that a step may take for prompts beside them
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """How long a step with prompts may take, in ms, where no stream's target says less.
+
+    Attributes:
+        least, most: between these it is STRETCH times what the step's decodes take alone, so that streams which can be
+            fast are slowed down by no more than that; `most` where nothing decodes. LEAST_STRETCH on a device for which
+            even `most` is too little.
+    """
+
+    least: float
+    most: float
+
+    @staticmethod
+    def asked(ms: float | None, *, cpu: bool = False) -> StepLimit:
+        """As the user asked for it; None is the default."""
+        if ms is not None:
+            return StepLimit(ms, ms)
+        return StepLimit(LIMIT_MS, CPU_LIMIT_MS if cpu else LIMIT_MS)
+
+    def slowed(self, factor: float) -> StepLimit:
+        """On a device whose times are so many times as long."""
+        return StepLimit(self.least * factor, self.most * factor)
+
+    def beside(self, alone: float) -> float:
+        """With decodes that take so long alone."""
+        return max(min(max(self.least, STRETCH * alone), self.most), LEAST_STRETCH * alone)
+
+    def without(self, alone: float) -> float:
+        """With no decodes; a single row takes so long alone."""
+        return max(self.most, STRETCH * alone)
 
 
 class Decodes:

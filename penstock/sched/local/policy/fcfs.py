@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.sched.local.limits import StepLimit
-from penstock.sched.local.policy.base import Allowance, Decodes
+from penstock.sched.local.policy.base import Allowance, Decodes, StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 

@@ -26,8 +26,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, chain
 from math import inf
 
-from penstock.sched.local.limits import StepLimit
-from penstock.sched.local.policy.base import MARGIN, Allowance, Decodes
+from penstock.sched.local.policy.base import MARGIN, Allowance, Decodes, StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
