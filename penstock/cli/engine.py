@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -52,9 +51,6 @@ KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
-    # a terminal's Ctrl-C and a supervisor's SIGTERM reach every process of the group, and the server drains first
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     for variable in KERNEL_CACHES:
         os.environ.setdefault(variable, str(KERNELS_KEPT))
     from penstock.core.clock import SystemClock

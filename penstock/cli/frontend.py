@@ -10,7 +10,7 @@ JSON:
                         of the host cannot see
     heartbeat           the heartbeat file, for hang detection
 
-SIGTERM or SIGINT drains, a second one ends the running requests. The loss of an engine does not end it.
+Told to stop it drains; told again it ends the running requests. The loss of an engine does not end it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
 from penstock.core.heartbeat import keep_beating
 from penstock.service.instances import Endpoint
+from penstock.service.supervisor import STOP
 
 log = logging.getLogger("penstock.server")
 LOOK = 0.5  # seconds between two checks of the parent
@@ -56,6 +57,7 @@ async def serve(settings: dict[str, Any], options: ServerOptions, began: float) 
     listener = socket.socket(fileno=settings["listen_fd"])
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
     site = make_site(options, listener, settings["name"], endpoints, began, settings["master"])
+    asyncio.get_running_loop().add_signal_handler(STOP, site.drain)
     try:
         await site.run(watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"])))
     finally:

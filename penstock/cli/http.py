@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -111,14 +110,11 @@ class Site:
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
-        """Serve until a signal or `stop`; returns when all requests have ended.
+        """Serve until `drain` or `stop`; returns when all requests have ended.
 
         Args:
             watches: coroutines that run meanwhile.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.drain)
         self.frontend.start()
         self._tasks = [asyncio.create_task(work) for work in (self._announce(), *watches)]
         try:

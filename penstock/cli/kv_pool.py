@@ -2,7 +2,7 @@
 
 JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "heartbeat": its file, "log_level",
 "log_format"}.
-On SIGTERM it ends as soon as no engine is attached; it ends at once when its parent has ended.
+Told to stop it ends as soon as no engine is attached; it ends at once when its parent has ended.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.heartbeat import Heartbeat
 from penstock.obs.logs import setup_logging
+from penstock.service.supervisor import STOP
 from penstock.transfer.kv_pool_server import KVPoolServer
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Returns 0 after SIGTERM or the parent's end, 2 when the path cannot be bound."""
+    """Returns 0 when told to stop or after the parent's end, 2 when the path cannot be bound."""
     setup_logging(settings["log_level"], settings["log_format"])
     asked_to_end = False
 
-    def on_sigterm(number: int, frame: object) -> None:
+    def on_stop(number: int, frame: object) -> None:
         nonlocal asked_to_end
         asked_to_end = True
 
-    # a terminal's Ctrl-C reaches the whole group, and engines that drain need their blocks until they are done
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(STOP, on_stop)  # engines that drain need their blocks until they are done
     try:
         server = KVPoolServer(settings["path"], settings["orphan_seconds"])
     except ConfigError as error:

@@ -11,7 +11,7 @@ JSON:
     heartbeat           the heartbeat file, for hang detection
     log_level, log_format
 
-SIGTERM ends it. A terminal's Ctrl-C, which reaches every process, does not: frontends drain first.
+It ends when its launcher tells it to, or has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from penstock.obs.logs import setup_logging
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.instances import Endpoint
 from penstock.service.policies import BUNDLES, Circumstances
+from penstock.service.supervisor import STOP
 
 log = logging.getLogger("penstock.master")
 LOOK = 0.5  # seconds between two checks of the parent
@@ -45,7 +45,6 @@ LOOK = 0.5  # seconds between two checks of the parent
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 2 when the settings cannot be used."""
     setup_logging(settings["log_level"], settings["log_format"], "master")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import uvloop
 
     try:
@@ -72,7 +71,7 @@ async def serve(settings: dict[str, Any]) -> None:
     pump.start()
     collect_rarely()
     serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    asyncio.get_running_loop().add_signal_handler(STOP, serving.cancel)
     beating = asyncio.create_task(keep_beating(Path(settings["heartbeat"])))
     watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))
     try:

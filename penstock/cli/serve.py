@@ -7,12 +7,12 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
+from penstock.cli.run_folder import run_folder
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.service.checkpoint import find_checkpoint
 
@@ -133,8 +133,7 @@ def run(args: argparse.Namespace) -> int:
     allow_connections()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server handles it: exit cleanly
     listener = bind(server.host, server.port)
-    with tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder()) as scratch:
-        folder = Path(scratch)
+    with run_folder() as folder:
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
         place = {"address": settings["address"], "socket": folder / ENGINE}
         program = make_program(ENGINE, "engine", settings, folder / "heartbeat", **place)
@@ -149,11 +148,6 @@ def run(args: argparse.Namespace) -> int:
 
             engine = SingleEngine(ENGINE, launcher, supervisor, clock)
             return uvloop.run(serve(server, engine, settings["address"], listener, values["flight_recorder"]))
-
-
-def short_folder() -> str | None:
-    """Where a socket's path stays under the 107 bytes that Unix allows."""
-    return "/tmp" if len(tempfile.gettempdir()) > 60 else None
 
 
 def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:

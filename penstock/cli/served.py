@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 
 from penstock.cli.http import ServerOptions, Site, make_site
@@ -63,6 +64,8 @@ async def serve(
     """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
     endpoints = [Endpoint(engine.name, address)]
     site = make_site(options, listener, "frontend-0", endpoints, engine.began, flight_recorder=flight_recorder)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, site.drain)
     try:
         await site.run(engine.run(site))
     finally:

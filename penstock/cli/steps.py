@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cli.devices import MeasuredSteps
+from penstock.cli.run_folder import run_folder
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.plan import StepWork
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
@@ -56,8 +56,8 @@ def measure_steps(model: Path, seconds: float = SECONDS) -> tuple[list[Step], Mo
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as scratch:
-        address = f"ipc://{scratch}/engine"
+    with run_folder() as folder:
+        address = f"ipc://{folder}/engine"
         process = spawn.Process(target=_serve, args=(address, str(model), theirs), daemon=True)
         process.start()
         theirs.close()

@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.http import bind
 from penstock.cli.options import read_text
-from penstock.cli.serve import SERVER_OPTIONS, engine_options, short_folder
+from penstock.cli.run_folder import run_folder
+from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.service.checkpoint import find_checkpoint
@@ -78,7 +78,7 @@ def _up(deployment: Deployment) -> int:
         ]
         if sys.stdout.isatty():
             _show(deployment, listeners)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=short_folder())))
+        folder = stack.enter_context(run_folder())
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])

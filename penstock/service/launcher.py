@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.heartbeat import read_heartbeat
-from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
+from penstock.service.supervisor import STOP, Action, ProcessKind, Program, Supervisor
 from penstock.service.watch import Watch, read_vitals
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
 REPEAT = 1.0  # seconds between two reports of troubles: a restarted master knows of none
 LAST_OUTPUT = 500  # characters
 STDERR = 2
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def plan(
@@ -225,7 +226,7 @@ class Launcher:
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in TO_ALL:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._signals.append(number))
         try:
@@ -338,15 +339,20 @@ class Launcher:
             program.heartbeat.unlink(missing_ok=True)
             waits = program.needs is not None
             self._watches[program.name] = Watch(self._clock.now(), self._supervisor.heartbeat_timeout, waits)
-        # a group of its own, because a terminal's Ctrl-C must reach only us: frontends drain before the others stop
-        process = subprocess.Popen(
-            program.command,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if program.kind == "engine" else None,
-            pass_fds=program.descriptors,
-            process_group=0,
-            env=self._environments.get(program.kind),
-        )
+        # Signals that a terminal or a service manager sends to all are ours alone: frontends drain before others stop.
+        # Who is started while they are blocked has them blocked for good, from its first instruction on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
+        try:
+            process = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if program.kind == "engine" else None,
+                pass_fds=program.descriptors,
+                process_group=0,
+                env=self._environments.get(program.kind),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         log.info("%s is process %d", program.name, process.pid)
         self._processes[program.name] = process
         if process.stderr is not None:
@@ -354,6 +360,6 @@ class Launcher:
 
     def _stop(self, program: Program) -> None:
         if program.address is None:
-            self._processes[program.name].terminate()
+            self._processes[program.name].send_signal(STOP)
             return
         self._wire.tell_to_stop(program.address)

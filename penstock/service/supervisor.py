@@ -10,6 +10,7 @@ from typing import Literal
 
 ProcessKind = Literal["kv_pool", "engine", "master", "frontend"]
 STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "kv_pool")  # each serves those before it
+STOP = signal.SIGUSR1  # tells a process to end; a service manager sends SIGTERM to all at once, which only we follow
 CANNOT_BE_SERVED = 2  # exit code of a usage error: not restarted, unless it was up before
 STEADY = 60.0  # seconds of service after which the count of failures is reset
 MOST_BACKOFF = 30.0  # seconds
@@ -38,7 +39,7 @@ class Program:
     Attributes:
         command: the command line.
         descriptors: file descriptors that it inherits.
-        address: ZMQ endpoint where an engine is told to stop; others get SIGTERM.
+        address: ZMQ endpoint where an engine is told to stop; others get `STOP`.
         socket: made by it when it can be reached. One left behind is removed before the next start.
             Without one, an incarnation of `STEADY` seconds shows that it could be.
         heartbeat: its heartbeat file; None where it is not watched.
@@ -189,7 +190,7 @@ class Supervisor:
         how = f"{name} ended with {ending}"
         place.end()
         if self.stopping:
-            if code not in (0, -signal.SIGTERM) and not killed and not self.failure:
+            if code not in (0, -STOP) and not killed and not self.failure:
                 self.failure, self.exit_code = f"{how} while everything was stopped", 1  # a crash is no success
             return how
         for other in self._places.values():

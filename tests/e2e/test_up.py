@@ -1,6 +1,7 @@
 """`penstock up` with real processes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from penstock.cli.run_folder import run_folder
 from tests.helpers.deployments import PACED, colocated, deployed
 from tests.helpers.servers import refuses_while_it_drains
 from tests.helpers.waiting import eventually
@@ -123,7 +125,8 @@ def test_a_signal_drains_and_leaves_nothing():
         with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            up.process.send_signal(signal.SIGTERM)
+            for pid in (*pids.values(), up.process.pid):  # as a service manager does
+                os.kill(pid, signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert up.process.wait(30) == 0
@@ -256,6 +259,9 @@ def test_nobody_outlives_a_killed_launcher():
         pids = up.pids()
         up.process.kill()
         eventually(lambda: all(map(gone, pids.values())))
+        assert up.folder.exists()
+        with run_folder():  # the next run removes what this one could not
+            assert not up.folder.exists()
 
 
 def penstock_up(*arguments):

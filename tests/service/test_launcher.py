@@ -19,11 +19,11 @@ from penstock.core.heartbeat import Heartbeat
 from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import decode_to_master
 from penstock.service.deployment import parse
-from penstock.service.launcher import Launcher, plan
+from penstock.service.launcher import TO_ALL, Launcher, plan
 from penstock.service.supervisor import Program, Restart, Supervisor
 from tests.helpers.waiting import eventually
 
-STAY = "trap 'exit 0' TERM; while :; do sleep 0.02; done"
+STAY = "trap 'exit 0' USR1; while :; do sleep 0.02; done"
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +122,9 @@ def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
 
 
 def test_an_engine_is_told_over_the_wire(tmp_path):
-    """It ignores signals, because those of a terminal or a service manager reach every process at once."""
     address, heard = f"ipc://{tmp_path}/engine-0", tmp_path / "heard"
     code = f"""
-import signal, zmq, pathlib
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import zmq, pathlib
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind({address!r})
 pathlib.Path({str(heard)!r}).write_bytes(b"")
@@ -159,6 +157,20 @@ def test_a_process_has_its_descriptors_and_environment_and_a_group_of_its_own(tm
         assert word == "hello"
         assert group == pid
         assert lines(out)[1] == os.readlink(f"/proc/self/fd/{listener.fileno()}")
+
+
+def test_a_signal_to_all_is_the_launchers_alone_from_the_start(tmp_path):
+    """A service manager sends SIGTERM to every process; whoever has no handler yet must not die of it either."""
+    out = tmp_path / "out"
+
+    def drive():
+        eventually(out.exists)
+        terminate()
+
+    script = f"import os, pathlib, signal\nfor number in {[*map(int, TO_ALL)]}: os.kill(os.getpid(), number)\n"
+    script += f"pathlib.Path({str(out)!r}).touch()\nsignal.pause()"
+    process = Program(name="master", kind="master", command=(sys.executable, "-c", script))
+    assert launch([process], drive, limit=0) == 0
 
 
 def test_a_failure_of_our_own_leaves_no_process(tmp_path, monkeypatch):
@@ -326,7 +338,7 @@ def test_a_process_that_ignores_its_end_is_killed(tmp_path, caplog, monkeypatch)
         eventually(lambda: lines(pid))
         terminate()
 
-    script = f"trap '' TERM USR1; echo $$ > {pid}; while :; do sleep 0.02; done"
+    script = f"trap '' USR1; echo $$ > {pid}; while :; do sleep 0.02; done"
     assert launch([shell("master", script, "master")], drive) == 0
     assert "master is killed: it did not end in time" in caplog.text
     assert not Path(f"/proc/{lines(pid)[0]}").exists()

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 
 from penstock.core.errors import Unavailable
 from penstock.core.layout import KVLayout
+from penstock.service.supervisor import STOP
 from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
 from tests.helpers.waiting import eventually
 
@@ -166,8 +166,7 @@ def test_killed_at_any_instant_nothing_leaks(server):
 def test_asked_to_end_it_waits_for_its_clients(server):
     path, process = server
     client = KVPoolClient.attach(path, "a", 1, LAYOUT, 4)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(STOP)
     block = client.exchange([], 1)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.7)  # it looks twice a second
@@ -200,5 +199,5 @@ def test_a_killed_server_is_replaced_under_the_same_path(server):
     successor = start_server(path)
     eventually(lambda: listening(path))
     KVPoolClient.attach(path, "a", 2, LAYOUT, 4).close()
-    successor.terminate()
+    successor.send_signal(STOP)
     assert successor.wait(20) == 0
