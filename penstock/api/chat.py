@@ -15,7 +15,7 @@ from penstock.api.schema import ChatBody, sampling_params, service_level
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
-from penstock.service.intake import check_named, check_room, truncated
+from penstock.service.intake import check_named, check_room, longest_whole, truncated
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
@@ -38,9 +38,11 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     prompt = await frontend.encode_chat(
         body.messages,
+        size=body.size,
         add_generation_prompt=body.opens_turn,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs,
+        max_model_len=longest_whole(params, frontend.max_model_len),
     )
     prompt = list(truncated(prompt, params, frontend.max_model_len))
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

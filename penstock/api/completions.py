@@ -19,7 +19,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
-from penstock.service.intake import check_named, check_room, truncated
+from penstock.service.intake import check_named, check_room, longest_whole, truncated
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     model = frontend.served_model(body.model)
     frontend.check_ready()
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
-    given = prompts_of(body.prompt, frontend.vocab_size)
-    whole = await _encoded(frontend, given, body.add_special_tokens)
+    max_model_len = longest_whole(params, frontend.max_model_len)
+    given = prompts_of(body.prompt, frontend.vocab_size, max_model_len)
+    whole = await _encoded(frontend, given, body.add_special_tokens, max_model_len)
     prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
     check_room(max(map(len, prompts)), body.asked_tokens, frontend.max_model_len)
     check_named(prompts, params, frontend.max_model_len, frontend.vocab_size)
@@ -66,9 +67,12 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
             await send_whole(send, generation, shape)
 
 
-async def _encoded(frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool) -> list[list[int]]:
+async def _encoded(
+    frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool, max_model_len: int | None
+) -> list[list[int]]:
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    prompts = await asyncio.gather(*(frontend.encode(text, add_special_tokens) for text in texts)) if texts else given
+    encoding = (frontend.encode(text, add_special_tokens, max_model_len) for text in texts)
+    prompts = await asyncio.gather(*encoding) if texts else given
     if not all(prompts):
         raise InvalidRequest("prompt: it has no tokens, at least one is needed", "prompt")
     return cast("list[list[int]]", prompts)  # a body's prompts are all of one kind

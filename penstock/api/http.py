@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.api.errors import error_response
 from penstock.api.schema import Body, BodyType, parse
 from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
+from penstock.core.memory import give_back_memory
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 
@@ -32,6 +33,7 @@ WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128
 MAX_LISTED_FIELDS = 32
 MAX_LISTED_CHARS = 64  # of one field's name
+LARGE_BODY = 1 << 18  # bytes
 CLIENT_GONE = 499  # counted, never sent
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -119,6 +121,8 @@ class Application:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.observe_http(route, status or CLIENT_GONE)
+            if scope["state"].get("body_bytes", 0) > LARGE_BODY:
+                asyncio.get_running_loop().call_soon(give_back_memory)  # when nothing of the request is left
             if trace is not None:
                 trace.end(route, status or CLIENT_GONE)
 
@@ -170,6 +174,7 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
+        request.state.body_bytes = len(data)
         if len(data) > limit:
             raise HTTPException(413, f"the body is too long, at most {limit} bytes are allowed")
     body, ignored = parse(bytes(data), model)

@@ -13,10 +13,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.intake import check_salt
@@ -107,6 +107,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body as it came."""
+        return self._size
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest` naming the field."""
@@ -328,6 +334,7 @@ def parse(data: bytes, model: type[BodyType]) -> tuple[BodyType, list[str]]:
         body = model.model_validate_json(data)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
+    body._size = len(data)
     ignored = [name for name, value in body.undeclared().items() if not _harmless(name, value)]
     body.check()
     return body, ignored
@@ -351,6 +358,11 @@ def check_turn(add_generation_prompt: bool | None, continue_final_message: bool 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_size: int) -> SamplingParams:
     """The body's wishes over the model's `defaults`. Raises `InvalidRequest` naming the field."""
     given: dict[str, Any] = {name: value for name, value in body.wishes().items() if value is not None}
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if (count := len(given.get(name, ()))) > vocab_size:
+            raise InvalidRequest(
+                f"{name}: {count} token ids, at most {vocab_size} are allowed, the size of the vocabulary", name
+            )
     if "logit_bias" in given:
         given["logit_bias"] = {_biased_token(key, vocab_size): bias for key, bias in given["logit_bias"].items()}
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -399,8 +411,16 @@ def _positive(field: str, value: float, given: object) -> float:
     return value
 
 
-def prompts_of(prompt: Any, vocab_size: int) -> list[str] | list[list[int]]:
-    """One entry per prompt, all of them texts or all of them token ids. Raises `InvalidRequest`."""
+def prompts_of(prompt: Any, vocab_size: int, max_model_len: int | None = None) -> list[str] | list[list[int]]:
+    """One entry per prompt, all of them texts or all of them token ids.
+
+    Args:
+        max_model_len: token ids have to be fewer; None takes any number.
+
+    Raises:
+        InvalidRequest: it is neither, or there are too many prompts, or tokens that are unknown.
+        PromptTooLong: see `max_model_len`.
+    """
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     if not (_all(prompts, str) or _all(prompts, list)):
         raise InvalidRequest(
@@ -412,6 +432,8 @@ def prompts_of(prompt: Any, vocab_size: int) -> list[str] | list[list[int]]:
         raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
     for tokens in prompts:
         if isinstance(tokens, list):
+            if max_model_len is not None and len(tokens) >= max_model_len:
+                raise PromptTooLong.of(len(tokens), max_model_len)
             check_token_ids(tokens, vocab_size, "prompt")
     return prompts
 

@@ -9,9 +9,12 @@ from starlette.responses import Response
 
 from penstock.api.http import Route, json_response, read_body
 from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
+from penstock.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+
+MAX_TOKENS = 1 << 18  # or a context, if that is more
 
 
 def routes(frontend: Frontend) -> list[Route]:
@@ -19,16 +22,7 @@ def routes(frontend: Frontend) -> list[Route]:
         body = await read_body(request, TokenizeBody)
         frontend.served_model(body.model)
         frontend.check_ready()
-        if body.messages is not None:
-            tokens = await frontend.encode_chat(
-                body.messages,
-                add_generation_prompt=body.opens_turn,
-                continue_final_message=bool(body.continue_final_message),
-                template_kwargs=body.chat_template_kwargs,
-            )
-        else:
-            assert body.prompt is not None  # the schema has seen to it
-            tokens = await frontend.encode(body.prompt, body.add_special_tokens)
+        tokens = await _encoded(frontend, body)
         texts = [frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(
             {"count": len(tokens), "max_model_len": frontend.max_model_len, "tokens": tokens, "token_strs": texts}
@@ -38,6 +32,8 @@ def routes(frontend: Frontend) -> list[Route]:
         body = await read_body(request, DetokenizeBody)
         frontend.served_model(body.model)
         frontend.check_ready()
+        if len(body.tokens) > (most := _most_tokens(frontend)):
+            raise InvalidRequest(f"tokens: {len(body.tokens)} token ids, at most {most} are allowed", "tokens")
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")
         return json_response({"prompt": await frontend.decode(body.tokens)})
 
@@ -45,3 +41,27 @@ def routes(frontend: Frontend) -> list[Route]:
         Route("POST", "/tokenize", tokenize, TokenizeBody),
         Route("POST", "/detokenize", detokenize, DetokenizeBody),
     ]
+
+
+async def _encoded(frontend: Frontend, body: TokenizeBody) -> list[int]:
+    most = _most_tokens(frontend)
+    try:
+        if body.messages is None:
+            assert body.prompt is not None  # the schema has seen to it
+            return await frontend.encode(body.prompt, body.add_special_tokens, most + 1)
+        return await frontend.encode_chat(
+            body.messages,
+            size=body.size,
+            add_generation_prompt=body.opens_turn,
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+            max_model_len=most + 1,
+        )
+    except PromptTooLong:
+        field = "prompt" if body.messages is None else "messages"
+        raise InvalidRequest(f"{field}: more than {most} tokens, at most so many are counted at once", field) from None
+
+
+def _most_tokens(frontend: Frontend) -> int:
+    """In one request: texts beyond the context are served, too, so that clients learn how long they are."""
+    return max(MAX_TOKENS, frontend.max_model_len)

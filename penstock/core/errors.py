@@ -59,6 +59,15 @@ class PromptTooLong(UserError):
     def of(cls, tokens: int, longest: int) -> PromptTooLong:
         """A prompt of so many tokens, where a sequence may have `longest`. In OpenAI's words: by them clients know that
         they may try again with less."""
+        return cls._saying(f"{tokens}", longest)
+
+    @classmethod
+    def more_than(cls, longest: int) -> PromptTooLong:
+        """The same, of a prompt whose tokens nobody has counted to the end."""
+        return cls._saying(f"more than {longest - 1}", longest)
+
+    @classmethod
+    def _saying(cls, tokens: str, longest: int) -> PromptTooLong:
         return cls(
             f"prompt: This model's maximum context length is {longest} tokens. However, your prompt has {tokens} "
             f"tokens; at most {longest - 1} fit beside one output token. Please reduce the length of the prompt.",

@@ -8,12 +8,13 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.core.memory import give_back_memory
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
@@ -31,6 +32,8 @@ from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
 AT_ONCE = 2048  # characters or tokens up to which a thread costs more than it saves
+LONG_TEXT = 1 << 18  # bytes from which texts are tokenised one after another, beside the others
+MAX_TEXT_BYTES = 1 << 26  # of texts that are being tokenised or wait for it
 CACHES_QUEUED = 4  # default limit of queued prompt tokens, in sizes of the KV caches
 MOST_SECONDS = 120.0  # upper bound of Retry-After
 
@@ -76,10 +79,12 @@ class Frontend:
         self._max_requests = max_requests
         self._max_queued_tokens = max_queued_tokens
         self._encoding = 0  # texts under way to token ids
+        self._encoding_bytes = 0  # of them
         self._eos_ids = defaults.eos_ids
         self._rng = rng
         self._closed = False
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._long_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")  # so it takes no other's
 
     # --- start and end
 
@@ -100,7 +105,8 @@ class Frontend:
         self.end_all(Unavailable("the server is shutting down"))
         self._closed = True
         await self.engine_client.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._long_worker):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     def end_all(self, error: PenstockError) -> None:
         """End every request with an error."""
@@ -179,38 +185,81 @@ class Frontend:
 
     # --- text, off the event loop unless it is short
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, max_model_len: int | None = None) -> list[int]:
+        """See `Tokenizer.encode`. Raises Overloaded when too much text waits for the tokenizer already."""
         if len(text) <= AT_ONCE:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await self._encode(self.tokenizer.encode, text, add_special_tokens)
+        size = len(text.encode("utf-8", "replace"))
+        return await self._encode(size, self.tokenizer.encode, text, add_special_tokens, max_model_len)
 
     async def encode_chat(
         self,
         messages: list[dict[str, Any]],
         *,
+        size: int,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None,
+        max_model_len: int | None = None,
     ) -> list[int]:
+        """See `Tokenizer.encode_chat`.
+
+        Args:
+            size: bytes of what the client sent, at least those of the messages.
+
+        Raises:
+            InvalidRequest: there are more messages than tokens in the longest sequence.
+            Overloaded: too much text waits for the tokenizer already.
+        """
+        if len(messages) > self.max_model_len:
+            raise InvalidRequest(
+                f"messages: {len(messages)} messages, at most {self.max_model_len} are allowed, one for each token of "
+                "this model's maximum context length",
+                "messages",
+            )
+
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
+                max_model_len=max_model_len,
             )
 
-        return await self._encode(encode)
+        return await self._encode(size, encode)
 
-    async def _encode(self, function: Callable[..., list[int]], *args: Any) -> list[int]:
-        """Raises Overloaded when too much text waits for the tokenizer already."""
+    async def _encode(self, size: int, function: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Tokenise a text of so many bytes in a thread. Raises Overloaded when too much waits for that already."""
         if self._encoding >= self._max_requests:
             raise Overloaded(f"the queue is full: {self._encoding} prompts wait to be tokenised", retry_after=1.0)
+        share = min(size, MAX_TEXT_BYTES // 2)  # so that a text of any size finds room some time
+        if self._encoding_bytes + share > MAX_TEXT_BYTES:
+            raise Overloaded(
+                f"the queue is full: {self._encoding_bytes} bytes of text wait to be tokenised, at most "
+                f"{MAX_TEXT_BYTES} are allowed",
+                retry_after=1.0,
+            )
         self._encoding += 1
+        self._encoding_bytes += share
+        if size < LONG_TEXT:
+            job = self._workers.submit(function, *args)
+        else:
+            job = self._long_worker.submit(_and_give_back, function, *args)
+        # not when its client leaves, but when the thread is through with it, or before that thread took it up
+        job.add_done_callback(partial(self._encoded, asyncio.get_running_loop(), share))
         try:
-            return cast("list[int]", await self._in_thread(function, *args))
+            return await asyncio.wrap_future(job)
         finally:
+            del job  # it holds its error, and that this frame: a cycle, which would keep the text for long
+
+    def _encoded(self, loop: asyncio.AbstractEventLoop, share: int, job: Future[list[int]]) -> None:
+        def count() -> None:
             self._encoding -= 1
+            self._encoding_bytes -= share
+
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(count)
 
     async def decode(self, tokens: list[int]) -> str:
         """All of the text, special tokens too."""
@@ -364,6 +413,13 @@ def _predicted_rate(said: Ready) -> float:
         return 0.0
     milliseconds = StepTime(said.device_model, said.shape).prefill_ms(said.token_budget, budget=said.token_budget)
     return 1e3 * said.token_budget / milliseconds if milliseconds else 0.0
+
+
+def _and_give_back(function: Callable[..., list[int]], *args: Any) -> list[int]:
+    try:
+        return function(*args)
+    finally:
+        give_back_memory()
 
 
 def _prefix_keys(root: bytes, prompt: Sequence[int]) -> list[bytes]:

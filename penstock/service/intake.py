@@ -154,6 +154,11 @@ def check_named(prompts: Sequence[Sequence[int]], params: SamplingParams, max_mo
             )
 
 
+def longest_whole(params: SamplingParams, max_model_len: int) -> int | None:
+    """As many tokens are too many in a prompt as it comes; None when any number may be cut to what fits."""
+    return max_model_len if params.truncate_prompt_tokens is None else None
+
+
 def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:
     """The last of its tokens, as many as `params.truncate_prompt_tokens` says. Raises InvalidRequest."""
     count = params.truncate_prompt_tokens

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.errors import ConfigError, InvalidRequest
+from penstock.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from penstock.text import files
+from penstock.text.bounds import TokenBounds
 from penstock.text.chat import ChatTemplate, Message
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Tokenizer:
         special_ids: tokens that are no text.
         eos_id: the end-of-sequence token that tokenizer_config.json names, or None.
         vocabulary: what single tokens spell.
+        bounds: how many tokens texts have at least.
 
     Raises:
         ConfigError: a file is missing or broken, and which.
@@ -48,6 +50,7 @@ class Tokenizer:
             self.vocabulary = Vocabulary(self._backend)
         except ConfigError as error:
             raise ConfigError(f"{directory / 'tokenizer.json'}: {error}") from error
+        self.bounds = TokenBounds(self._backend)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
@@ -59,9 +62,18 @@ class Tokenizer:
             sources = files.read_given_template(chat_template)
         self._templates = {name: ChatTemplate(text, origin, named) for name, (text, origin) in sources.items()}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises `InvalidRequest` for text that is not Unicode (a lone surrogate)."""
-        return self._encode(text, add_special_tokens, "prompt")
+    def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
+        """Token ids.
+
+        Args:
+            max_model_len: refuse, early and without all of its tokens, what certainly has as many tokens or more.
+                None tokenises everything.
+
+        Raises:
+            InvalidRequest: text that is not Unicode (a lone surrogate).
+            PromptTooLong: see `max_model_len`. Texts that have just as many may be tokenised all the same.
+        """
+        return self._encode(text, add_special_tokens, "prompt", max_model_len)
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell a request's `bad_words`: each word as it begins a text, and as it follows a
@@ -123,8 +135,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        max_model_len: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation: those of `render_chat`'s text, with no special tokens put around it."""
+        """Token ids of a conversation: those of `render_chat`'s text, with no special tokens put around it.
+
+        Args:
+            max_model_len: see `encode`.
+        """
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -132,15 +149,17 @@ class Tokenizer:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return self._encode(text, False, "messages")
+        return self._encode(text, False, "messages", max_model_len)
 
-    def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, field: str, max_model_len: int | None = None) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             code = f"U+{ord(text[error.start]):04X}"
             problem = f"{field}: not valid Unicode, {code} stands alone at character {error.start}"
             raise InvalidRequest(problem, field) from error
+        if max_model_len is not None and self.bounds.exceeded_by(text, max_model_len - 1):
+            raise PromptTooLong.more_than(max_model_len)
         # unlike `encode` it lets other threads run meanwhile, and spends no time on offsets
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids

@@ -138,7 +138,7 @@ class ScriptedFrontend:
     def instance_states(self) -> list[dict[str, str]]:
         return [{"name": "engine-0", "role": "any", "state": "ready", "trouble": ""}]
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, max_model_len: int | None = None) -> list[int]:
         if self.encoding_blocked:
             self.on_block()
             try:
@@ -152,10 +152,13 @@ class ScriptedFrontend:
         self,
         messages: list[dict[str, Any]],
         *,
+        size: int,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None,
+        max_model_len: int | None = None,
     ) -> list[int]:
+        assert size >= sum(len(str(message.get("content") or "")) for message in messages)
         text = "".join(f"{m['role']}:{m.get('content', '')}\n" for m in normalise(messages))
         if template_kwargs:
             text += repr(template_kwargs)

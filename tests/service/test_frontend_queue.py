@@ -10,7 +10,8 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.keys import extend_keys
-from penstock.service.frontend import AT_ONCE, CACHES_QUEUED
+from penstock.service import frontend as service
+from penstock.service.frontend import AT_ONCE, CACHES_QUEUED, LONG_TEXT
 from tests.helpers.frontends import ids_of, over, run, submit, value
 from tests.helpers.waiting import until
 
@@ -178,5 +179,80 @@ def test_what_is_cancelled_while_it_is_hashed_is_never_placed(tokenizer, monkeyp
         last, ids = await submit(frontend, [3] * 64)
         assert {asked.request_id for asked in frontend.placement.asked} == {*ids_of(going), *ids}
         assert not over(last)
+
+    run(tokenizer, scenario)
+
+
+def test_bytes_of_text_that_waits_are_bounded_and_a_text_of_any_size_finds_room(tokenizer, monkeypatch):
+    monkeypatch.setattr(service, "MAX_TEXT_BYTES", 10 * AT_ONCE)
+    text = "some text " * AT_ONCE  # as long as the bound: it counts as half of it
+
+    async def scenario(frontend, channel, clock):
+        results = await asyncio.gather(*(frontend.encode(text, True) for _ in range(4)), return_exceptions=True)
+        assert [type(result) for result in results] == [list] * 2 + [Overloaded] * 2
+        assert results[2].retry_after > 0
+        assert await frontend.encode(text * 2, True)
+
+    run(tokenizer, scenario)
+
+
+def test_a_client_that_leaves_gives_its_bytes_back_when_the_thread_is_done(tokenizer, monkeypatch):
+    monkeypatch.setattr(service, "MAX_TEXT_BYTES", 10 * AT_ONCE)
+    text = "some text " * AT_ONCE
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def encode(self, *args):
+            begun.set()
+            assert go_on.wait(10)
+            return [1]
+
+    async def scenario(frontend, channel, clock):
+        frontend.tokenizer = Slow()
+        asked = [asyncio.ensure_future(frontend.encode(text, True)) for _ in range(2)]
+        await until(begun.is_set)
+        for one_asked in asked:
+            one_asked.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        with pytest.raises(Overloaded):
+            await asyncio.gather(frontend.encode(text, True), frontend.encode(text, True))
+        go_on.set()
+        await until(lambda: frontend._encoding == frontend._encoding_bytes == 0)
+
+    run(tokenizer, scenario)
+
+
+def test_shorter_texts_do_not_wait_for_long_ones(tokenizer):
+    begun, go_on = threading.Event(), threading.Event()
+
+    class SlowIfLong:
+        def encode(self, text, *args):
+            if len(text) >= LONG_TEXT:
+                begun.set()
+                assert go_on.wait(10)
+            return [len(text)]
+
+    async def scenario(frontend, channel, clock):
+        frontend.tokenizer = SlowIfLong()
+        waiting = [asyncio.ensure_future(frontend.encode("a" * LONG_TEXT, True)) for _ in range(4)]
+        await until(begun.is_set)
+        assert await frontend.encode("a" * (LONG_TEXT - 1), True) == [LONG_TEXT - 1]
+        assert not any(one_waiting.done() for one_waiting in waiting)
+        go_on.set()
+        assert await asyncio.gather(*waiting) == [[LONG_TEXT]] * 4
+
+    run(tokenizer, scenario)
+
+
+def test_a_conversation_has_no_more_messages_than_the_context_has_tokens(tokenizer):
+    async def scenario(frontend, channel, clock):
+        most = frontend.max_model_len
+        with pytest.raises(InvalidRequest, match=f"messages: {most + 1} messages, at most {most}"):
+            await frontend.encode_chat(
+                [{"role": "user", "content": "a"}] * (most + 1),
+                size=1,
+                add_generation_prompt=True,
+                template_kwargs=None,
+            )
 
     run(tokenizer, scenario)
