@@ -153,12 +153,12 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str, max_model_len: int | None = None) -> list[int]:
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             code = f"U+{ord(text[error.start]):04X}"
             problem = f"{field}: not valid Unicode, {code} stands alone at character {error.start}"
             raise InvalidRequest(problem, field) from error
-        if max_model_len is not None and self.bounds.exceeded_by(text, max_model_len - 1):
+        if max_model_len is not None and size >= max_model_len and self.bounds.exceeded_by(text, max_model_len - 1):
             raise PromptTooLong.more_than(max_model_len)
         # unlike `encode` it lets other threads run meanwhile, and spends no time on offsets
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
