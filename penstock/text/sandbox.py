@@ -27,7 +27,12 @@ CLOCK_EVERY = 64  # steps
 MAX_INTEGER_BITS = 4096
 WIDTH = re.compile(r"\d{5,}|\*|\{[^{}]*\{")  # in a format: large, or given by an argument
 PADDING = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "batch", "slice", "wordwrap", "tojson"}
+# take a moment even for what has megabytes, or charge their elements themselves
+QUICK = {"abs", "attr", "capitalize", "center", "count", "d", "default", "e", "escape", "first", "float", "forceescape"}
+QUICK |= {"format", "indent", "int", "items", "join", "last", "length", "lower", "replace", "reverse", "round", "safe"}
+QUICK |= {"string", "title", "tojson", "trim", "upper"}
 SHOWING = {"string", "tojson", "pprint", "join", "format", "upper", "lower", "escape", "e", "safe", "urlencode"}
+SHOWING |= {"urlize", "striptags", "wordwrap", "wordcount"}
 
 
 class Exhausted(jinja2.TemplateError):
@@ -173,6 +178,8 @@ def _charged(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
             value = list(value)
         if name in SHOWING:
             _weigh([value, rest])
+        if name not in QUICK:
+            value = _walked(value)
         if isinstance(value, str):
             if name == "format":
                 _check_format(value)
@@ -187,6 +194,13 @@ def _charged(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return charged
+
+
+def _walked(value: Any) -> Any:
+    """Charge a step for each element, or character, that a filter may look at."""
+    if _sized(value):
+        _budget.step(len(value))
+    return _turns(value) if isinstance(value, Iterator) else value
 
 
 def _sized(value: Any) -> bool:

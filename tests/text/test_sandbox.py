@@ -43,6 +43,11 @@ HOSTILE = {
     "replace filter": "{{ ('a' * 90000) | replace('a', 'b' * 90000) }}",
     "join": "{{ ('a' * 90000).join(['b'] * 90000) }}",
     "join filter": "{{ (['b' * 90000] * 90000) | join }}",
+    "grouping": "{{ (m * 100) | groupby('a') }}",
+    "rejecting": "{{ (m * 100) | rejectattr('a') | list }}",
+    "what a filter yields": "{{ range(99999) | map('string') | map('upper') | map('lower') | sum }}",
+    "links": "{{ (m * 100) | urlize }}",
+    "wrapping": "{{ (m * 100) | wordwrap(1) }}",
     "join of characters": "{{ ('b' * 90000) | join('a' * 90000) }}",
 }
 
