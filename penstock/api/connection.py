@@ -4,15 +4,18 @@ waits to be read."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.api.errors import error_body
+from penstock.service.answer_guard import AnswerLog, ConnectionLog, Next
+from penstock.service.flight import AGAIN
 
 MAX_HEAD_BYTES = 64 * 2**10  # of the request line and all headers together
 MAX_HEADERS = 128
@@ -26,8 +29,31 @@ AT_ONCE = struct.pack("ii", 1, 0)  # how a socket lingers
 log = logging.getLogger("penstock.server")
 
 
+def endings() -> tuple[bytes, bytes]:
+    """What ends an answer when this process was killed: one that had not begun, and a stream."""
+    error = error_body(f"the frontend failed during this request, {AGAIN}", "server_error", None, "frontend_failed")
+    body = msgspec.json.encode(error)
+    head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    event = b"data: " + body + b"\n\n"
+    return STATUS_LINE[503] + head % len(body) + body, b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+
 class _Excess(Exception):
     """The head is larger than allowed."""
+
+
+class _LoggedTransport:
+    """A transport whose writes are noted before they are done."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection, log: ConnectionLog) -> None:
+        self._transport, self._connection, self._log = transport, connection, log
+
+    def write(self, data: bytes) -> None:
+        self._log.write(len(data), self._connection.next)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):
@@ -37,6 +63,7 @@ class Connection(HttpToolsProtocol):
 
     Args:
         send_seconds: see SEND_SECONDS.
+        answers: for who ends the answers if this process is killed; None when nobody does.
 
     Attributes:
         request_seconds: see REQUEST_SECONDS.
@@ -44,8 +71,12 @@ class Connection(HttpToolsProtocol):
 
     request_seconds = REQUEST_SECONDS
 
-    def __init__(self, *args: Any, send_seconds: float = SEND_SECONDS, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, send_seconds: float = SEND_SECONDS, answers: AnswerLog | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self._answers = answers
+        self._log: ConnectionLog | None = None
         self._send_seconds = send_seconds
         self._in_head = False
         self._fed = 0  # bytes of an unfinished head
@@ -54,7 +85,23 @@ class Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None  # at what was taken meanwhile
 
+    @property
+    def next(self) -> Next:
+        """What may follow what was written."""
+        cycle = self.cycle
+        if self.pipeline:
+            return Next.NOTHING  # `cycle` is not the one that writes
+        if cycle is None or cycle.response_complete:
+            return Next.ANSWER if self._in_head else Next.NOTHING
+        if not cycle.response_started:
+            return Next.ANSWER
+        return Next.EVENT if cycle.chunked_encoding else Next.NOTHING  # only streams are chunked
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._answers is not None:
+            self._log = self._answers.open(transport.get_extra_info("socket").fileno())
+        if self._log is not None:
+            transport = cast(asyncio.Transport, _LoggedTransport(transport, self, self._log))
         super().connection_made(transport)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             ours = transport.get_extra_info("socket")
@@ -64,6 +111,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_longer()
         self._watch_no_longer()
+        if self._log is not None:
+            self._log.close()
+            _shut_down(self.transport.get_extra_info("socket").fileno())
+            self._log = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -81,6 +132,8 @@ class Connection(HttpToolsProtocol):
         if not self.flow.write_paused:
             self._watch_no_longer()  # another answer will come
         self._in_head, self._head_bytes = True, 0
+        if self._log is not None:
+            self._log.note(self.next)
         if self._deadline is None:
             self._wait()
 
@@ -132,6 +185,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._log is not None:
+            self._log.note(self.next)
         if self._look is None and self.cycle.response_complete:
             self._watch()  # also what is closed stays until it was taken
 
@@ -184,3 +239,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, message, "request_timeout")
         else:
             self.transport.close()
+
+
+def _shut_down(descriptor: int) -> None:
+    """End a connection although the launcher still has it, for a moment."""
+    connection = socket.socket(fileno=descriptor)
+    with contextlib.suppress(OSError):  # the client has ended it
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.detach()

@@ -10,6 +10,8 @@ JSON:
                         of the host cannot see
     heartbeat           the heartbeat file, for hang detection
 
+Its standard input is a socket to the launcher, which ends its answers if it is killed (`service.answer_guard`).
+
 Told to stop it drains; told again it ends the running requests. The loss of an engine does not end it.
 """
 
@@ -56,7 +58,8 @@ def main(settings: dict[str, Any]) -> int:
 async def serve(settings: dict[str, Any], options: ServerOptions, began: float) -> int:
     listener = socket.socket(fileno=settings["listen_fd"])
     endpoints = [Endpoint(**instance) for instance in settings["instances"]]
-    site = make_site(options, listener, settings["name"], endpoints, began, settings["master"])
+    link = socket.socket(fileno=sys.stdin.fileno())
+    site = make_site(options, listener, settings["name"], endpoints, began, settings["master"], link=link)
     asyncio.get_running_loop().add_signal_handler(STOP, site.drain)
     try:
         await site.run(watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"])))

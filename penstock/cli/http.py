@@ -174,6 +174,7 @@ def make_site(
     began: float,
     master: str | None = None,
     flight_recorder: str | None = None,
+    link: socket.socket | None = None,
 ) -> Site:
     """
     Args:
@@ -182,6 +183,7 @@ def make_site(
         began: when these began to start, by `SystemClock`.
         master: the master's ZMQ endpoint; None for one of its own, in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
+        link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
     """
     import zmq
 
@@ -226,7 +228,7 @@ def make_site(
         options.max_queued_tokens,
     )
     app = create_app(frontend, metrics, api_keys=options.api_key, max_body_bytes=options.max_body_size, tracing=tracing)
-    return Site(options, listener, context, frontend, placement, _http_server(app, options), began, tracing)
+    return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
 
 
 def make_master(
@@ -261,10 +263,14 @@ def make_master(
     return MasterPump(master, channels, clock, recording)
 
 
-def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
+def _http_server(app: Any, options: ServerOptions, link: socket.socket | None) -> uvicorn.Server:
     import uvicorn
 
-    from penstock.api.connection import Connection
+    from penstock.api.connection import Connection, endings
+    from penstock.service.answer_guard import AnswerLog
+
+    answers = None if link is None else AnswerLog(link, endings())
+    connection = partial(Connection, send_seconds=options.send_timeout, answers=answers)
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -274,7 +280,7 @@ def _http_server(app: Any, options: ServerOptions) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="none",
-        http=cast(type[Connection], partial(Connection, send_seconds=options.send_timeout)),  # it is only called
+        http=cast(type[Connection], connection),  # it is only called
         ws="none",
         lifespan="off",
         log_config=None,

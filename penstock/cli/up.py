@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.http import bind
+from penstock.cli.http import allow_connections, bind
 from penstock.cli.options import read_text
 from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
@@ -69,6 +69,7 @@ def _up(deployment: Deployment) -> int:
     setup_logging(server["log_level"], server["log_format"])
     for warning in warnings_about(deployment, os.environ):
         log.warning("%s", warning)
+    allow_connections()  # the launcher holds those of all frontends
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher handles it: exit cleanly
     directory = find_checkpoint(deployment.model)
     with contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.heartbeat import read_heartbeat
+from penstock.service.answer_guard import AnswerGuard
 from penstock.service.supervisor import STOP, Action, ProcessKind, Program, Supervisor
 from penstock.service.watch import Watch, read_vitals
 
@@ -214,6 +215,7 @@ class Launcher:
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._voices: dict[str, _Voice] = {}  # of engines
+        self._guards: dict[str, AnswerGuard] = {}  # of frontends
         self._watches: dict[str, Watch] = {}
         self._looked_at = self._watched_at = clock.now()
         self._ended: set[str] = set()  # found at the last look
@@ -256,6 +258,8 @@ class Launcher:
             process.kill()
             process.wait()
         self._processes.clear()
+        for guard in self._guards.values():
+            guard.close()
         self._wire.close()
 
     def _look(self) -> list[tuple[str, str]]:
@@ -269,6 +273,8 @@ class Launcher:
             if path.exists():
                 del self._starting[name]
                 self._supervisor.is_up(name, now)
+        for guard in self._guards.values():
+            guard.look()
         ended = [self._report_end(name, now) for name in self._found_ended()]
         if now - self._looked_at > PAUSE:  # this process did not run, and they perhaps did not either
             for watch in self._watches.values():
@@ -296,6 +302,10 @@ class Launcher:
         self._starting.pop(name, None)
         self._watches.pop(name, None)
         expected = self._supervisor.stopping
+        if guard := self._guards.pop(name, None):
+            answers = guard.end()
+            if answers.unfinished:
+                log.warning("%s has left %s", name, answers)
         voice = self._voices.pop(name, None)
         sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
         if sentence != self._supervisor.failure:  # which is logged at the end
@@ -341,11 +351,12 @@ class Launcher:
             self._watches[program.name] = Watch(self._clock.now(), self._supervisor.heartbeat_timeout, waits)
         # Signals that a terminal or a service manager sends to all are ours alone: frontends drain before others stop.
         # Who is started while they are blocked has them blocked for good, from its first instruction on.
+        guard = AnswerGuard() if program.kind == "frontend" else None
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
         try:
             process = subprocess.Popen(
                 program.command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if guard is None else guard.link.fileno(),
                 stderr=subprocess.PIPE if program.kind == "engine" else None,
                 pass_fds=program.descriptors,
                 process_group=0,
@@ -353,6 +364,9 @@ class Launcher:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if guard is not None:
+            guard.link.close()  # it is the frontend's now
+            self._guards[program.name] = guard
         log.info("%s is process %d", program.name, process.pid)
         self._processes[program.name] = process
         if process.stderr is not None:

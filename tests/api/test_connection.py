@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import uvicorn
 
 from penstock.api import connection
-from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
+from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, endings
 from penstock.api.http import Application
+from penstock.service.answer_guard import AnswerGuard, AnswerLog
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 20.0
@@ -29,9 +30,22 @@ class Strict(Connection):
         super().__init__(*args, send_seconds=0.5, **options)
 
 
+class Guarded(Connection):
+    """Of a process whose launcher has its connections too."""
+
+    guard: AnswerGuard
+    log: AnswerLog
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, answers=self.log, **options)
+
+
 @pytest.fixture(params=[Connection])
-def protocol(request: pytest.FixtureRequest) -> type[Connection]:
-    return request.param
+def protocol(request: pytest.FixtureRequest) -> Iterator[type[Connection]]:
+    Guarded.guard = AnswerGuard()
+    Guarded.log = AnswerLog(Guarded.guard.link, endings())
+    yield request.param
+    Guarded.guard.close()
 
 
 @pytest.fixture
@@ -68,6 +82,34 @@ async def exchange(port: int, *pieces: bytes, pause: float = 0.0) -> tuple[int, 
 def post(*headers: bytes, length: int = len(BODY)) -> bytes:
     own = (b"host: x", b"content-type: application/json", b"content-length: %d" % length)
     return b"POST /v1/completions HTTP/1.1\r\n" + b"\r\n".join((*own, *headers)) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", [Guarded], indirect=True)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_connection_is_closed_for_its_client_although_the_launcher_still_has_it(
+    port: int, version: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/%b\r\nhost: x\r\nconnection: close\r\n\r\n" % version)
+    async with asyncio.timeout(PATIENCE):
+        assert b" 200 " in await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize("protocol", [Guarded], indirect=True)
+async def test_what_the_launcher_would_write_depends_on_whether_a_request_has_come(port: int) -> None:
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with asyncio.timeout(PATIENCE):
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for (reader, writer), more in zip(pairs, (b"", b"GET /hea"), strict=True):
+            writer.write(whole + more)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        ended = Guarded.guard.end()
+        assert (ended.answers, ended.unfinished) == (1, 1)
+        assert await reader.read() == endings()[0]
+        for _, writer in pairs:
+            writer.close()
 
 
 async def test_an_ordinary_request_in_pieces(port: int) -> None:

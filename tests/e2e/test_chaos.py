@@ -17,7 +17,7 @@ from tests.helpers.chaos import MARGIN, PHASES, borrower, paced
 from tests.helpers.deployments import DEMO, colocated, deployed
 from tests.helpers.waiting import eventually
 
-LOST = {"connection", "incomplete"}  # what a client sees of a frontend that dies
+LOST = {"error event", "http 503"}  # what a client sees of a frontend that dies; "connection" before it is accepted
 STALLS = {"stall": list(PHASES.values())}
 EVERY_PHASE = [*PHASES, "decode"]
 VICTIMS = ["prefill-0", "decode-0", "frontend-0", "master", "kv-pool", "borrower"]

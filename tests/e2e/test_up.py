@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -76,6 +78,38 @@ def test_a_killed_frontend_comes_back_on_its_port(up):
             return False
 
     eventually(answered)
+
+
+def test_answers_of_a_killed_frontend_end_with_an_error():
+    """Streams with an event, what had no answer yet with a 503, and a connection without a request as ever."""
+    slow = PACED | {"slowdown": 4, "max-num-seqs": 4}
+    with deployed(colocated(1, engine=slow, frontends=2)) as up, ExitStack() as stack:
+        ask = {**ASK, "max_tokens": 2000, "ignore_eos": True}
+        idle = stack.enter_context(httpx.Client(timeout=30))
+        assert idle.get(up.url + "/health").status_code == 200
+        streams = [
+            stack.enter_context(httpx.stream("POST", up.url + path, json={**ask, **body, "stream": True}, timeout=30))
+            for path, body in [("/v1/completions", {}), ("/v1/completions", {"n": 2})]
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        for stream in lines:
+            assert next(stream).startswith("data: {")
+        with ThreadPoolExecutor() as pool:
+            whole = [pool.submit(complete, up, max_tokens=2000, ignore_eos=True) for _ in range(3)]
+            eventually(lambda: up.metric("num_requests_running") + up.metric("num_requests_waiting") == 6)
+            earlier = up.kill("frontend-0")
+            assert complete(up, frontend=1).status_code == 200
+            for stream in lines:
+                last = json.loads([line for line in stream if line][-1].removeprefix("data: "))
+                assert last["error"]["code"] == "frontend_failed"
+                assert "can be sent again" in last["error"]["message"]
+            for answer in whole:
+                assert answer.result().status_code == 503
+                assert answer.result().headers["retry-after"] == "1"
+                assert answer.result().json()["error"]["code"] == "frontend_failed"
+        up.wait_restarted("frontend-0", earlier)
+        assert idle.get(up.url + "/health").status_code in (200, 503), "a new connection, which waits for the next one"
+        assert any("2 streams, which got an error, and 0 answers" in line for line in up.lines)
 
 
 def test_a_killed_master_comes_back(up):
