@@ -46,6 +46,8 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     # which tokens, how many
     "logits_processors": ([],),
+    "repetition_detection": (),
+    "watermarking": (False,),
     "best_of": (1,),
     "thinking_token_budget": (),
     # the prompt
@@ -59,6 +61,8 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     # the answer
+    "logprob_token_ids": (),
+    "return_prompt_text": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),
@@ -69,6 +73,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     # how it is served
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
     "vllm_xargs": ({},),
 }
 # Fields that clients send, that change nothing about the tokens, and that this server reads as little as unknown ones.
@@ -76,11 +81,14 @@ IGNORED = (
     "prompt_cache_retention",
     "request_id",
     "safety_identifier",
+    "session_id",
     "store",
     "stream_options.include_obfuscation",
 )
-# Fields of older servers; ignoring them would change the answer.
+# Fields of older servers, and of others; ignoring them would change the answer.
 REMOVED_PREFIXES = ("guided_", "beam_", "logits_processor_")
+FOREIGN = {"ebnf", "grammar", "json_schema", "max_new_tokens", "no_repeat_ngram_size", "regex", "typical_p"}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SLO_HEADERS = {"ttft_ms": "x-llm-d-slo-ttft-ms", "tpot_ms": "x-llm-d-slo-tpot-ms"}
 TIERS = {None: False, "auto": False, "default": False, "flex": True}  # -> whether it is offline work
@@ -157,6 +165,7 @@ class GenerationBody(Body):
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Annotated[Literal["left", "right"] | None, SkipValidation] = None  # `SamplingParams` says more
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -244,9 +253,13 @@ class ChatBody(GenerationBody):
         check_turn(self.add_generation_prompt, self.continue_final_message)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
-        for i, message in enumerate(self.messages):
-            if message.get("content") is None and message.get("role") != "assistant":
-                raise InvalidRequest(f"messages[{i}].content: missing, it is required", f"messages[{i}].content")
+        check_messages(self.messages)
+
+    def undeclared(self) -> dict[str, Any]:
+        given = super().undeclared()
+        if given.get("tool_choice") == "none":  # so that nothing is to be called
+            given = {name: value for name, value in given.items() if name not in ("tools", "parallel_tool_calls")}
+        return given
 
 
 class CompletionBody(GenerationBody):
@@ -312,6 +325,7 @@ class TokenizeBody(Body):
         check_turn(self.add_generation_prompt, self.continue_final_message)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
+        check_messages(self.messages or [])
 
 
 class DetokenizeBody(Body):
@@ -353,6 +367,18 @@ def check_turn(add_generation_prompt: bool | None, continue_final_message: bool 
         raise InvalidRequest(
             "continue_final_message: true, allowed only without add_generation_prompt: true", "continue_final_message"
         )
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raises `InvalidRequest` naming the first part of a message that nobody knows, or that is missing."""
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            field = f"messages[{i}].role"
+            problem = "missing, allowed" if role is None else f"{SHORT.repr(role)}, allowed"
+            raise InvalidRequest(f"{field}: {problem} are {', '.join(ROLES)}", field)
+        if message.get("content") is None and role != "assistant":
+            raise InvalidRequest(f"messages[{i}].content: missing, it is required", f"messages[{i}].content")
 
 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_size: int) -> SamplingParams:
@@ -458,7 +484,7 @@ def _harmless(name: str, value: object) -> bool:
         if value in NOT_YET[name]:
             return True
         raise UnsupportedField(f"{name} is not supported yet", name)
-    if name.startswith(REMOVED_PREFIXES):
+    if name.startswith(REMOVED_PREFIXES) or name in FOREIGN:
         raise UnsupportedField(f"{SHORT.repr(name)} is not supported", name)
     return False
 

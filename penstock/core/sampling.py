@@ -77,8 +77,9 @@ class SamplingParams:
         logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20, or -1 for all.
         prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
             whatever the prefix cache holds.
-        truncate_prompt_tokens: read only so many of the prompt's last tokens; -1 is as many as fit beside
-            `max_tokens`, None is all.
+        truncate_prompt_tokens: read only so many of the prompt's tokens; -1 is as many as fit beside `max_tokens`,
+            None is all.
+        truncation_side: what goes then: "left" keeps the last tokens, "right" the first.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
     """
@@ -103,6 +104,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     use_beam_search: bool = False
@@ -147,6 +149,10 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens: {_short(self.min_tokens)}, allowed is at most max_tokens, which is {self.max_tokens}",
                 "min_tokens",
+            )
+        if self.truncation_side not in ("left", "right"):
+            raise InvalidRequest(
+                f"truncation_side: {_short(self.truncation_side)}, allowed are 'left' and 'right'", "truncation_side"
             )
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(

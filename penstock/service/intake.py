@@ -160,7 +160,7 @@ def longest_whole(params: SamplingParams, max_model_len: int) -> int | None:
 
 
 def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:
-    """The last of its tokens, as many as `params.truncate_prompt_tokens` says. Raises InvalidRequest."""
+    """As many of its tokens as `params.truncate_prompt_tokens` says, the last or the first. Raises InvalidRequest."""
     count = params.truncate_prompt_tokens
     if count is None:
         return prompt
@@ -171,7 +171,7 @@ def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int)
         )
     if count == -1:
         count = max(1, max_model_len - (params.max_tokens or 1))
-    return prompt[-count:]
+    return prompt[-count:] if params.truncation_side == "left" else prompt[:count]
 
 
 def _check_choice(

@@ -99,7 +99,7 @@ FIELDS = [  # path, body, status, param
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
-    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages[0].role"),
     (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "top_logprobs"),
     (CHAT, {"messages": HI, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ("/tokenize", {}, 400, "prompt"),

@@ -56,6 +56,7 @@ def test_every_sampling_field_arrives() -> None:
         "repetition_penalty": 1.5, "stop": ["a", "b"], "stop_token_ids": [5], "ignore_eos": True, "max_tokens": 7,
         "seed": -4, "n": 2, "skip_special_tokens": False, "include_stop_str_in_output": True, "min_tokens": 2,
         "bad_words": ["x"], "allowed_token_ids": [1, 2], "prompt_logprobs": 3, "truncate_prompt_tokens": 9,
+        "truncation_side": "right",
     }  # fmt: skip
     expected = SamplingParams(**given, logit_bias={7: -100, 8: 2.5}, logprobs=2)
     assert params(**given, logit_bias={"7": -100, "8": 2.5}, logprobs=True, top_logprobs=2) == expected
@@ -97,13 +98,16 @@ def test_one_stop_string_needs_no_list() -> None:
         ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.0]), ("prompt_logprobs", 21), ("prompt_logprobs", -2),
         ("prompt_logprobs", True), ("prompt_logprobs", 10**30), ("prompt_logprobs", math.nan),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "1"),
+        ("truncation_side", "middle"), ("truncation_side", 1), ("truncation_side", []),
         ("cache_salt", ""), ("cache_salt", 1), ("cache_salt", "x" * 1025), ("return_token_ids", "yes"),
         ("continue_final_message", 1), ("add_generation_prompt", "no"),
         ("use_beam_search", 1), ("length_penalty", 2), ("length_penalty", "x"), ("length_penalty", math.nan),
         ("early_stopping", True), ("early_stopping", "never"), ("early_stopping", 0), ("early_stopping", "x"),
         ("early_stopping", [1]),
         ("priority", 2**31), ("priority", "high"), ("metadata", "a"), ("user", 1), ("messages", []), ("messages", "hi"),
-        ("messages", [1]), ("messages", [{"role": "user"}]), ("chat_template_kwargs", [1]), ("model", 3),
+        ("messages", [1]), ("messages", [{"role": "user"}]),
+        ("messages", [{"role": "wizard", "content": "a"}]), ("messages", [{"content": "a"}]),
+        ("messages", [{"role": ["user"], "content": "a"}]), ("chat_template_kwargs", [1]), ("model", 3),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_its_field(field: str, value: Any) -> None:
@@ -146,10 +150,18 @@ def test_unserved_fields_pass_when_they_change_nothing_and_are_named_when_they_w
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "beam_width"])
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "beam_width", "regex", "max_new_tokens"])
 def test_removed_fields_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedField, match=name):
         chat(**{name: "x"})
+
+
+def test_tools_that_are_not_to_be_called_are_accepted() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert chat(tools=tools, tool_choice="none", parallel_tool_calls=True)[1] == []
+    for choice in (None, "auto", "required"):
+        with pytest.raises(UnsupportedField):
+            chat(tools=tools, tool_choice=choice)
 
 
 def test_unknown_fields_are_ignored_and_reported() -> None:

@@ -89,10 +89,11 @@ def test_there_must_always_be_a_token_that_may_be_sampled():
     ("count", "max_tokens", "kept"),
     [(None, 16, 100), (1, 16, 1), (7, 16, 7), (100, 16, 100), (-1, 16, 84), (-1, None, 99), (-1, 500, 1)],
 )
-def test_truncation_keeps_the_end(count, max_tokens, kept):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_keeps_the_end_or_the_beginning(count, max_tokens, kept, side):
     prompt = list(range(100))
-    params = SamplingParams(truncate_prompt_tokens=count, max_tokens=max_tokens)
-    assert truncated(prompt, params, 100) == prompt[100 - kept :]
+    params = SamplingParams(truncate_prompt_tokens=count, max_tokens=max_tokens, truncation_side=side)
+    assert truncated(prompt, params, 100) == (prompt[100 - kept :] if side == "left" else prompt[:kept])
     assert truncated([1], params, 100) == [1]
 
 
