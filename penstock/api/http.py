@@ -40,7 +40,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Route(routing.Route):
-    """One method of one path.
+    """One method of one path; with GET also HEAD, whose body the server leaves out.
 
     Args:
         endpoint: a coroutine function from the request to what sends the response.
@@ -49,21 +49,22 @@ class Route(routing.Route):
 
     def __init__(self, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.methods = method, {method}
+        self.method, self.methods = method, {method, "HEAD"} if method == "GET" else {method}
         self.body = body
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
-        if scope["method"] != self.method:
-            message = f"{scope['path']}: {scope['method']}, allowed is {self.method}"
-            raise HTTPException(405, message, {"allow": self.method})
+        if scope["method"] not in self.methods:
+            allowed = ", ".join(sorted(self.methods))
+            message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
+            raise HTTPException(405, message, {"allow": allowed})
         response = await self.endpoint(Request(scope, receive))
         await response(scope, receive, send)
 
 
 class Application:
     """The ASGI application: request ids, traces, keys, sizes, refusing while the server drains, routing, and an answer
-    to every error.
+    to every error. A slash at the end of a path changes nothing.
 
     Requests have `request.state.request_id`, and `request.state.headers`, a list of headers for the response.
     """
@@ -86,6 +87,8 @@ class Application:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].endswith("/") and scope["path"] != "/":
+            scope["path"] = scope["path"][:-1]
         given = Headers(scope=scope)
         wanted_id = given.get("x-request-id")
         request_id = wanted_id if wanted_id and _valid_id(wanted_id) else uuid.uuid4().hex

@@ -6,6 +6,7 @@ import argparse
 import http.client
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Generator
@@ -250,12 +251,12 @@ def _answer_lines(chat: Chat) -> int:
 def _talk(chat: Chat) -> int:
     from rich.console import Console
 
-    _enable_line_editing()
+    _edit_lines()
     console = Console(highlight=False)
     console.print(f"{chat.model}  [dim]/help for commands, Ctrl-D to leave[/dim]")
     while True:
         try:
-            prompt = input("> ").strip()
+            prompt = _read_prompt()
         except EOFError:
             console.print()
             return 0
@@ -297,8 +298,21 @@ def _show_answer(chat: Chat, prompt: str, console: Any) -> None:
         console.print(f"{tokens} tokens, first after {1e3 * (first - begin):.0f} ms, then {speed:.1f}/s", style="dim")
 
 
-def _enable_line_editing() -> None:
+def _edit_lines() -> None:
+    """History and editing for `input`, and pasted text as one line that has others in it, where readline can do that."""
     try:
-        import readline  # noqa: F401  importing it gives `input` history and editing
+        import readline
     except ImportError:
         return
+    readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _read_prompt() -> str:
+    """What was typed or pasted. Lines that are there already as the first one ends were pasted with it."""
+    lines = [input("> ")]
+    while select.select([sys.stdin], [], [], 0)[0]:
+        try:
+            lines.append(input())
+        except EOFError:
+            break
+    return "\n".join(lines).strip()

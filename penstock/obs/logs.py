@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import sys
 import threading
@@ -19,6 +20,7 @@ Format = Literal["text", "json"]
 ONLINE, OFFLINE = SERVICE_CLASSES = ("online", "offline")
 SLO = {True: "met", False: "missed", None: "-"}
 
+AMBIGUOUS = set(' "=')
 MOMENT = 0.1  # seconds that a request's line is held back, to be written with others
 
 logger = logging.getLogger("penstock.request")
@@ -140,8 +142,13 @@ def _line(record: RequestRecord) -> str:
         f"ttft={_seconds(record.ttft)} tpot={_seconds(record.tpot)} e2e={_seconds(record.e2e)} "
         f"queue={_seconds(record.queue)} prefill={_seconds(record.prefill)} decode={_seconds(record.decode)} "
         f"slo={SLO[record.slo_met]:<6} seed={'-' if record.seed is None else record.seed} "
-        f"instance={record.instance or '-'} model={record.model} id={record.request_id}"
+        f"instance={record.instance or '-'} model={quoted(record.model)} id={quoted(record.request_id)}"
     )
+
+
+def quoted(text: str) -> str:
+    """A text that a client chose, as one word: a JSON string when it could pass for several, or for another field."""
+    return text if text.isprintable() and not AMBIGUOUS & set(text) else json.dumps(text)
 
 
 def _seconds(value: float | None) -> str:

@@ -28,6 +28,7 @@ from penstock.core.wire.engine import (
     StepReport,
 )
 from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
+from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import EngineChannel
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
@@ -497,10 +498,10 @@ class EngineClient:
             if flight.stranded:
                 self._go_on(flight)
         except EngineFailure as error:
-            log.warning("request %s: %s", output.request_id, error)
+            log.warning("request %s: %s", quoted(output.request_id), error)
             flight.owner.fail(error)
         except Exception:  # this request fails; the others continue
-            log.exception("request %s failed", output.request_id)
+            log.exception("request %s failed", quoted(output.request_id))
             flight.owner.fail(EngineFailure("the answer could not be put together"))
 
     def _finished(self, flight: Flight[Generation], now: float) -> None:

@@ -115,6 +115,16 @@ async def test_unknown_routes_and_methods(client: httpx.AsyncClient) -> None:
     assert wrong.headers["allow"] == "POST"
 
 
+async def test_head_and_slashes_at_the_end(client: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/v1/models"):
+        get, head, slash = await client.get(path), await client.head(path), await client.get(path + "/")
+        assert (get.status_code, slash.status_code, head.status_code) == (200, 200, 200)
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert (await client.post("/v1/completions/", json={"prompt": "a"})).status_code == 200
+    assert (await client.get("/v1/models//")).status_code == 404
+    assert (await client.post("/health")).headers["allow"] == "GET, HEAD"
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "word"),
     [

@@ -138,10 +138,10 @@ def test_an_unknown_model_is_named(server, monkeypatch):
 class Terminal:
     """The program at a pseudo-terminal."""
 
-    def __init__(self, *words):
+    def __init__(self, *words, kind="dumb"):
         self._master, slave = pty.openpty()
         command = [sys.executable, "-c", PROGRAM, *words]
-        environment = os.environ | {"TERM": "dumb", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = os.environ | {"TERM": kind, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )
@@ -188,3 +188,17 @@ def test_at_a_terminal_an_interrupt_stops_the_answer_and_not_the_chat(server):
     assert server.bodies[-1]["messages"][1]["content"].startswith("word word")
     terminal.type("/quit\n")
     assert terminal.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("xterm", "\x1b[200~", "\x1b[201~\r"), ("dumb", "", "\n")], ids=["bracketed", "plain"]
+)
+def test_pasted_text_is_one_message(server, kind, before, after):
+    terminal = Terminal("--base-url", server.url, "--max-tokens", "2", kind=kind)
+    terminal.read_until("> ")
+    terminal.type(before + "def f():\n    return 1\n\nwhat is that?" + after)
+    terminal.read_until("2 tokens, first after")
+    terminal.type("/quit\n")
+    assert terminal.end() == 0
+    (body,) = server.bodies
+    assert body["messages"] == [{"role": "user", "content": "def f():\n    return 1\n\nwhat is that?"}]

@@ -45,6 +45,14 @@ def test_text_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert (pairs["id"], pairs["prompt"], pairs["seed"]) == ("abc", "12", "7")
 
 
+@pytest.mark.parametrize("id", ["a id=b model=c", 'a" b', "a\u2028b", "=", '"a"', "status=200 prompt=1"])
+def test_what_a_client_chose_is_one_value(capsys: pytest.CaptureFixture[str], id: str) -> None:
+    line = written(capsys, "text", RequestRecord(request_id=id, model="m"))
+    before, shown = line.split(" id=", 1)
+    assert json.loads(shown) == id
+    assert before.endswith(" model=m")
+
+
 def test_text_columns_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     other = RequestRecord(request_id="x", model="m", prompt_tokens=99999, e2e=123.4, status=500)
     assert written(capsys, "text").index("e2e=") == written(capsys, "text", other).index("e2e=")
