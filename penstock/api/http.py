@@ -49,13 +49,14 @@ class Route(routing.Route):
 
     def __init__(self, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.methods = method, {method, "HEAD"} if method == "GET" else {method}
+        self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
+        self.methods = self._allowed
         self.body = body
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
-        if scope["method"] not in self.methods:
-            allowed = ", ".join(sorted(self.methods))
+        if scope["method"] not in self._allowed:
+            allowed = ", ".join(sorted(self._allowed))
             message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
             raise HTTPException(405, message, {"allow": allowed})
         response = await self.endpoint(Request(scope, receive))

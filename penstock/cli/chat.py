@@ -299,7 +299,7 @@ def _show_answer(chat: Chat, prompt: str, console: Any) -> None:
 
 
 def _edit_lines() -> None:
-    """History and editing for `input`, and pasted text as one line that has others in it, where readline can do that."""
+    """History and editing for `input`, and pasted text as one line with others in it, where readline can do that."""
     try:
         import readline
     except ImportError:
