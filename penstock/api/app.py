@@ -26,6 +26,7 @@ def create_app(
     metrics: Metrics,
     *,
     api_keys: tuple[str, ...] = (),
+    share_prefixes: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
 ) -> Application:
@@ -35,6 +36,7 @@ def create_app(
         frontend: what serves them.
         metrics: counts responses, and is shown under /metrics.
         api_keys: when there are any, requests must bear one of them.
+        share_prefixes: whether requests with different keys share cached prefixes, and conversations.
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
     """
@@ -52,7 +54,7 @@ def create_app(
         return json_response(described())
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
-    return Application(every, frontend, metrics, api_keys, max_body_bytes, tracing)
+    return Application(every, frontend, metrics, api_keys, share_prefixes, max_body_bytes, tracing)
 
 
 def _version() -> str:

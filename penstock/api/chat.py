@@ -55,7 +55,7 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
         model=model,
         level=level,
         arrival=arrival,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.prefix_salt,
     ) as generation:
         shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
         if body.stream:

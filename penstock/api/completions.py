@@ -57,7 +57,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
         model=model,
         level=level,
         arrival=arrival,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.prefix_salt,
         prompts_only=body.only_echoes,
     ) as generation:
         shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)

@@ -7,6 +7,7 @@ import asyncio
 import hmac
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -76,6 +77,7 @@ class Application:
         frontend: Frontend,
         metrics: Metrics,
         api_keys: tuple[str, ...],
+        share_prefixes: bool,
         max_body_bytes: int,
         tracing: Tracing | None,
     ) -> None:
@@ -83,7 +85,8 @@ class Application:
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend
         self._metrics = metrics
-        self._keys = [key.encode() for key in api_keys]
+        apart = len(set(api_keys)) > 1 and not share_prefixes
+        self._tenants = {key.encode(): _tenant(key) if apart else "" for key in api_keys}
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
 
@@ -100,7 +103,8 @@ class Application:
             headers.append((b"traceparent", trace.traceparent.encode()))
         else:
             headers += [(name, value) for name, value in given.raw if name == b"traceparent"]
-        scope["state"] = {"request_id": request_id, "headers": headers, "max_body_bytes": self._max_body_bytes}
+        state = {"request_id": request_id, "headers": headers, "max_body_bytes": self._max_body_bytes}
+        scope["state"] = state
         status = 0
 
         async def answer(message: Message) -> None:
@@ -115,6 +119,7 @@ class Application:
 
         try:
             self._check(scope["path"], given, wanted_id)
+            state["tenant"] = self._tenant_of(scope["path"], given)
             await self._router.app(scope, receive, answer)
         except ClientDisconnect:
             pass
@@ -135,17 +140,11 @@ class Application:
 
         Raises:
             Unavailable: the server drains.
-            Unauthorized: it has none of the keys.
             HTTPException: 413, its body is announced as too long.
             InvalidRequest: its request id cannot be one.
         """
         if self._frontend.draining and path not in WHILE_DRAINING:
             raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
-        if self._keys and path not in OPEN_ROUTES:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            good = [hmac.compare_digest(key.strip().encode("latin-1"), known) for known in self._keys]
-            if scheme.lower() != "bearer" or not any(good):
-                raise Unauthorized("authorization: the API key is missing or wrong, send 'Authorization: Bearer KEY'")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise HTTPException(413, f"the body has {length} bytes, at most {self._max_body_bytes} are allowed")
@@ -153,6 +152,22 @@ class Application:
             raise InvalidRequest(
                 f"x-request-id: allowed are 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", "x-request-id"
             )
+
+    def _tenant_of(self, path: str, headers: Headers) -> str:
+        """Who sends it, by its key. Raises Unauthorized when it has none of the keys."""
+        if not self._tenants or path in OPEN_ROUTES:
+            return ""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1")
+        found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(key, known)]
+        if scheme.lower() != "bearer" or not found:
+            raise Unauthorized("authorization: the API key is missing or wrong, send 'Authorization: Bearer KEY'")
+        return found[0]
+
+
+def _tenant(key: str) -> str:
+    """The same for a key in every frontend and every run; it travels in its stead."""
+    return blake2b(key.encode(), digest_size=16, person=b"penstock.tenant").hexdigest()
 
 
 async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,6 +197,7 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
         if len(data) > limit:
             raise HTTPException(413, f"the body is too long, at most {limit} bytes are allowed")
     body, ignored = parse(bytes(data), model)
+    body.came_from(request.state.tenant)
     if ignored:
         names = (quote(name[:MAX_LISTED_CHARS], safe="") for name in ignored[:MAX_LISTED_FIELDS])
         request.state.headers.append((b"x-penstock-ignored-fields", ", ".join(names).encode()))

@@ -116,11 +116,19 @@ class Body(BaseModel):
 
     model: str | None = None
     _size: int = PrivateAttr(0)
+    _tenant: str = PrivateAttr("")
 
     @property
     def size(self) -> int:
         """Bytes of the body as it came."""
         return self._size
+
+    def came_from(self, tenant: str) -> None:
+        """
+        Args:
+            tenant: whose cached prefixes and conversations are its own; all of one length. "" shares them.
+        """
+        self._tenant = tenant
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest` naming the field."""
@@ -193,6 +201,16 @@ class GenerationBody(Body):
     def asked_tokens(self) -> int | None:
         """How long an output may become, by the request itself."""
         return self.max_tokens
+
+    @property
+    def prefix_salt(self) -> str:
+        """Only requests with the same one share cached prefixes."""
+        return self._tenant + (self.cache_salt or "")
+
+    @property
+    def conversation(self) -> str:
+        """Requests with the same one belong together; "" is no conversation."""
+        return self._tenant + self.prompt_cache_key if self.prompt_cache_key else ""
 
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
@@ -414,7 +432,7 @@ def service_level(body: GenerationBody, headers: Mapping[str, str]) -> ServiceLe
     offline = TIERS[body.service_tier]
     if offline and any(target is not None for target in targets.values()):
         raise InvalidRequest("slo: given, allowed only without service_tier 'flex', which has no targets", "slo")
-    return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.prompt_cache_key or "")
+    return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.conversation)
 
 
 def _target(body: GenerationBody, headers: Mapping[str, str], name: str) -> float | None:

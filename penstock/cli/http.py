@@ -44,6 +44,7 @@ class ServerOptions:
     host: str
     port: int
     api_key: tuple[str, ...]
+    share_prefixes: bool
     chat_template: str | None
     max_queued_requests: int
     max_queued_tokens: int | None
@@ -227,7 +228,14 @@ def make_site(
         options.max_queued_requests,
         options.max_queued_tokens,
     )
-    app = create_app(frontend, metrics, api_keys=options.api_key, max_body_bytes=options.max_body_size, tracing=tracing)
+    app = create_app(
+        frontend,
+        metrics,
+        api_keys=options.api_key,
+        share_prefixes=options.share_prefixes,
+        max_body_bytes=options.max_body_size,
+        tracing=tracing,
+    )
     return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
 
 

@@ -83,6 +83,7 @@ SERVER_OPTIONS = (
     Option("port", integer(0, 65535), 8000, "port to listen on; 0 takes a free one"),
     Option("served-model-name", words, None, "names that clients may use, separated by commas; by default MODEL"),
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
+    Option("share-prefixes", switch, False, "share cached prefixes among requests with different API keys"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
     Option("max-queued-requests", integer(1), 4096, "sequences held at once, running and waiting; more get a 429"),
     Option(

@@ -206,6 +206,29 @@ async def test_every_key_opens(make_client: Callable[..., httpx.AsyncClient], ke
         assert response.status_code == 200
 
 
+@pytest.mark.parametrize("shared", [False, True])
+async def test_keys_share_neither_prefixes_nor_conversations(
+    make_client: Callable[..., httpx.AsyncClient], frontend: Any, shared: bool
+) -> None:
+    roots, conversations, keys, salts = set(), set(), ("one", "two", "ключ"), (None, "a", "b")
+    async with make_client(api_keys=(*keys, "one"), share_prefixes=shared) as client:
+        for key in keys:
+            for salt in salts:
+                body = {"prompt": "a", "prompt_cache_key": "c"} | ({} if salt is None else {"cache_salt": salt})
+                headers = {b"authorization": f"Bearer {key}".encode()}
+                for _ in range(2):
+                    assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            roots |= set(frontend.salts)
+            conversations |= {made.level.chat for made in frontend.submitted}
+    assert len(roots) == (len(salts) if shared else len(keys) * len(salts))
+    assert len(conversations) == (1 if shared else len(keys))
+    assert not any(key in text for text in roots | conversations for key in keys)
+    async with make_client(api_keys=("one",)) as client:
+        frontend.salts.clear()
+        await client.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer one"})
+        assert frontend.salts == [""]
+
+
 async def test_while_it_drains_it_refuses_what_is_new(client: httpx.AsyncClient, frontend: Any) -> None:
     assert "connection" not in (await client.get("/health")).headers
     frontend.draining = True

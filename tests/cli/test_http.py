@@ -21,6 +21,7 @@ def options():
         host="127.0.0.1",
         port=0,
         api_key=(),
+        share_prefixes=False,
         chat_template=None,
         max_queued_requests=16,
         max_queued_tokens=None,

@@ -29,6 +29,13 @@ def commands(command, url, folder):
     return [str(folder / "deployment.yaml")]
 
 
+def cached(target, key, **fields):
+    """Tokens of a prompt of three blocks that were cached for this key."""
+    body = {"prompt": "a tenant's own " * 20, "max_tokens": 1} | fields
+    answer = httpx.post(target, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 @pytest.mark.parametrize("command", ["serve", "up"])
 def test_a_request_leaves_one_line_one_trace_and_vllms_metrics(command, receiver, tmp_path):
     url, got = receiver
@@ -40,13 +47,18 @@ def test_a_request_leaves_one_line_one_trace_and_vllms_metrics(command, receiver
         assert answer.status_code == 200
         assert answer.headers["traceparent"].split("-")[1] == TRACE
         metrics = server.get("/metrics")
+        assert cached(target, "one") == 0
+        assert cached(target, "one") > 0
+        assert cached(target, "two") == 0
+        assert cached(target, "two", cache_salt="its own") == 0
+        assert cached(target, "one", cache_salt="its own") == 0
         assert 'vllm:generation_tokens_total{model_name="demo"} 5.0' in metrics
         assert 'penstock:generation_tokens_total{model_name="demo"} 5.0' in metrics
         assert 'penstock:goodput_requests_total{class="online",model_name="demo"} 1.0' in metrics
         assert 'penstock:slo_attainment_ratio{class="online",model_name="demo"} 1.0' in metrics
         assert server.stop() == 0
     lines = [json.loads(line) for line in server.lines]
-    (line,) = [line for line in lines if line["logger"] == "penstock.request"]
+    line, *_ = [line for line in lines if line["logger"] == "penstock.request"]
     assert line["request_id"] == answer.headers["x-request-id"]
     assert (line["completion_tokens"], line["slo_met"], line["status"]) == (5, True, 200)
     assert line["ttft"] > 0 < line["tpot"]
