@@ -22,6 +22,7 @@ from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
     content = read_text(args.file, f"{args.file}:")
     try:
-        deployment = parse(args.file, content, TABLES, overrides)
+        deployment = parse(args.file, content, TABLES, overrides, total_memory())
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2

@@ -1,10 +1,14 @@
-"""Memory that is free, and goes back to the system."""
+"""The machine's memory: how much there is, and what is free goes back to it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from pathlib import Path
 from typing import Any
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -21,3 +25,25 @@ def give_back_memory() -> None:
     trim = _allocator()
     if trim is not None:
         trim(0)
+
+
+def total_memory() -> int:
+    """Bytes of main memory that the processes here may take together: the machine's, or the container's if less."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    """Of the control group of this process, and of those around it, in version 2."""
+    try:
+        (line,) = [x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::")]
+    except (OSError, ValueError):
+        return []
+    group = CGROUPS / line[3:].strip("/")
+    limits = []
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(CGROUPS):
+            try:
+                limits.append(int((folder / "memory.max").read_text()))
+            except (OSError, ValueError):  # "max", or there is none
+                continue
+    return limits

@@ -126,6 +126,11 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
+    asked = options.kv_cache_memory
+    # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
+    promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
+    if asked is not None:  # without the model, which takes long to load
+        check_asked(asked, device, promised)
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode
@@ -137,11 +142,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     budget = _step_budget(options, model_len, limit)
     if model.device.type == "cuda":
         _touch_memory(model, budget.high)
-    asked = options.kv_cache_memory
     wanted = model_len
     layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
-    # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
-    promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.memory import total_memory
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.local.sequence import blocks_for
 
@@ -50,7 +51,8 @@ def available_memory() -> int:
     """Bytes of main memory that can be taken without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        return min(free, total_memory())
     except (OSError, StopIteration):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

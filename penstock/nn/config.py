@@ -9,7 +9,20 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.hf_config import count, number
 
+THETA = (1.0, 1e15)
+POSITIVE, FROM_ZERO = (1e-6, 1e6), (0.0, 1e6)
+ROPE_NUMBERS = {
+    "factor": POSITIVE,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "attention_factor": POSITIVE,
+    "beta_fast": FROM_ZERO,
+    "beta_slow": FROM_ZERO,
+    "mscale": FROM_ZERO,
+    "mscale_all_dim": FROM_ZERO,
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -65,23 +78,23 @@ def read_decoder(
 
     Keys that are missing have the architecture's defaults in transformers: `hf` must hold those already.
     """
-    heads = _count(hf, "num_attention_heads")
-    hidden = _count(hf, "hidden_size")
-    layers = _count(hf, "num_hidden_layers")
+    heads = count(hf, "num_attention_heads")
+    hidden = count(hf, "hidden_size")
+    layers = count(hf, "num_hidden_layers")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"config.json: hidden_act is {activation!r}, supported is 'silu'", "hidden_act")
     config = DecoderConfig(
-        vocab_size=_count(hf, "vocab_size"),
+        vocab_size=count(hf, "vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_count(hf, "num_key_value_heads", heads),
-        head_dim=_count(hf, "head_dim", hidden // heads),
-        intermediate_size=_count(hf, "intermediate_size"),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=count(hf, "num_key_value_heads", heads),
+        head_dim=count(hf, "head_dim", hidden // heads),
+        intermediate_size=count(hf, "intermediate_size"),
+        norm_eps=number(hf, "rms_norm_eps", 1e-6, 0.0, 1.0),
         rope=_rope(hf),
-        max_positions=_count(hf, "max_position_embeddings"),
+        max_positions=count(hf, "max_position_embeddings"),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=_dtype(hf),
         windows=windows or (None,) * layers,
@@ -99,23 +112,15 @@ def read_decoder(
 
 def late_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Per-layer windows as Qwen configures them: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
-    layers = _count(hf, "num_hidden_layers")
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    layers = count(hf, "num_hidden_layers")
+    window = count(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else None
     kinds = hf.get("layer_types")
     if kinds is None:
-        first = hf.get("max_window_layers", 28)
+        first = count(hf, "max_window_layers", 28, least=0)
         return tuple(window if i >= first else None for i in range(layers))
     if len(kinds) != layers:
         raise ConfigError(f"config.json: layer_types names {len(kinds)} layers of {layers}", "layer_types")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _count(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = hf.get(name)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {name} is {value!r}, a positive whole number is needed", name)
-    return value
 
 
 def _dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
@@ -132,9 +137,13 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
     options = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
     options.pop("type", None)
-    theta = options.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    theta = options.pop("rope_theta", None) or hf.get("rope_theta")
     if any((source.get("partial_rotary_factor") or 1.0) != 1.0 for source in (options, hf)):
         raise ConfigError("config.json: partial_rotary_factor is not supported", "partial_rotary_factor")
     original = hf.get("original_max_position_embeddings") or options.get("original_max_position_embeddings")
-    options["original_max_position_embeddings"] = original or _count(hf, "max_position_embeddings")
-    return RopeConfig(kind=kind, theta=float(theta), options=options)
+    given = {"original_max_position_embeddings": original or count(hf, "max_position_embeddings")}
+    options |= {name: count(given, name) for name in given}
+    for name, between in ROPE_NUMBERS.items():
+        if options.get(name) is not None:
+            options[name] = number(options, name, 1.0, *between, within="rope_parameters")
+    return RopeConfig(kind=kind, theta=number({"rope_theta": theta}, "rope_theta", 10000.0, *THETA), options=options)

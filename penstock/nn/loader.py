@@ -7,6 +7,7 @@ names the file.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -17,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.core.hf_config import check_finite
+from penstock.nn import rope
 from penstock.nn.layers import Linear
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.packed import PackedWeight, Weight, layout, packs, put
-from penstock.nn.rope import frequencies
 from penstock.nn.weight_cache import WeightCache
 
 # a checkpoint's projection -> the fused one it is part of, and its place there
@@ -36,6 +38,7 @@ IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
 MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
 MOST_HEADER = 100_000_000  # bytes, as safetensors allows
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
@@ -70,23 +73,27 @@ def load_model(
     """
     _weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
+    check_finite(hf, str(directory / "config.json"))
     if hf.get("quantization_config"):
         raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
     try:
         cls = architecture(hf)
         config = cls.read_config(hf)
-        frequencies(config)  # refuses an unknown rotation before anything is read
+        rope.check(config)
     except ConfigError:
         raise
     except MALFORMED as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
+    _check_layers(directory, config.num_layers)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
     packed = packs(device, dtype)
     try:
         with torch.device("meta"):
             model = cls(config).to(dtype)
+        _check_weights(model, directory)
+        with torch.device("meta"):
             if packed:
                 model.pack()
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
@@ -216,34 +223,80 @@ def cache_key(directory: Path, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def fill(model: Decoder, directory: Path) -> None:
-    """Copy every weight to its place. Raises ConfigError unless each place is filled exactly once."""
+def _headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
+    """(file, name, shape) of every weight, from the headers of the files alone. Raises as `weights` does."""
+    for path in _weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.offset_keys():
+                    yield path, name, file.get_slice(name).get_shape()
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: not found", "model") from None
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+
+
+def _check_layers(directory: Path, num_layers: int) -> None:
+    """Checked before a model is made, which takes long for many layers. Raises ConfigError."""
+    found = {int(match[1]) for _, name, _ in _headers(directory) if (match := LAYER.match(name))}
+    if found and max(found) + 1 < num_layers:
+        raise ConfigError(
+            f"{directory / 'config.json'}: num_hidden_layers is {num_layers}, the weights have {max(found) + 1} layers",
+            "num_hidden_layers",
+        )
+
+
+def _check_weights(model: Decoder, directory: Path) -> None:
+    """Check that every place has exactly one weight, by the files' headers, before memory is taken. Raises ConfigError.
+
+    Args:
+        model: on "meta".
+    """
     places = _places(model)
-    head, head_path = None, directory
     missing = {(name, part) for name in places for part in range(_parts(model, name))}
-    for path, name, tensor in weights(directory):
+    for path, name, shape in _headers(directory):
         if name.endswith(IGNORED):
             continue
         if name == "lm_head.weight" and model.lm_head is None:
-            head, head_path = tensor, path
+            wanted = list(model.model.embed_tokens.weight.shape)
+            if shape != wanted:
+                raise ConfigError(f"{path}: 'lm_head.weight' is {shape}, not {wanted}", "model")
             continue
         target, part = _place(name)
         if target not in places:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
         if (target, part) not in missing:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        place = places[target]
-        first, rows = _rows(model, target, part, place)
-        shape = torch.Size((rows, *place.shape[1:]))
-        if shape != tensor.shape:
-            raise ConfigError(f"{path}: {name!r} is {list(tensor.shape)}, config.json makes it {list(shape)}", "model")
-        put(place, first, tensor)
+        _, rows = _rows(model, target, part, places[target])
+        wanted = [rows, *places[target].shape[1:]]
+        if shape != wanted:
+            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {wanted}", "model")
         missing.discard((target, part))
     if missing:
         names = sorted(name for name, _ in missing)
         raise ConfigError(f"{directory}: {len(names)} weights are missing, the first is {names[0]!r}", "model")
+
+
+def fill(model: Decoder, directory: Path) -> None:
+    """Copy every weight to its place; that all are there was checked. Raises ConfigError when a file cannot be read."""
+    places = _places(model)
+    head = None
+    for path, name, tensor in weights(directory):
+        if name.endswith(IGNORED):
+            continue
+        if name == "lm_head.weight" and model.lm_head is None:
+            head = tensor
+            continue
+        target, part = _place(name)
+        try:
+            first, rows = _rows(model, target, part, places[target])
+            if len(tensor) != rows:
+                raise ValueError(name)
+            put(places[target], first, tensor)
+        except (RuntimeError, *MALFORMED):
+            raise ConfigError(f"{path}: {name!r} was changed while it was read", "model") from None
     if head is not None:
-        _untie(model, head, head_path)
+        _untie(model, head)
 
 
 def _places(model: Decoder) -> dict[str, Weight]:
@@ -253,11 +306,9 @@ def _places(model: Decoder) -> dict[str, Weight]:
     return {**plain, **packed}
 
 
-def _untie(model: Decoder, head: Tensor, path: Path) -> None:
+def _untie(model: Decoder, head: Tensor) -> None:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
     embedding = model.model.embed_tokens.weight
-    if head.shape != embedding.shape:
-        raise ConfigError(f"{path}: 'lm_head.weight' is {list(head.shape)}, not {list(embedding.shape)}", "model")
     head = head.to(embedding.device, embedding.dtype)
     if isinstance(embedding, PackedWeight):
         packed = PackedWeight.of(head)

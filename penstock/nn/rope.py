@@ -26,6 +26,16 @@ def frequencies(config: DecoderConfig) -> Frequencies:
         raise ConfigError(f"config.json: rope_type {kind!r} needs {missing}", "rope_parameters") from None
 
 
+def check(config: DecoderConfig) -> None:
+    """Raise ConfigError unless there is a frequency for every pair."""
+    with torch.device("cpu"):
+        base, factor = frequencies(config)
+    if not (base.isfinite().all() and math.isfinite(factor)):
+        raise ConfigError(
+            f"config.json: rope_parameters: {dict(config.rope.options)} make no finite frequencies", "rope_parameters"
+        )
+
+
 def longest(config: DecoderConfig) -> int:
     """Positions that the checkpoint's rotation is meant for.
 

@@ -30,7 +30,7 @@ from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.core.errors import ConfigError
+from penstock.core.hf_config import count
 
 __all__ = [
     "DEVICES",
@@ -94,23 +94,15 @@ GEOMETRIES = {
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The geometry that a config.json of a dense decoder describes. Raises ConfigError naming what is missing."""
-
-    def count(name: str, default: int | None = None) -> int:
-        value = config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"config.json: {name} is {value!r}, a positive whole number is needed", name)
-        return value
-
-    hidden, heads = count("hidden_size"), count("num_attention_heads")
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     return ModelShape(
-        layers=count("num_hidden_layers"),
+        layers=count(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=count("num_key_value_heads", heads),
-        head_dim=count("head_dim", hidden // heads),
-        intermediate=count("intermediate_size"),
-        vocab=count("vocab_size"),
+        kv_heads=count(config, "num_key_value_heads", heads),
+        head_dim=count(config, "head_dim", hidden // heads),
+        intermediate=count(config, "intermediate_size"),
+        vocab=count(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
 

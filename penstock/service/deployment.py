@@ -130,21 +130,24 @@ class Deployment:
         return list(self.server["served_model_name"] or (self.model,))
 
 
-def parse(name: str, text: str, tables: Tables, overrides: dict[str, Any] | None = None) -> Deployment:
+def parse(
+    name: str, text: str, tables: Tables, overrides: dict[str, Any] | None = None, memory: int | None = None
+) -> Deployment:
     """
     Args:
         name: of the file, for messages.
         overrides: values of settings at the top by key, that go before the file's.
+        memory: bytes of the host's; None when it is not known.
 
     Raises:
         ConfigError: one line "FILE:LINE: key.path: value, allowed is ..." for each mistake.
     """
-    return _Parser(SettingsFile(name, text), tables).parse(overrides or {})
+    return _Parser(SettingsFile(name, text), tables, memory).parse(overrides or {})
 
 
 class _Parser:
-    def __init__(self, file: SettingsFile, tables: Tables) -> None:
-        self.file, self.tables = file, tables
+    def __init__(self, file: SettingsFile, tables: Tables, memory: int | None) -> None:
+        self.file, self.tables, self.memory = file, tables, memory
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
         sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart")
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
@@ -323,6 +326,24 @@ class _Parser:
             if group.modelled and group.options["kv_blocks"] and group.options["kv_cache_memory"]:
                 spot = spots["kv-blocks"]
                 self.file.complain(spot, f"{spot.shown}, allowed is nothing beside kv-cache-memory")
+        self._check_memory(groups)
+
+    def _check_memory(self, groups: Sequence[Group]) -> None:
+        """What is asked of the host's memory, by all instances together."""
+        taken = 0
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            name = "kv-cache-memory" if group.shares_memory else "host-cache-memory"
+            asked = None if group.modelled else group.options[name.replace("-", "_")]
+            if asked is None or self.memory is None:
+                continue
+            taken += asked * group.count
+            if taken > self.memory:
+                spot = spots.get(name, spots[""])
+                self.file.complain(
+                    spot,
+                    f"{asked / 2**30:.1f} GiB for each of {group.count}, {taken / 2**30:.1f} GiB up to here, allowed "
+                    f"is what this machine has, {self.memory / 2**30:.1f} GiB",
+                )
 
     def _check_gpu_memory(self, groups: Sequence[Group]) -> None:
         """Shares of one GPU add up, unless the cache's size is given."""

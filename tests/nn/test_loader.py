@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
@@ -102,11 +107,72 @@ def test_a_configuration_that_is_none(folder: Path, content: str) -> None:
         {"rope_theta": [1]},
         {"architectures": ["EvilForCausalLM"], "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
         {"dtype": "pickle"},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10_000},
+        {"rope_theta": math.nan},
+        {"rope_theta": math.inf},
+        {"rope_theta": 10**400},
+        {"num_attention_heads": -1},
+        {"num_key_value_heads": 0},
+        {"max_position_embeddings": 10**12},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": -5},
+        {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 10**9},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 0, "low_freq_factor": 1, "high_freq_factor": 4}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1},
     ],
 )
 def test_configurations_with_values_that_cannot_be(folder: Path, change: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | change))
-    assert "config.json" in refused(folder)
+    message = refused(folder)
+    assert "config.json" in message
+    assert any(name in message for name in (*change, "value of a wrong kind", "rope_parameters"))
+
+
+NASTY = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.integers(0, 64), st.floats(), st.text(max_size=4),
+    st.lists(st.integers(0, 9), max_size=3), st.dictionaries(st.sampled_from(["rope_type", "factor"]), st.integers()),
+)  # fmt: skip
+FIELDS = [*CONFIG, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window"]
+FIELDS += ["layer_types", "use_sliding_window", "max_window_layers", "hidden_act", "quantization_config", "model_type"]
+ARCHITECTURES = st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ARCHITECTURES, st.dictionaries(st.sampled_from(FIELDS), NASTY, min_size=1, max_size=3))
+def test_any_value_is_served_or_refused_before_memory_is_taken(
+    folder: Path, name: str, changes: dict[str, Any]
+) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": [name]} | changes))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(ConfigError):
+        load_model(folder, CPU)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def headers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Changes of one weight's entry."""
+    return st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), values, min_size=1)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(sorted(SHAPES)),
+    headers(st.one_of(NASTY, st.sampled_from(["F64", "I8", "BF16"]), st.lists(st.integers(-4, 2**62), max_size=3))),
+    st.sampled_from([0, 1, -8, 2**40, 2**63 - 1]),
+)
+def test_any_header_is_read_or_refused(folder: Path, name: str, entry: dict[str, Any], longer: int) -> None:
+    file = folder / "whole.safetensors"
+    if not file.exists():
+        shutil.copy(folder / "model.safetensors", file)
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header[name] |= entry
+    text = json.dumps(header).encode()
+    length = (len(text) + longer).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(length + text + content[8 + size :])
+    with contextlib.suppress(ConfigError):
+        load_model(folder, CPU)
 
 
 @pytest.mark.parametrize(

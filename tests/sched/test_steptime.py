@@ -214,5 +214,5 @@ def test_a_shape_is_read_from_config_json():
     assert read_shape(config) == ModelShape(
         layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=128, vocab=300
     )
-    with pytest.raises(ConfigError, match=r"config\.json: hidden_size is None"):
+    with pytest.raises(ConfigError, match=r"config\.json: hidden_size is missing"):
         read_shape({})

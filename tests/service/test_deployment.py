@@ -213,6 +213,36 @@ def test_a_mistake_has_its_line_key_value_and_what_is_allowed(text, says):
     assert any(line.startswith(says) for line in mistakes(text)), mistakes(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            SMALLEST + "    kv-cache-memory: 900G",
+            "up.yaml:4: instances[0].kv-cache-memory: 900.0 GiB for each of 2, 1800.0",
+        ),
+        (
+            SMALLEST + "engine: {kv-cache-memory: 13G}",
+            "up.yaml:4: engine.kv-cache-memory: 13.0 GiB for each of 2, 26.0",
+        ),
+        (
+            "model: demo\ninstances:\n  - {device: cuda, host-cache-memory: 25G}\n",
+            "up.yaml:3: instances[0].host-cache-memory: 25.0 GiB for each of 1, 25.0",
+        ),
+        (SMALLEST + "    kv-cache-memory: 12G", None),
+        (SMALLEST + "    device: modelled:h200\n    kv-cache-memory: 100G", None),
+    ],
+)
+def test_instances_fit_into_the_machine_together(text, says):
+    read(text)  # nothing is known of the machine
+    if says is None:
+        parse("up.yaml", text, TABLES, memory=24 << 30)
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse("up.yaml", text, TABLES, memory=24 << 30)
+    assert str(caught.value).startswith(says)
+    assert str(caught.value).endswith("allowed is what this machine has, 24.0 GiB")
+
+
 def test_all_mistakes_are_told_in_the_order_of_the_file():
     text = "model: demo\nport: x\ninstances:\n  - count: 0\n    dtype: int3\n  - role: decode\nrestart: {limt: 3}\n"
     assert [line.split(" ")[0] for line in mistakes(text)] == ["up.yaml:2:", "up.yaml:4:", "up.yaml:5:", "up.yaml:7:"]

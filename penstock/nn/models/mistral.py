@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.hf_config import count
 from penstock.nn.config import DecoderConfig, read_decoder
 from penstock.nn.models.decoder import Decoder
 
@@ -17,4 +18,5 @@ class Mistral(Decoder):
         hf = DEFAULTS | dict(hf)
         if len(set(hf.get("layer_types") or [])) > 1:
             raise ConfigError("config.json: layer_types: mixed layers are not Mistral's", "layer_types")
-        return read_decoder(hf, windows=(hf["sliding_window"],) * hf.get("num_hidden_layers", 0))
+        window = None if hf["sliding_window"] is None else count(hf, "sliding_window")
+        return read_decoder(hf, windows=(window,) * count(hf, "num_hidden_layers"))

@@ -1,0 +1,68 @@
+"""Numbers of a Hugging Face config.json, each checked against what any model could mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+# far beyond every model there is, and small enough that nothing made of them overflows or takes long
+MOST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 30,
+    "original_max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
+    "max_window_layers": 10_000,
+}
+
+
+def count(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number from `least` to `MOST[name]`; None and a missing one are `default`. Raises ConfigError."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not least <= value <= MOST[name]:
+        raise ConfigError(
+            f"config.json: {name} is {_shown(value)}, allowed is a whole number from {least} to {MOST[name]}", name
+        )
+    return value
+
+
+def number(config: Mapping[str, Any], name: str, default: float, low: float, high: float, within: str = "") -> float:
+    """A number between two others; None and a missing one are `default`.
+
+    Args:
+        within: the key of the object that holds it.
+
+    Raises:
+        ConfigError: anything else, NaN too.
+    """
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not low <= value <= high:
+        field = f"{within}.{name}" if within else name
+        raise ConfigError(
+            f"config.json: {field} is {_shown(value)}, allowed is a number from {low:g} to {high:g}", field
+        )
+    return float(value)
+
+
+def check_finite(value: Any, file: str, name: str = "") -> None:
+    """Raise ConfigError when a number in what a JSON file holds is none, or infinite: Python's parser takes both."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{file}: {name} is {value}, a finite number is needed", "model")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        check_finite(inner, file, f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}".lstrip("."))
+
+
+def _shown(value: object) -> str:
+    text = "missing" if value is None else ascii(value) if not isinstance(value, int) or abs(value) < 10**18 else "huge"
+    return text if len(text) <= 60 else f"{text[:57]}..."
