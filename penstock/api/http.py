@@ -68,7 +68,8 @@ class Application:
     """The ASGI application: request ids, traces, keys, sizes, refusing while the server drains, routing, and an answer
     to every error. A slash at the end of a path changes nothing.
 
-    Requests have `request.state.request_id`, and `request.state.headers`, a list of headers for the response.
+    Requests have `request.state.request_id`; `request.state.tenant`, see `Body.came_from`; and `request.state.headers`,
+    a list of headers for the response.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Application:
         self._frontend = frontend
         self._metrics = metrics
         apart = len(set(api_keys)) > 1 and not share_prefixes
-        self._tenants = {key.encode(): _tenant(key) if apart else "" for key in api_keys}
+        self._tenants = {key.encode(): tenant_name(key) if apart else "" for key in api_keys}
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
 
@@ -118,8 +119,7 @@ class Application:
             await send(message)
 
         try:
-            self._check(scope["path"], given, wanted_id)
-            state["tenant"] = self._tenant_of(scope["path"], given)
+            state["tenant"] = self._check(scope["path"], given, wanted_id)
             await self._router.app(scope, receive, answer)
         except ClientDisconnect:
             pass
@@ -135,16 +135,18 @@ class Application:
             if trace is not None:
                 trace.end(route, status or CLIENT_GONE)
 
-    def _check(self, path: str, headers: Headers, request_id: str | None) -> None:
-        """Check a request before its body is read.
+    def _check(self, path: str, headers: Headers, request_id: str | None) -> str:
+        """Check a request before its body is read, its key first. Returns the tenant.
 
         Raises:
             Unavailable: the server drains.
+            Unauthorized: it has none of the keys.
             HTTPException: 413, its body is announced as too long.
             InvalidRequest: its request id cannot be one.
         """
         if self._frontend.draining and path not in WHILE_DRAINING:
             raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
+        tenant = self._tenant_of(path, headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise HTTPException(413, f"the body has {length} bytes, at most {self._max_body_bytes} are allowed")
@@ -152,6 +154,7 @@ class Application:
             raise InvalidRequest(
                 f"x-request-id: allowed are 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", "x-request-id"
             )
+        return tenant
 
     def _tenant_of(self, path: str, headers: Headers) -> str:
         """Who sends it, by its key. Raises Unauthorized when it has none of the keys."""
@@ -165,8 +168,8 @@ class Application:
         return found[0]
 
 
-def _tenant(key: str) -> str:
-    """The same for a key in every frontend and every run; it travels in its stead."""
+def tenant_name(key: str) -> str:
+    """What travels instead of an API key: 32 hexadecimal digits, the same in every frontend and every run."""
     return blake2b(key.encode(), digest_size=16, person=b"penstock.tenant").hexdigest()
 
 

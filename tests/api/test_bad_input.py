@@ -154,3 +154,5 @@ async def test_ten_megabytes(client: httpx.AsyncClient, path: str) -> None:
 async def test_keys_come_before_everything_else(make_client: Callable[..., httpx.AsyncClient]) -> None:
     async with make_client(api_keys=("k",)) as client:
         error_of(await client.post(TEXT, content=b"{" * 100, headers=JSON), 401)
+        error_of(await client.post(TEXT, content=b"a" * (10 * 2**20), headers=JSON), 401)
+        error_of(await client.post(TEXT, content=b"{}", headers=JSON | {"x-request-id": "a" * 1000}), 401)

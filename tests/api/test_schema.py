@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.api.http import tenant_name
 from penstock.api.schema import (
     NOT_YET,
     ChatBody,
@@ -22,6 +23,7 @@ from penstock.api.schema import (
 )
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import SamplingParams
+from penstock.kv.keys import root_key, salted
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 VOCAB = 100
@@ -43,6 +45,12 @@ def params(defaults: Any = None, **fields: Any) -> SamplingParams:
 def completion_params(defaults: Any, **fields: Any) -> SamplingParams:
     body, _ = parse(json.dumps({"prompt": "a"} | fields).encode(), CompletionBody)
     return sampling_params(body, defaults, VOCAB)
+
+
+def completion_from(tenant: str, **fields: Any) -> CompletionBody:
+    body, _ = parse(json.dumps({"prompt": "a"} | fields).encode(), CompletionBody)
+    body.came_from(tenant)
+    return body
 
 
 def test_an_empty_body_means_the_defaults() -> None:
@@ -299,3 +307,28 @@ def test_an_echo_with_logprobs_contradicts_it() -> None:
     with pytest.raises(InvalidRequest, match=r"^echo: true with logprobs, ") as caught:
         completion_params({}, use_beam_search=True, echo=True, logprobs=1)
     assert caught.value.field == "echo"
+
+
+API_KEYS = st.sampled_from(["a", "b", "ab", "ключ"]) | st.text(st.characters(codec="utf-8"), min_size=1)
+SALTS = st.text(st.characters(codec="utf-8"), max_size=8)  # "" is none
+FORGED = st.builds(lambda key, salt: tenant_name(key) + salt, API_KEYS, SALTS)  # as if it were another's
+
+
+@given(pairs=st.lists(st.tuples(API_KEYS, SALTS | FORGED), unique=True, min_size=2, max_size=8))
+def test_every_pair_of_key_and_salt_has_a_root_and_a_conversation_of_its_own(pairs: list[tuple[str, str]]) -> None:
+    root = root_key("model")
+    bodies = [
+        completion_from(tenant_name(key), **({"cache_salt": given, "prompt_cache_key": given} if given else {}))
+        for key, given in pairs
+    ]
+    assert len({salted(root, body.prefix_salt) for body in bodies}) == len(pairs)
+    assert root not in {salted(root, body.prefix_salt) for body in bodies}
+    conversations = [body.conversation for body in bodies if body.prompt_cache_key]
+    assert len(set(conversations)) == len(conversations) == sum(bool(given) for _, given in pairs)
+
+
+def test_without_tenants_salt_and_conversation_are_the_bodys() -> None:
+    body = completion_from("", cache_salt="s", prompt_cache_key="c")
+    assert (body.prefix_salt, body.conversation) == ("s", "c")
+    body = completion_from("")
+    assert (body.prefix_salt, body.conversation) == ("", "")

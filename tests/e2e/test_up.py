@@ -347,15 +347,20 @@ def test_what_only_an_engine_can_find_out_ends_with_2_too(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_api_keys_are_asked_for_and_shown_to_nobody():
-    key = "sk-not-for-other-users-of-this-host"
-    with deployed(colocated(1, engine=PACED, **{"api-key": [key]})) as up:
+def test_api_keys_are_asked_for_shown_to_nobody_and_may_share_prefixes():
+    keys = ["sk-not-for-other-users-of-this-host", "sk-nor-this-one"]
+    with deployed(colocated(1, engine=PACED, **{"api-key": keys, "share-prefixes": True})) as up:
         assert complete(up).status_code == 401
-        answer = httpx.post(up.url + "/v1/completions", json=ASK, headers={"Authorization": f"Bearer {key}"})
-        assert answer.status_code == 200
+        found = []
+        for key in keys:
+            headers, body = {"Authorization": f"Bearer {key}"}, {**ASK, "prompt": "import os\n" * 50}
+            answer = httpx.post(up.url + "/v1/completions", json=body, headers=headers, timeout=30)
+            assert answer.status_code == 200
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert found[0] == 0 < found[1]
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in up.pids().values()]
         assert len(lines) == 4
-        assert not any(key in line for line in lines)
+        assert not any(key in line for line in lines for key in keys)
 
 
 @pytest.mark.slow
