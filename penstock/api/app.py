@@ -48,10 +48,10 @@ def create_app(
         *health.routes(frontend, metrics, _version()),
     ]
 
-    described = functools.cache(functools.partial(document, routes, _version()))
+    described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(described())
+        return json_response(described(frontend.vocab_size, frontend.max_model_len))
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
     return Application(every, frontend, metrics, api_keys, share_prefixes, max_body_bytes, tracing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from penstock.api.body_schema import body_schema
 from penstock.api.http import Route
 
 JSON = "application/json"
@@ -38,8 +39,12 @@ OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
 GENERATES = {"/v1/chat/completions", "/v1/completions"}
 
 
-def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """The OpenAPI document of these routes."""
+def document(routes: Iterable[Route], version: str, vocab_size: int = 0, max_model_len: int = 0) -> dict[str, Any]:
+    """The OpenAPI document of these routes.
+
+    Args:
+        vocab_size, max_model_len: of the model; 0 when not known yet.
+    """
     schemas: dict[str, Any] = {"Error": ERROR}
     paths: dict[str, Any] = {}
     for route in routes:
@@ -51,7 +56,7 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
             text = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name} | text for name in route.param_convertors]
         if route.body is not None:
-            schema = route.body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema = body_schema(route.body, vocab_size, max_model_len, "#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation

@@ -13,6 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -143,8 +144,8 @@ class Targets(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
+    ttft_ms: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
+    tpot_ms: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
 
 
 class GenerationBody(Body):
@@ -363,13 +364,32 @@ def parse(data: bytes, model: type[BodyType]) -> tuple[BodyType, list[str]]:
         UnsupportedField: naming the first field that is known but not served.
     """
     try:
-        body = model.model_validate_json(data)
+        body = _validated(data, model)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
     body._size = len(data)
     ignored = [name for name, value in body.undeclared().items() if not _harmless(name, value)]
     body.check()
     return body, ignored
+
+
+def _validated(data: bytes, model: type[BodyType]) -> BodyType:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] != "int_type" or not (isinstance(first["input"], float) and first["input"].is_integer()):
+            raise
+    return model.model_validate_json(msgspec.json.encode(_with_integers(msgspec.json.decode(data))))
+
+
+def _with_integers(value: Any) -> Any:
+    """Numbers such as 1.0 as 1: JSON knows no difference, and some languages' encoders write it so."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    return [_with_integers(each) for each in value] if isinstance(value, list) else value
 
 
 def field_table(model: type[Body]) -> dict[str, str]:
@@ -474,6 +494,9 @@ def prompts_of(prompt: Any, vocab_size: int, max_model_len: int | None = None) -
         raise InvalidRequest(f"prompt: {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
     if not all(prompts):
         raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
+    prompts = [
+        _with_integers(each) if isinstance(each, list) and float in set(map(type, each)) else each for each in prompts
+    ]
     for tokens in prompts:
         if isinstance(tokens, list):
             if max_model_len is not None and len(tokens) >= max_model_len:
@@ -499,7 +522,7 @@ def _harmless(name: str, value: object) -> bool:
     if value is None:
         return True
     if name in NOT_YET:
-        if value in NOT_YET[name]:
+        if any(type(value) is type(each) and value == each for each in NOT_YET[name]):  # 0 is not false
             return True
         raise UnsupportedField(f"{name} is not supported yet", name)
     if name.startswith(REMOVED_PREFIXES) or name in FOREIGN:

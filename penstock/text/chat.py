@@ -167,13 +167,17 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise InvalidRequest(f"{where}[{i}]: must be an object with a function", "messages")
-        arguments = function.get("arguments") or {}
+        arguments = function.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError) as error:
                 problem = f"{where}[{i}].function.arguments: not JSON: {error}"
                 raise InvalidRequest(problem, "messages") from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{where}[{i}].function.arguments: must be an object, or its JSON text", "messages")
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result
 

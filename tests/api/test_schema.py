@@ -92,7 +92,7 @@ def test_one_stop_string_needs_no_list() -> None:
     [
         ("temperature", "hot"), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
         ("temperature", True), ("top_p", 0), ("top_p", 1.1), ("min_p", 2), ("top_k", -2), ("top_k", 1.5),
-        ("top_k", 2**31), ("n", 0), ("n", 10**30), ("n", "2"), ("seed", 2**63), ("seed", 1.0), ("max_tokens", 0),
+        ("top_k", 2**31), ("n", 0), ("n", 10**30), ("n", "2"), ("seed", 2**63), ("seed", 1.5), ("max_tokens", 0),
         ("max_tokens", 2**31), ("max_completion_tokens", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
         ("repetition_penalty", 0), ("stop", [1]), ("stop", {}), ("stop", ["a"] * 17), ("stop", ""),
         ("stop_token_ids", [VOCAB]), ("stop_token_ids", [-1]), ("stop_token_ids", 3), ("stop_token_ids", ["1"]),
@@ -103,7 +103,7 @@ def test_one_stop_string_needs_no_list() -> None:
         ("stream_options", {"include_usage": True}), ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", 2**31),
         ("bad_words", "x"), ("bad_words", [1]), ("bad_words", [""]), ("bad_words", ["\t"]), ("bad_words", ["x"] * 257),
         ("allowed_token_ids", []), ("allowed_token_ids", [VOCAB]), ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.0]), ("prompt_logprobs", 21), ("prompt_logprobs", -2),
+        ("allowed_token_ids", {"1": 1}), ("allowed_token_ids", [1.5]), ("prompt_logprobs", 21), ("prompt_logprobs", -2),
         ("prompt_logprobs", True), ("prompt_logprobs", 10**30), ("prompt_logprobs", math.nan),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "1"),
         ("truncation_side", "middle"), ("truncation_side", 1), ("truncation_side", []),

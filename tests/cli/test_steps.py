@@ -112,7 +112,7 @@ def test_a_geometry_that_is_none(tmp_path):
     assert str(caught.value) == (
         f"t.yaml:3: engine.geometry: 'gpt-9', allowed are {known}, demo, or a folder with a config.json"
     )
-    for content, said in (("{", "is no JSON"), ("[1]", "holds no JSON object"), ("{}", "hidden_size is None")):
+    for content, said in (("{", "is no JSON"), ("[1]", "holds no JSON object"), ("{}", "hidden_size is missing")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=said):
             load_geometry(str(tmp_path))

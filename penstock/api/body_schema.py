@@ -1,0 +1,196 @@
+"""JSON Schemas of the bodies: pydantic's, with what else the server checks, so that what they allow is served.
+
+What no schema can say stays with the server: that prompt and output fit the model's context together, that
+`min_tokens` is at most `max_tokens`, that some token is left to draw, and what the chat template makes of the messages.
+Offline work without targets (`service_tier`, `slo`) is left out, too, as one condition more than generators can take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.api.schema import (
+    FOREIGN,
+    MAX_PROMPTS,
+    NOT_YET,
+    REMOVED_PREFIXES,
+    ROLES,
+    STREAM_OPTIONS,
+    TIERS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+)
+from penstock.core.sampling import (
+    ALL_LOGPROBS,
+    BEAMS_ONLY,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MOST_TOKENS,
+    NOT_WITH_BEAMS,
+    SEED_BITS,
+)
+from penstock.service.intake import MAX_SALT_BYTES
+
+Schema = dict[str, Any]
+
+NULL: Schema = {"type": "null"}
+TRUE: Schema = {"const": True}
+NOT_TRUE: Schema = {"enum": [None, False]}
+NAMED: Schema = {"minimum": ALL_LOGPROBS, "maximum": MAX_LOGPROBS}
+RANGES: dict[str, Schema] = {  # besides the types
+    "temperature": {"minimum": 0},
+    "top_k": {"minimum": -1},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "max_tokens": {"minimum": 1},
+    "min_tokens": {"minimum": 0, "maximum": MOST_TOKENS},
+    "seed": {"minimum": -(2**SEED_BITS), "maximum": 2**SEED_BITS - 1},
+    "prompt_logprobs": NAMED,
+    "length_penalty": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
+    "service_tier": {"enum": [*TIERS]},
+    "truncation_side": {"enum": [None, "left", "right"]},
+    "early_stopping": {"enum": [None, True, False, "never"]},
+}
+
+
+def body_schema(model: type[Body], vocab_size: int, max_model_len: int, template: str) -> Schema:
+    """The schema of a body.
+
+    Args:
+        vocab_size, max_model_len: of the model; 0 when not known yet.
+        template: where the schemas that it refers to will stand.
+    """
+    schema = model.model_json_schema(ref_template=template)
+    fields = schema["properties"]
+    token = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
+    tokens: Schema = {"type": "array", "items": token}
+    if "messages" in fields:
+        fields["messages"] = {"anyOf": [_messages(), NULL]} if "prompt" in fields else _messages()
+    if issubclass(model, DetokenizeBody):
+        fields["tokens"] = tokens
+    if issubclass(model, CompletionBody):
+        one = [{"type": "string", "minLength": 1}, tokens | {"minItems": 1}]
+        lists = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in one]
+        fields["prompt"] = {"anyOf": [*one, *lists]}
+    if issubclass(model, GenerationBody):
+        _generation(model, fields, tokens, max_model_len)
+        schema["allOf"] = _conditions(model)
+    elif "messages" in fields:
+        schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+    for name, harmless in NOT_YET.items():
+        if name not in model.model_fields:
+            fields[name] = {"enum": [None, *harmless]}
+    fields |= dict.fromkeys(FOREIGN, NULL)
+    schema["patternProperties"] = {f"^{prefix}": NULL for prefix in REMOVED_PREFIXES}
+    return schema
+
+
+def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len: int) -> None:
+    for name, extra in RANGES.items():
+        fields[name] |= extra
+    if max_model_len:
+        fields["max_tokens"]["maximum"] = max_model_len - 1
+    if issubclass(model, CompletionBody):
+        fields["max_tokens"]["minimum"] = 0
+    some = {"type": "integer", "minimum": 1} | ({"maximum": max_model_len} if max_model_len else {})
+    fields["truncate_prompt_tokens"] = {"anyOf": [some, {"const": -1}, NULL]}
+    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+    word = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}
+    fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}
+    fields["bad_words"] = {"anyOf": [{"type": "array", "items": word, "maxItems": MAX_BAD_WORDS}, NULL]}
+    fields["stop_token_ids"] = {"anyOf": [tokens, NULL]}
+    fields["allowed_token_ids"] = {"anyOf": [tokens | {"minItems": 1}, NULL]}
+    bias = {"type": "number", "minimum": -100, "maximum": 100}
+    names = {"type": "string", "enum": [*map(str, range(tokens["items"].get("maximum", 0) + 1))][:256]}
+    fields["logit_bias"] = {"anyOf": [{"type": "object", "propertyNames": names, "additionalProperties": bias}, NULL]}
+    options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
+    fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}
+
+
+def _messages() -> Schema:
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    content = [{"type": "string"}, {"type": "array", "items": part}]
+    others = [role for role in ROLES if role != "assistant"]
+    asked = {
+        "type": "object",
+        "properties": {"role": {"enum": others}, "content": {"anyOf": content}},
+        "required": ["role", "content"],
+    }
+    spelled = {"type": "string", "contentMediaType": "application/json"}
+    arguments = {"anyOf": [{"type": "object"}, spelled, NULL]}
+    call = {
+        "type": "object",
+        "properties": {"function": {"type": "object", "properties": {"arguments": arguments}}},
+        "required": ["function"],
+    }
+    answered = {
+        "type": "object",
+        "properties": {
+            "role": {"const": "assistant"},
+            "content": {"anyOf": [*content, NULL]},
+            "tool_calls": {"anyOf": [{"type": "array", "items": call}, NULL]},
+        },
+        "required": ["role"],
+    }
+    return {"type": "array", "items": {"anyOf": [asked, answered]}, "minItems": 1}
+
+
+def _conditions(model: type[Body]) -> list[Schema]:
+    """What fields say of one another; four at most, since generators of requests multiply them out."""
+    empty = {"anyOf": [NULL, {"type": "object", "maxProperties": 0}]}
+    with_beams = {name: {"enum": [None, *_json(unused)]} for name, unused in NOT_WITH_BEAMS.items()}
+    without = {name: {"enum": [None, *_json(unused)]} for name, unused in BEAMS_ONLY.items()}
+    if issubclass(model, ChatBody):
+        with_beams["top_logprobs"] = {"anyOf": [NULL, {"type": "integer", "minimum": 0}]}
+    found = [
+        _either({"stream": NOT_TRUE, "stream_options": empty}, {"stream": TRUE}, prompt_logprobs=NULL),
+        _either({"use_beam_search": NOT_TRUE} | without, {"use_beam_search": TRUE}, stream=NOT_TRUE, **with_beams),
+    ]
+    if issubclass(model, ChatBody):
+        found += [_one_turn(), _either({"top_logprobs": NULL}, {"logprobs": TRUE})]
+    if issubclass(model, CompletionBody):
+        some = {"anyOf": [NULL, {"type": "integer", "minimum": 1}]}
+        found.append(_either({"max_tokens": some}, {"echo": TRUE}, min_tokens={"enum": [None, 0]}))
+        rest = {"prompt_logprobs": NULL, "use_beam_search": NOT_TRUE}
+        found.append({"anyOf": [{"properties": each} for each in ({"echo": NOT_TRUE}, {"logprobs": NULL}, rest)]})
+    return found
+
+
+def _json(value: object) -> list[Any]:
+    """As it stands in JSON, if it can."""
+    return [] if value is None else [list(value) if isinstance(value, tuple) else value]
+
+
+def _one_turn() -> Schema:
+    return _either({"continue_final_message": NOT_TRUE}, {}, add_generation_prompt=NOT_TRUE)
+
+
+def _exactly_one(*names: str) -> Schema:
+    def only(name: str) -> Schema:
+        rest = {other: NULL for other in names if other != name}
+        return {"required": [name], "properties": {name: {"type": ["string", "array"]}} | rest}
+
+    return {"anyOf": [only(name) for name in names]}
+
+
+def _either(absent: Schema, needed: Schema, **then: Schema) -> Schema:
+    """`absent` holds of what is there, or else `needed` is there, and `then` holds of what is."""
+    other: Schema = {"properties": needed | then} | ({"required": [*needed]} if needed else {})
+    return {"anyOf": [{"properties": absent}, other]}
