@@ -1,4 +1,5 @@
-"""Two thousand requests against one server, of which many are broken off or wrong: nothing is lost, nothing is kept."""
+"""Two thousand requests against one server, of which many are broken off, wrong or hostile: nothing is lost, nothing is
+kept."""
 
 import asyncio
 import json
@@ -13,12 +14,14 @@ from penstock.cli.scenario_file import TRACES
 from penstock.workload.lengths import Independent, log_normal
 from penstock.workload.traces import read_trace
 from tests.helpers.servers import Server, serving
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
 REQUESTS, AT_ONCE, LONGEST = 2000, 64, 4096
 VOCABULARY = 4000  # the demo's is a little larger
 GROWTH = 1.05  # of memory, over the second half
+KEPT = 1.10  # of memory but for the KV cache, from the start to the end
 WRONG = [  # (what is wrong with it, status)
     ({"max_tokens": -1}, 400),
     ({"max_tokens": "many"}, 400),
@@ -29,6 +32,11 @@ WRONG = [  # (what is wrong with it, status)
     ({"prompt": []}, 400),
     ({"prompt": [1 << 40]}, 400),
     ({"prompt": [5] * (2 * LONGEST)}, 400),
+    ({"prompt": "a hostile one " * 500_000}, 400),
+    ({"prompt": [5] * 500_000}, 400),
+    ({"bad_words": ["x"] * 300_000}, 400),
+    ({"stop_token_ids": [1] * 500_000}, 400),
+    ({"logit_bias": {f"{i:06}": 1 for i in range(100_000)}}, 400),
     ({"prompt": None}, 400),
     ({"model": "nobody"}, 404),
     ({"stop": [""] * 100}, 400),
@@ -137,11 +145,17 @@ async def soak(server: Server, made: list[Ask]) -> tuple[list[str], list[int]]:
 def memory():
     """After every hundredth request, once all of them were answered rightly and the server has ended well."""
     with serving("demo", "--max-model-len", str(LONGEST), "--kv-cache-memory", "256M") as server:
+        warm = Ask(
+            {"model": "demo", "prompt": [5] * (LONGEST - 64), "max_tokens": 8, "ignore_eos": True, "stream": False}
+        )
+        assert asyncio.run(soak(server, [warm] * AT_ONCE))[0] == []
+        start = server.memory()
         problems, found = asyncio.run(soak(server, asks(seed=0)))
         assert not problems, f"{len(problems)}: " + "\n".join(problems[:10])
         assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
         assert server.metric("kv_cache_usage_perc") == 0
         assert server.process.poll() is None
+        eventually(lambda: server.memory() < KEPT * start)
         assert server.get("/health")
         assert server.stop() == 0
     return found
