@@ -1,11 +1,14 @@
 """The demo model behind a real server, through the official client."""
 
+import http.client
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -108,21 +111,14 @@ def test_leaving_cancels_the_work(server):
 def test_what_is_short_goes_between_the_chunks_of_a_long_prompt(server, hints):
     first = 200 + len(hints)  # so that nothing of it is cached
     long = {"model": "demo", "prompt": [first, *(100 + i % 900 for i in range(3999))], "max_tokens": 2}
-    ended = []
-
-    def ask_long():
-        httpx.post(server.url + "/v1/completions", json=long, timeout=120).raise_for_status()
-        ended.append("long")
-
-    thread = threading.Thread(target=ask_long)
-    thread.start()
-    eventually(lambda: server.metric("num_requests_running") == 1)
-    for _ in range(2):
-        short = {"model": "demo", "prompt": "import os", "max_tokens": 2, **hints}
-        httpx.post(server.url + "/v1/completions", json=short, timeout=60).raise_for_status()
-        ended.append("short")
-    thread.join()
-    assert ended == ["short", "short", "long"]
+    with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(long), {"content-type": "application/json"})
+        eventually(lambda: server.metric("num_requests_running") == 1)
+        for _ in range(2):
+            short = {"model": "demo", "prompt": "import os", "max_tokens": 2, **hints}
+            httpx.post(server.url + "/v1/completions", json=short, timeout=60).raise_for_status()
+        assert not select.select([connection.sock], [], [], 0)[0], "the long one was answered before"
+    eventually(lambda: server.metric("num_requests_running") == 0)
 
 
 def test_many_at_once(client, server):

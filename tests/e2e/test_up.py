@@ -235,7 +235,11 @@ class Streams:
 
 @pytest.mark.parametrize(
     ("shape", "victim"),
-    [("pair", "engine-0"), pytest.param("apart", "prefill-0", marks=pytest.mark.slow), ("apart", "decode-0")],
+    [
+        pytest.param("pair", "engine-0", marks=pytest.mark.slow),
+        pytest.param("apart", "prefill-0", marks=pytest.mark.slow),
+        ("apart", "decode-0"),
+    ],
 )
 def test_streams_go_on_where_an_engine_dies(request, shape, victim):
     up = request.getfixturevalue(shape)
