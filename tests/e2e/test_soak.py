@@ -136,7 +136,7 @@ async def soak(server: Server, made: list[Ask]) -> tuple[list[str], list[int]]:
                 memory.append(server.memory(kv=True))
 
     limits = httpx.Limits(max_connections=AT_ONCE)
-    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=3600, limits=limits) as client:
         await asyncio.gather(*(work(client) for _ in range(AT_ONCE)))
     return problems, memory
 
