@@ -297,8 +297,7 @@ def test_nobody_outlives_a_killed_launcher():
         pids = up.pids()
         up.process.kill()
         eventually(lambda: all(map(gone, pids.values())))
-        assert up.folder.exists()
-        with run_folder():  # the next run removes what this one could not
+        with run_folder():  # the next run removes what this one could not; one beside this test may have done so
             assert not up.folder.exists()
 
 
