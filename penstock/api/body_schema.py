@@ -1,8 +1,9 @@
 """JSON Schemas of the bodies: pydantic's, with what else the server checks, so that what they allow is served.
 
 What no schema can say stays with the server: that prompt and output fit the model's context together, that
-`min_tokens` is at most `max_tokens`, that some token is left to draw, and what the chat template makes of the messages.
-Offline work without targets (`service_tier`, `slo`) is left out, too, as one condition more than generators can take.
+`min_tokens` is at most `max_tokens`, that some token is left to draw, that the tokens of `logit_bias` are in the
+vocabulary, and what the chat template makes of the messages. Offline work without targets (`service_tier`, `slo`) is
+left out, too, as one condition more than generators can take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from penstock.api.schema import (
     FOREIGN,
+    MAX_BIAS_DIGITS,
     MAX_PROMPTS,
     NOT_YET,
     REMOVED_PREFIXES,
@@ -114,7 +116,7 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
     fields["stop_token_ids"] = {"anyOf": [tokens, NULL]}
     fields["allowed_token_ids"] = {"anyOf": [tokens | {"minItems": 1}, NULL]}
     bias = {"type": "number", "minimum": -100, "maximum": 100}
-    names = {"type": "string", "enum": [*map(str, range(tokens["items"].get("maximum", 0) + 1))][:256]}
+    names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
     fields["logit_bias"] = {"anyOf": [{"type": "object", "propertyNames": names, "additionalProperties": bias}, NULL]}
     options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
     fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}

@@ -13,7 +13,6 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -29,10 +28,23 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+def _whole(value: object) -> object:
+    """1.0 as 1: JSON knows no difference, and some languages' encoders write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_numbers(values: Any) -> Any:
+    """The same for each in a list, in which there is hardly ever one."""
+    return [*map(_whole, values)] if isinstance(values, list) and float in set(map(type, values)) else values
+
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(_whole)]
 Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
-TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True), BeforeValidator(_whole_numbers)
+]
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Known fields that are not served yet -> the values that would change nothing (null never does).
@@ -156,7 +168,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: Int32 | None = None
-    seed: int | None = None
+    seed: Annotated[int, BeforeValidator(_whole)] | None = None
     max_tokens: Int32 | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
@@ -245,9 +257,9 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: Int32 | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=ALL_LOGPROBS, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -288,7 +300,9 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM, too, gives all of them to chats only
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = (
+        None  # vLLM, too, gives all of them to chats only
+    )
     add_special_tokens: bool = True
 
     @property
@@ -364,32 +378,13 @@ def parse(data: bytes, model: type[BodyType]) -> tuple[BodyType, list[str]]:
         UnsupportedField: naming the first field that is known but not served.
     """
     try:
-        body = _validated(data, model)
+        body = model.model_validate_json(data)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
     body._size = len(data)
     ignored = [name for name, value in body.undeclared().items() if not _harmless(name, value)]
     body.check()
     return body, ignored
-
-
-def _validated(data: bytes, model: type[BodyType]) -> BodyType:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] != "int_type" or not (isinstance(first["input"], float) and first["input"].is_integer()):
-            raise
-    return model.model_validate_json(msgspec.json.encode(_with_integers(msgspec.json.decode(data))))
-
-
-def _with_integers(value: Any) -> Any:
-    """Numbers such as 1.0 as 1: JSON knows no difference, and some languages' encoders write it so."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {name: _with_integers(each) for name, each in value.items()}
-    return [_with_integers(each) for each in value] if isinstance(value, list) else value
 
 
 def field_table(model: type[Body]) -> dict[str, str]:
@@ -494,14 +489,12 @@ def prompts_of(prompt: Any, vocab_size: int, max_model_len: int | None = None) -
         raise InvalidRequest(f"prompt: {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
     if not all(prompts):
         raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
-    prompts = [
-        _with_integers(each) if isinstance(each, list) and float in set(map(type, each)) else each for each in prompts
-    ]
-    for tokens in prompts:
+    for i, tokens in enumerate(prompts):
         if isinstance(tokens, list):
             if max_model_len is not None and len(tokens) >= max_model_len:
                 raise PromptTooLong.of(len(tokens), max_model_len)
-            check_token_ids(tokens, vocab_size, "prompt")
+            prompts[i] = _whole_numbers(tokens)
+            check_token_ids(prompts[i], vocab_size, "prompt")
     return prompts
 
 

@@ -64,5 +64,9 @@ def check_finite(value: Any, file: str, name: str = "") -> None:
 
 
 def _shown(value: object) -> str:
-    text = "missing" if value is None else ascii(value) if not isinstance(value, int) or abs(value) < 10**18 else "huge"
+    if value is None:
+        return "missing"
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "huge"  # Python refuses to spell integers of thousands of digits
+    text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

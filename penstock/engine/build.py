@@ -130,7 +130,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if asked is not None and not promised:  # without the model, which takes long to load
-        check_asked(asked, device, promised)
+        check_asked(asked, device)
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
     model.graph_mode = options.graph_mode

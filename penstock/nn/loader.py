@@ -293,8 +293,8 @@ def fill(model: Decoder, directory: Path) -> None:
             if len(tensor) != rows:
                 raise ValueError(name)
             put(places[target], first, tensor)
-        except (RuntimeError, *MALFORMED):
-            raise ConfigError(f"{path}: {name!r} was changed while it was read", "model") from None
+        except (RuntimeError, *MALFORMED) as error:
+            raise ConfigError(f"{path}: {name!r} was changed while it was read", "model") from error
     if head is not None:
         _untie(model, head)
 

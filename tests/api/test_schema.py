@@ -164,6 +164,17 @@ def test_removed_fields_are_refused(name: str) -> None:
         chat(**{name: "x"})
 
 
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    given: dict[str, Any] = {"max_tokens": 7.0, "seed": -4.0, "n": 2.0, "stop_token_ids": [5.0, 6]}
+    assert params(**given) == params(**{name: json.loads(json.dumps(v).replace(".0", "")) for name, v in given.items()})
+    assert prompts_of([[1.0, 2], [3]], VOCAB) == [[1, 2], [3]]
+    for field, value in (("seed", 1e300), ("seed", math.inf), ("max_tokens", 1e300), ("stop_token_ids", [1e300])):
+        with pytest.raises(InvalidRequest, match=field):
+            params(**{field: value})
+    with pytest.raises(InvalidRequest, match="temperature"):
+        params(max_tokens=1.0, temperature=math.nan)
+
+
 def test_tools_that_are_not_to_be_called_are_accepted() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert chat(tools=tools, tool_choice="none", parallel_tool_calls=True)[1] == []

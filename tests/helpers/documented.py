@@ -11,8 +11,8 @@ from schemathesis.specs.openapi.checks import RejectedPositiveData, positive_dat
 
 # why what the document allows may be refused all the same: no schema can say it
 UNSPEAKABLE = re.compile(
-    "fit beside|context length|min_tokens: .* at most max_tokens|no token left to draw|slo: given, allowed only"
-    "|the chat template failed|arguments: not JSON|its JSON text|the model has .* token"
+    "logit_bias: .* token ids|fit beside|context length|min_tokens: .* at most max_tokens|no token left to draw"
+    "|slo: given, allowed only|the chat template failed|arguments: not JSON|its JSON text|the model has .* token"
 )
 
 
