@@ -17,7 +17,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.sched.steptime import PARTS, StepTime
@@ -32,6 +32,10 @@ OUTLIER = 6.0  # mean gaps; a step that is further off is an outlier
 LEAST_OUTLIER = 0.5  # the least gap of an outlier, as a share of its predicted time
 BELIEVED = 8  # outliers in a row that are accepted as a change
 WINDOW = 256  # steps
+SPREAD_AFTER, SPREAD_MEMORY = (
+    32,
+    0.98,
+)  # steps that do not count, as they teach; what is left of one after the next
 SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
 NAMES = (
     "overhead",
@@ -74,6 +78,7 @@ class FactorLearner:
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._mean_gap: float | None = None  # exponentially weighted, of its size; None before there was one
         self._accidents = 0  # in a row
+        self._late = 0.0  # mean square of gaps above 0, at most 1 each, and of others 0; exponentially weighted
         self._warming = WARM_UP
 
     @property
@@ -90,6 +95,12 @@ class FactorLearner:
 
         gaps = np.array(self._gaps)
         return Gap(len(gaps), float(gaps.mean()), float(np.quantile(np.abs(gaps), 0.9)))
+
+    @property
+    def spread(self) -> float:
+        """Of steps that take longer than predicted, as a share of what was predicted: the standard deviation if as many
+        took less."""
+        return sqrt(2 * self._late)
 
     @property
     def settled(self) -> bool:
@@ -126,6 +137,8 @@ class FactorLearner:
             return
         gap = measured_ms / predicted - 1
         self._gaps.append(gap)
+        if len(self._gaps) >= SPREAD_AFTER:
+            self._late += (1 - SPREAD_MEMORY) * (min(max(gap, 0.0), 1.0) ** 2 - self._late)
         if self._is_accident(abs(gap)):
             return
         self._learn([(place, ms / predicted) for place, ms in times if ms * values[place] >= EXCITED * predicted], gap)

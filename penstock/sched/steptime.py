@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 GRAIN = 64  # tokens: a budget is a multiple of it
+MARGIN, SPREADS = 0.9, 2.0  # of a limit at most; standard deviations by which a step may miss its prediction
 PARTS = ("gemm", "lm_head", "prefill_attention", "decode_attention")  # those with a roofline, in this order everywhere
 
 # Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
@@ -182,11 +183,18 @@ class StepTime:
         factors: what measured time is of the roofline, 1 where nothing is named: "PART:compute" and "PART:memory" for
             one bound of a part, "PART" for what has none of its own; "collectives" and "overhead" have no bounds.
             Names of anything else are ignored.
+        spread: by how much measured steps lately missed the prediction, as a share of it; 0 where nothing was measured.
     """
 
     device: DeviceModel
     shape: ModelShape
     factors: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+
+    @property
+    def margin(self) -> float:
+        """Share of a limit that a step may be predicted to take, so that it hardly ever takes more than the limit."""
+        return min(MARGIN, 1 / (1 + SPREADS * self.spread))
 
     @cached_property
     def _model(self) -> _Model:

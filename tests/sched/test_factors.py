@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.sched.factors import BELIEVED, BOUNDS, NAMES, OVERHEAD_BOUNDS, WARM_UP, FactorLearner
-from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sched.steptime import DEVICES, GEOMETRIES, MARGIN, StepTime
 
 DEVICE, SHAPE = DEVICES["h200"], GEOMETRIES["llama-3.1-8b"]
 factors = st.dictionaries(st.sampled_from(NAMES), st.floats(0.7, 2.5))
@@ -55,6 +55,14 @@ def test_true_factors_are_found_in_noisy_steps(factors, seed):
         assert learner.factors[name] == pytest.approx(factors.get(name, 1.0), rel=0.2)
     assert abs(learner.gap.mean) < 0.05
     assert 0.1 < learner.gap.p90 < 0.25
+
+
+@pytest.mark.parametrize(("noise", "margin"), [(0.02, MARGIN), (0.25, 1 / 1.5)])
+def test_the_less_steps_are_as_predicted_the_more_room_they_get(noise, margin):
+    learner = FactorLearner(DEVICE, SHAPE)
+    teach(learner, StepTime(DEVICE, SHAPE, {"gemm": 2.0}), Random(1), 1000, noise=noise)
+    assert learner.spread == pytest.approx(noise, rel=0.4)
+    assert StepTime(DEVICE, SHAPE, learner.factors, learner.spread).margin == pytest.approx(margin, rel=0.15)
 
 
 @settings(max_examples=15)

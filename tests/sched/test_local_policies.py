@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from math import inf
 from statistics import mean
 
@@ -14,9 +15,9 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
-from penstock.sched.local.policy.base import LEAST, MARGIN, StepLimit
+from penstock.sched.local.policy.base import LEAST, StepLimit
 from penstock.sched.local.policy.slack import PATIENCE, PATIENT_TTFT, SHARE, Slack
-from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sched.steptime import DEVICES, GEOMETRIES, MARGIN, StepTime
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 BUDGET = 2048
@@ -97,6 +98,15 @@ def test_a_step_takes_no_longer_than_the_tightest_tpot_of_its_streams():
     while "prompt" not in device.answered:
         device.step()
     assert max(device.lateness[name] for name in "ab") < 0
+
+
+def test_where_steps_differ_from_what_is_predicted_they_get_more_room():
+    device = Device()
+    device.decoding("a", tpot_ms=20.0)
+    device.scheduler.predict_by(replace(TIMES, spread=0.5))
+    device.add("prompt", 50_000)
+    plan = device.plan()
+    assert milliseconds(plan) <= 10.0 < milliseconds(plan) + 0.1
 
 
 @pytest.mark.parametrize("policy", LOCAL_POLICIES)

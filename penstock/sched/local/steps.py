@@ -221,9 +221,9 @@ class Measurements:
 
     @property
     def times(self) -> StepTime | None:
-        times = self._times
-        if times is not None and times.factors is not self.factors:
-            times = self._times = StepTime(times.device, times.shape, self.factors)
+        times, learner = self._times, self.learner
+        if times is not None and learner is not None and times.factors is not self.factors:
+            times = self._times = StepTime(times.device, times.shape, self.factors, learner.spread)
         return times
 
     def stamp(self, sequence: Sequence, output: TokenOutput, now: float) -> None:

@@ -17,7 +17,6 @@ from typing import Protocol
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
-MARGIN = 0.9  # of a limit, for errors of prediction
 LEAST = 1.25  # times what the decodes of a step take alone: with prompts it may take that, however tight targets are
 
 
@@ -88,11 +87,11 @@ class Decodes:
     def limit_ms(self, times: StepTime, limit: StepLimit) -> float:
         """What a step with these and prompts may take, whatever their targets."""
         alone = times.step_ms((), max(1, self.count), self.kv_tokens)
-        return MARGIN * (limit.beside(alone) if self.count else limit.without(alone))
+        return times.margin * (limit.beside(alone) if self.count else limit.without(alone))
 
-    def target_ms(self) -> float:
+    def target_ms(self, times: StepTime) -> float:
         """What it may take for their targets: the tightest TPOT or the least slack; inf without any."""
-        return MARGIN * 1e3 * min(self.tpot, self.slack)
+        return times.margin * 1e3 * min(self.tpot, self.slack)
 
 
 class Allowance:

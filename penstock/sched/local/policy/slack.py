@@ -26,7 +26,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, chain
 from math import inf
 
-from penstock.sched.local.policy.base import MARGIN, Allowance, Decodes, StepLimit
+from penstock.sched.local.policy.base import Allowance, Decodes, StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
 from penstock.sched.steptime import StepTime
 
@@ -117,7 +117,7 @@ class _Paid(Allowance):
         if sequence.turn[1] == _KEPT and not sequence.offline:
             self._kept.append((tokens, cached))
             if cached + tokens == len(sequence.tokens):
-                self._spare_at_end = min(self._spare_at_end, MARGIN * (sequence.due - self._now) * 1e3)
+                self._spare_at_end = min(self._spare_at_end, self.times.margin * (sequence.due - self._now) * 1e3)
                 self.prompts_ms = min(self.prompts_ms, self._spare_at_end)  # what comes behind it does not make it late
 
     def held_back(self) -> Iterable[Sequence]:
@@ -220,7 +220,7 @@ class Slack:
             held = [s for s in decoding if s.offline]
             decoding = [s for s in decoding if not s.offline]
         decodes = Decodes(now, decoding)
-        limit_ms = min(decodes.limit_ms(times, self._limit), decodes.target_ms())
+        limit_ms = min(decodes.limit_ms(times, self._limit), decodes.target_ms(times))
         for s in prefilling:
             if s.turn[1] == _LATE and not s.offline:
                 s.turn = _turn(s, _LATE, self._ms(s, times))
@@ -233,7 +233,7 @@ class Slack:
             times,
             decodes,
             limit_ms=limit_ms,
-            spare_ms=MARGIN * self._spare * 1e3 if self._hopeful else inf,
+            spare_ms=times.margin * self._spare * 1e3 if self._hopeful else inf,
             held=held,
             favoured=(self._favoured, self._others_ms(times, 2 * limit_ms, chain(prefilling, queue))),
         )
