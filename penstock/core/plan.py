@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -43,12 +43,15 @@ class SequenceStep:
         tokens: token ids to compute. The last may be a placeholder: -1 - i is what the step before this one drew in its
             i-th row that does.
         blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
-        sample: whether these tokens reach the end of the sequence, so that a next token is sampled.
-        params, seed: how to draw it.
-        history: with `sample`, and only where `params` have a penalty: every token so far; the last as in `tokens`.
+        sample: after how many of them, from the last one backwards, a token is drawn: none where they do not reach the
+            end of the sequence, one where they do, and one more for each draft behind that. Drafts are guesses, and
+            part of the sequence only as far as they are what is drawn before them (`verified`).
+        params, seed: how to draw.
+        history: with `sample`, and only where `params` have a penalty: every token so far but drafts; the last as in
+            `tokens`.
         prompt_tokens: how many of `history` are the prompt.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
-        banned: with `sample`: token ids that must not be sampled; something else is always left.
+        banned: with one to `sample`: token ids that must not be sampled; something else is always left.
         targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
             wanted.
         candidates: where no token is sampled but so many of the likeliest are wanted: of the last row, or of every one
@@ -61,7 +64,7 @@ class SequenceStep:
     start: int
     tokens: Sequence[int]
     blocks: Sequence[int]
-    sample: bool
+    sample: int
     params: SamplingParams
     seed: int
     history: Sequence[int] | None = None
@@ -72,12 +75,16 @@ class SequenceStep:
     candidates: int = 0
     branches: Branches | None = None
 
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.tokens[len(self.tokens) - self.sample + 1 :] if self.sample > 1 else ()
+
 
 class StepWork(NamedTuple):
     """What decides how long a step takes.
 
     Attributes:
-        prefills: (new tokens, tokens before them) of each sequence that computes more than one.
+        prefills: (new tokens, tokens before them) of each sequence that computes more than one, drafts among them.
         decodes: sequences that compute one, and beams.
         kv_tokens: that these read together, the new ones among them.
         rows: that are sampled.
@@ -125,7 +132,7 @@ class StepPlan:
                 kv_tokens += s.start + 1
             else:
                 prefills.append((count, s.start))
-            rows += s.sample or s.candidates > 0
+            rows += s.sample or int(s.candidates > 0)
         return StepWork(prefills, decodes, kv_tokens, rows)
 
 
@@ -134,16 +141,36 @@ class StepResult:
     """Sampled tokens, in the order of the plan's sequences with `sample`.
 
     Attributes:
-        tokens: one each.
-        logprobs: one each; None where the request did not ask for them.
+        tokens: a run each: one, and one more for each draft that was right.
+        logprobs: one for each of a run's tokens; None where the request did not ask for them.
         prompt_logprobs: request id -> one for each of the step's `targets`.
         candidates: request id -> for each row that was asked about, (token, log-probability) of the likeliest tokens in
             falling order; of equal ones the least first.
         broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
     """
 
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
+    tokens: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
     candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
+
+
+def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:
+    """The runs of those with `sample`, out of what was drawn after each of their rows.
+
+    A draft is right when it is what was drawn before it, so a run is what would have been drawn one token at a time.
+    """
+    runs: list[Sequence[int]] = []
+    row = 0
+    for step in steps:
+        end = row + step.sample
+        if step.sample > 1:
+            for place, draft in enumerate(step.drafts, row):
+                if drawn[place] != draft:
+                    end = place + 1
+                    break
+        if step.sample:
+            runs.append(drawn[row:end])
+        row += step.sample
+    return runs

@@ -320,5 +320,5 @@ def _touch_memory(model: Decoder, tokens: int) -> None:
     layout = make_layout(model.config, model.dtype, "block", "")
     blocks = tuple(range(blocks_for(tokens)))
     params = SamplingParams(temperature=0.0)
-    plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, True, params, 0),), blocks)
+    plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
     Runner(model, KVCache.on_device(layout, len(blocks), model.device)).run(plan)

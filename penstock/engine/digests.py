@@ -46,7 +46,7 @@ class DigestArithmetic:
             sequences: at least one, each with at least one token.
             digests: [blocks, BLOCK_TOKENS], of the whole pool.
 
-        Returns: each sequence's context after its new tokens.
+        Returns: the context after each token behind which one is drawn (`SequenceStep.sample`), in order.
         """
         starts = _ints(s.start for s in sequences)
         counts = _ints(len(s.tokens) for s in sequences)
@@ -64,7 +64,10 @@ class DigestArithmetic:
         before = self._product[positions] * (total - share + np.repeat(base, counts))
         slots = np.repeat(first_block, counts) + positions // BLOCK_TOKENS
         digests[blocks[slots], positions % BLOCK_TOKENS] = before * np.uint64(digest.FEEDBACK) + spread
-        after: Words = self._product[starts + counts] * (total[first_row + counts - 1] + base)
+        drawn = _ints(s.sample for s in sequences)
+        first_drawn = np.cumsum(drawn) - drawn
+        last = np.arange(drawn.sum()) + np.repeat(first_row + counts - drawn - first_drawn, drawn)
+        after: Words = self._product[positions[last] + 1] * (total[last] + np.repeat(base, drawn))
         return after.tolist()
 
     def _read(self, digests: Words, blocks: Ints, first_block: Ints, held: Ints, starts: Ints) -> Words:

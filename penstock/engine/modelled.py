@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +23,7 @@ from penstock.core import digest
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
@@ -243,15 +243,17 @@ class PacedRunner:
         if plan.fresh_blocks:
             self._digests[list(plan.fresh_blocks)] = 0
         contexts = self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else []
-        sampled = [(s, c) for s, c in zip(plan.sequences, contexts, strict=True) if s.sample]
-        tokens = [
-            digest.sample(c, s.start + len(s.tokens), self.token_ids, None if s.params.greedy else s.seed)
-            for s, c in sampled
+        sampled = [s for s in plan.sequences if s.sample]
+        behind = [(s, s.start + len(s.tokens) - i) for s in sampled for i in range(s.sample - 1, -1, -1)]
+        drawn = [
+            digest.sample(context, position, self.token_ids, None if s.params.greedy else s.seed)
+            for context, (s, position) in zip(contexts, behind, strict=True)
         ]
+        runs = verified(sampled, drawn)
         result = StepResult(
-            tokens,
-            [_certain(s.params.logprobs, t) for (s, _), t in zip(sampled, tokens, strict=True)],
-            {s.request_id: _all_certain(s) for s in plan.sequences if s.targets},
+            runs,
+            [_certain(s.params.logprobs, run) for s, run in zip(sampled, runs, strict=True)],
+            {s.request_id: _certain(s.params.prompt_logprobs, s.targets) or [] for s in plan.sequences if s.targets},
         )
         self._pace(begin, self._duration(plan))
         return result
@@ -323,13 +325,10 @@ class PacedRunner:
         self._reported = StepPacer(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
 
 
-def _certain(asked: int | None, token: int) -> TokenLogprobs | None:
-    return None if asked is None else TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)] if asked else [])
-
-
-def _all_certain(step: SequenceStep) -> list[TokenLogprobs]:
-    reports = [_certain(step.params.prompt_logprobs, token) for token in step.targets]
-    return [report for report in reports if report is not None]
+def _certain(asked: int | None, tokens: Sequence[int]) -> list[TokenLogprobs] | None:
+    if asked is None:
+        return None
+    return [TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)] if asked else []) for token in tokens]
 
 
 # --- reading what was asked for

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import filled, likeliest, plain_sampling, sample, score
+from penstock.engine.sampling import Drawn, each_row, filled, likeliest, plain_sampling, sample, score
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
@@ -62,11 +62,12 @@ class Runner:
         hidden = self.model(batch, self.cache.slots)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
-        sampled = [(s, rows) for s, rows in steps if s.sample]
+        sampled = [s for s, _ in steps if s.sample]
         result = StepResult([], [])
         if sampled:
-            last = [rows[-1] for _, rows in sampled]
-            self._sampled, result = self._sample(_rows(hidden, last), [s for s, _ in sampled])
+            last = [row for s, rows in steps if s.sample for row in rows[-s.sample :]]
+            drawn = self._draw(_rows(hidden, last), sampled)
+            self._sampled, result = drawn.tokens, drawn.result(sampled)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
@@ -76,13 +77,14 @@ class Runner:
         broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
         return replace(result, broken=result.broken | broken)
 
-    def _sample(self, hidden: Tensor, steps: list[SequenceStep]) -> tuple[Tensor, StepResult]:
-        """One token per row, [rows] and as a result; from logits only where these are needed."""
-        how = plain_sampling(steps)
+    def _draw(self, hidden: Tensor, steps: list[SequenceStep]) -> Drawn:
+        """One token per row; from logits only where these are needed."""
+        rows = [row for step in steps for row in each_row(step)]
+        how = plain_sampling(rows)
         tokens = None if how is None else self.model.choose(hidden, how)
         if tokens is None:
-            return sample(self.model.logits(hidden), steps, self._sampled)
-        return tokens, StepResult(tokens.tolist(), [None] * len(steps))
+            return sample(self.model.logits(hidden), rows, self._sampled)
+        return Drawn(tokens, tokens.tolist())
 
     def _candidates(
         self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]
@@ -111,7 +113,7 @@ def _wanted(step: SequenceStep, rows: range) -> range:
     """Those of a sequence's rows of which more than K and V is needed."""
     if step.targets or step.branches is not None:
         return rows
-    return rows[-1:] if step.sample or step.candidates else rows[:0]
+    return rows[-1:] if step.candidates else rows[len(rows) - step.sample :]
 
 
 def _rows(hidden: Tensor, rows: list[int]) -> Tensor:

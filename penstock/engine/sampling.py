@@ -7,11 +7,12 @@ the same as drawing from their softmax (Gumbel-max), and can be repeated anywher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from penstock.core.plan import SequenceStep, StepResult
+from penstock.core.plan import SequenceStep, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import GREEDY_BELOW
 from penstock.nn import ops
@@ -24,15 +25,61 @@ def filled(tokens: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(tokens < 0, sampled[(-1 - tokens).clamp_(min=0)], tokens)
 
 
-def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tuple[Tensor, StepResult]:
-    """One token per row, and which of them are broken.
+def each_row(step: SequenceStep) -> list[SequenceStep]:
+    """One for each row after which it draws, with the drafts before it as if they were known to be right."""
+    if step.sample == 1:
+        return [step]
+    known = len(step.tokens) - step.sample + 1
+    history = step.history
+    return [
+        replace(
+            step,
+            tokens=step.tokens[:end],
+            sample=1,
+            history=None if history is None else [*history, *step.tokens[known:end]],
+        )
+        for end in range(known, len(step.tokens) + 1)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was drawn after each row.
+
+    Attributes:
+        tokens: [rows] on the device, and `ids`, the same as a list.
+        logprobs: one each, None where they were not asked for; None where nobody did.
+        whole: whether a row's logits are all finite; None where all are.
+    """
+
+    tokens: Tensor
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    whole: list[bool] | None = None
+
+    def result(self, steps: Sequence[SequenceStep]) -> StepResult:
+        """Of the steps whose rows they are, in order; what comes after a wrong draft is left out."""
+        runs = verified(steps, self.ids)
+        if self.logprobs is None and (self.whole is None or all(self.whole)):
+            return StepResult(runs, [None] * len(runs))
+        reports, broken, row = [], set(), 0
+        for step, run in zip(steps, runs, strict=True):
+            end = row + len(run)
+            own = [report for report in self.logprobs[row:end] if report is not None] if self.logprobs else []
+            reports.append(own or None)
+            if self.whole is not None and not all(self.whole[row:end]):
+                broken.add(step.request_id)
+            row += step.sample
+        return StepResult(runs, reports, broken=frozenset(broken))
+
+
+def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> Drawn:
+    """One token per row.
 
     Args:
         logits: [rows, vocab] float32, from the model; changed in place.
-        steps: whose rows they are.
+        steps: whose rows they are, one each.
         before: what the step before this one drew, for placeholders in histories.
-
-    Returns: the tokens [rows] on the device, and as a result.
     """
     reports = _Logprobs(logits, steps)
     tokens, finite = ops.argmax(logits)
@@ -43,8 +90,7 @@ def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> tup
         chosen = logits if len(rows) == len(steps) else logits[index]
         tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
     ids = tokens.tolist()
-    broken = frozenset(s.request_id for s, whole in zip(steps, finite.tolist(), strict=True) if not whole)
-    return tokens, StepResult(ids, reports.of(ids), broken=broken)
+    return Drawn(tokens, ids, reports.of(ids), finite.tolist())
 
 
 def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
@@ -149,10 +195,10 @@ class _Logprobs:
         index = torch.tensor(list(self._rows), dtype=torch.int64, device=logits.device)
         self._values = logits[index].log_softmax(-1) if self._rows else None
 
-    def of(self, tokens: Sequence[int]) -> list[TokenLogprobs | None]:
-        reports: list[TokenLogprobs | None] = [None] * self._count
+    def of(self, tokens: Sequence[int]) -> list[TokenLogprobs | None] | None:
         if self._values is None:
-            return reports
+            return None
+        reports: list[TokenLogprobs | None] = [None] * self._count
         for (row, top), values in zip(self._rows.items(), self._values, strict=True):
             (reports[row],) = _reports(values[None], [tokens[row]], top)
         return reports

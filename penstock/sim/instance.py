@@ -315,7 +315,7 @@ class SimInstance:
             for s in plan.sequences
             if s.sample
         ]
-        return StepResult(tokens, [None] * len(tokens))
+        return StepResult([[token] for token in tokens], [None] * len(tokens))
 
     def _last(self, request_id: str) -> int:
         """The position of a request's last token."""

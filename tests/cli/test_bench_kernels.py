@@ -46,8 +46,8 @@ def test_an_ops_work_is_what_its_shapes_say():
     x, weight = torch.zeros(3, 10, dtype=torch.bfloat16), torch.zeros(7, 10, dtype=torch.bfloat16)
     assert work_of("linear", (x, weight, None), torch.zeros(3, 7)) == (60 + 140 + 84, 2 * 3 * 7 * 10)
     steps = [
-        SequenceStep("a", 99, [1], (0, 1), True, SamplingParams(), 0),
-        SequenceStep("b", 0, [1, 1, 1], (2,), True, SamplingParams(), 0),
+        SequenceStep("a", 99, [1], (0, 1), 1, SamplingParams(), 0),
+        SequenceStep("b", 0, [1, 1, 1], (2,), 1, SamplingParams(), 0),
     ]
     batch = Batch(steps, torch.device("cpu"))
     cache = torch.zeros(3, 2, 2, BLOCK_TOKENS, 8)

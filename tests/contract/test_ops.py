@@ -46,7 +46,7 @@ def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> 
         count = -(-(start + rows) // BLOCK_TOKENS)
         blocks = range(used, used + count) if consecutive else tuple(order[used : used + count])
         used += count
-        steps.append(SequenceStep(str(i), start, list(range(rows)), blocks, True, SamplingParams(), 0))
+        steps.append(SequenceStep(str(i), start, list(range(rows)), blocks, 1, SamplingParams(), 0))
     return Batch(steps, torch.device(device))
 
 
@@ -73,7 +73,7 @@ def branches_of(prompt: int, rows: int, before: int, device: str, consecutive: b
     blocks = range(3, 3 + count) if consecutive else tuple(order[:count])
     region = [block for block in order if block not in blocks][: -(-rows * (before + 1) // BLOCK_TOKENS)]
     past = torch.randint(0, rows, (rows, before), generator=generator).tolist()
-    step = SequenceStep("", prompt + before, [0] * rows, blocks, False, SamplingParams(), 0)
+    step = SequenceStep("", prompt + before, [0] * rows, blocks, 0, SamplingParams(), 0)
     return Batch([replace(step, candidates=2, branches=Branches(past, rows, region))], torch.device(device))
 
 
@@ -205,7 +205,7 @@ def agree(op, name, backend, device, data, dtype):
 
 
 def step_of(start: int, rows: int, blocks) -> SequenceStep:
-    return SequenceStep("", start, list(range(rows)), blocks, True, SamplingParams(), 0)
+    return SequenceStep("", start, list(range(rows)), blocks, 1, SamplingParams(), 0)
 
 
 @contextmanager
@@ -375,7 +375,7 @@ def test_attention_of_a_row_is_the_same_to_the_bit_whoever_else_is_there(order, 
             together = sdpa.attention(q, cache, batch, 0.25, None)
             for i, (start, _) in enumerate(lengths):
                 blocks = batch.spans[i].ids
-                step = SequenceStep("", start, [0], blocks, True, SamplingParams(), 0)
+                step = SequenceStep("", start, [0], blocks, 1, SamplingParams(), 0)
                 by_itself = Batch([step], torch.device(device))
                 assert torch.equal(sdpa.attention(q[i : i + 1], cache, by_itself, 0.25, None)[0], together[i])
                 # nor does it matter whether its blocks are found by table
@@ -403,7 +403,7 @@ def test_beams_attend_as_if_each_were_a_sequence_of_its_own(order):
         blocks = -(-whole.shape[2] // BLOCK_TOKENS)
         padded = torch.nn.functional.pad(whole, (0, 0, 0, blocks * BLOCK_TOKENS - whole.shape[2]))
         alone = padded.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4).contiguous()
-        step = SequenceStep("", prompt + before, [0], range(blocks), True, SamplingParams(), 0)
+        step = SequenceStep("", prompt + before, [0], range(blocks), 1, SamplingParams(), 0)
         expected = ops.attention(q[row : row + 1], alone, Batch([step], torch.device("cpu")), 0.25, None)
         assert torch.allclose(together[row : row + 1], expected, atol=1e-5)
     # a search that stands elsewhere in a batch gets the same to the bit

@@ -239,7 +239,7 @@ def test_a_mapping_that_fails_is_not_passed_over(memory):
 
 def step(name: str, blocks: list[int], ahead: list[int]) -> SequenceStep:
     start = (len(blocks) - 1) * 64
-    return SequenceStep(name, start, [1], tuple(blocks), True, SamplingParams(), 0, ahead=tuple(ahead))
+    return SequenceStep(name, start, [1], tuple(blocks), 1, SamplingParams(), 0, ahead=tuple(ahead))
 
 
 PLANS = st.lists(

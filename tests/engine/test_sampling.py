@@ -1,13 +1,14 @@
 """Draws: filters in the right order, the right distribution, and nothing but one's own row."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.plan import SequenceStep, StepResult
+from penstock.core.plan import SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine import sampling
 from penstock.engine.sampling import score
@@ -15,15 +16,15 @@ from penstock.engine.sampling import score
 VOCAB = 50
 
 
-def sample(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> StepResult:
-    tokens, result = sampling.sample(rows, steps, torch.tensor(before, dtype=torch.int64))
-    assert tokens.tolist() == result.tokens
-    return result
+def sample(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> SimpleNamespace:
+    drawn = sampling.sample(rows, steps, torch.tensor(before, dtype=torch.int64))
+    assert drawn.tokens.tolist() == drawn.ids
+    return SimpleNamespace(tokens=drawn.ids, logprobs=drawn.logprobs)
 
 
 def step(seed=0, position=10, history=None, prompt_tokens=0, **params) -> SequenceStep:
     p = SamplingParams(**params)
-    return SequenceStep("r", position - 1, [0], (0,), True, p, seed, history, prompt_tokens)
+    return SequenceStep("r", position - 1, [0], (0,), 1, p, seed, history, prompt_tokens)
 
 
 def logits(rows=1, seed=0, vocab=VOCAB) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_bias_and_logprobs():
     assert report.chosen == pytest.approx(float(want[favourite]))  # of the raw logits, before the bias
     assert report.rank == VOCAB
     assert [t for t, _ in report.top] == want.topk(3).indices.tolist()
-    assert sample(row.clone(), [step()]).logprobs == [None]
+    assert sample(row.clone(), [step()]).logprobs is None
 
 
 def test_the_noise_never_rules_a_token_out():

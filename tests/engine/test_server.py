@@ -74,7 +74,7 @@ class CountingRunner:
         self.sampled = [(self.sampled[-1 - token] if token < 0 else token) + 1 for token in last]
         if self.halt in self.sampled:
             self.pace.clear()
-        return StepResult(self.sampled, [None] * len(last))
+        return StepResult([[token] for token in self.sampled], [None] * len(last))
 
 
 class Frontend:

@@ -41,7 +41,7 @@ def run(model, mode: str, order: str, consecutive: bool, together: bool = True) 
             tokens = torch.randint(1, 320, (rows,), generator=generator).tolist()
             blocks = range(8 * i, 8 * i + -(-(start + rows) // BLOCK_TOKENS))
             ids = blocks if consecutive else tuple(blocks)
-            sequences.append(SequenceStep(str(i), start, tokens, ids, True, SamplingParams(), 0))
+            sequences.append(SequenceStep(str(i), start, tokens, ids, 1, SamplingParams(), 0))
         for batch in [sequences] if together else [[s] for s in sequences]:
             results.append(model(Batch(batch, CPU), cache.slots))
     return [torch.cat(results[:1] if together else results[:3]), *results, cache.slots.clone()]
@@ -141,9 +141,9 @@ def test_a_copy_computes_with_its_own_weights(tmp_path):
 @torch.inference_mode()
 def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
     model = load_model(checkpoint, CPU, torch.bfloat16)
-    prompt = SequenceStep("0", 0, list(range(1, 34)), (0, 1, 2), True, SamplingParams(), 0)
+    prompt = SequenceStep("0", 0, list(range(1, 34)), (0, 1, 2), 1, SamplingParams(), 0)
     beams = SequenceStep(
-        "0", 33, [5, 6], (0, 1, 2), False, SamplingParams(), 0, candidates=2, branches=Branches([[], []], 2, (3,))
+        "0", 33, [5, 6], (0, 1, 2), 0, SamplingParams(), 0, candidates=2, branches=Branches([[], []], 2, (3,))
     )
     found = {}
     for mode in ("eager", "auto", "full"):

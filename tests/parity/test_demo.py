@@ -37,7 +37,7 @@ def model_of_either(request, model):
 def logprobs(model, cache, tokens: list[int]) -> torch.Tensor:
     """[tokens - 1] log-probability of each token but the first."""
     blocks = tuple(range(-(-len(tokens) // BLOCK_TOKENS)))
-    step = SequenceStep("r", 0, tokens, blocks, True, SamplingParams(), 0)
+    step = SequenceStep("r", 0, tokens, blocks, 1, SamplingParams(), 0)
     rows = model.logits(model(Batch([step], model.device), cache))[:-1].log_softmax(-1)
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 

@@ -33,7 +33,7 @@ def prompt(length: int) -> list[int]:
 
 def step(tokens, start, total, first_block=0) -> SequenceStep:
     blocks = range(first_block, first_block + -(-total // BLOCK_TOKENS))
-    return SequenceStep("r", start, tokens, tuple(blocks), True, SamplingParams(), 0)
+    return SequenceStep("r", start, tokens, tuple(blocks), 1, SamplingParams(), 0)
 
 
 def logits_of(model, sequences, cache):

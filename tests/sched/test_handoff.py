@@ -168,7 +168,7 @@ class Node:
                 end = s.start + len(s.tokens)
                 tokens.append(draw([self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]))
         self.sampled = tokens
-        for output in self.scheduler.update(plan, StepResult(tokens, [None] * len(tokens))):
+        for output in self.scheduler.update(plan, StepResult([[token] for token in tokens], [None] * len(tokens))):
             self.world.receive(self.peer.name, output)
         self.handoffs.progress(self.world.network.now)
 

@@ -40,7 +40,7 @@ def make_scheduler(policy="fcfs", blocks=40, sequences=8) -> Scheduler:
 
 def run(scheduler: Scheduler, plan: StepPlan, began=0.0, ended=0.0) -> list[TokenOutput]:
     sampled = sum(s.sample for s in plan.sequences)
-    return scheduler.update(plan, StepResult([1] * sampled, [None] * sampled), began, ended)
+    return scheduler.update(plan, StepResult([[1]] * sampled, [None] * sampled), began, ended)
 
 
 def test_a_policy_of_another_name_is_refused():

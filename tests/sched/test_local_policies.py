@@ -58,7 +58,7 @@ class Device:
                 late = self.now - sequence.due
                 self.lateness[s.request_id] = max(self.lateness.get(s.request_id, -inf), late)
         sampled = sum(s.sample for s in plan.sequences)
-        outputs = self.scheduler.update(plan, StepResult([1] * sampled, [None] * sampled), begun, self.now)
+        outputs = self.scheduler.update(plan, StepResult([[1]] * sampled, [None] * sampled), begun, self.now)
         self.waits |= {output.request_id: output.timing.wait for output in outputs if output.timing is not None}
 
     def step(self) -> dict[str, int]:

@@ -96,7 +96,7 @@ def test_what_depends_on_how_many_tokens_there_are_is_known_beforehand():
     plans = [engine.begin()]
     for _ in range(4):
         plans.append(engine.begin())
-        engine.scheduler.update(engine.flying.pop(0), StepResult([5], [None]))
+        engine.scheduler.update(engine.flying.pop(0), StepResult([[5]], [None]))
     assert [STOP in plan.sequences[0].banned for plan in plans] == [True, True, True, False, False]
 
 

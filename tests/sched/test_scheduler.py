@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
@@ -149,14 +149,15 @@ class Engine:
                 past = [*past, self.sampled[-1 - token] if token < 0 else token]
                 position = s.start + i
                 self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
+                if i >= len(s.tokens) - s.sample:
+                    sampled.append(next_token(past))
             for position in range(s.start):  # every block of the past holds exactly this sequence's past
                 assert self.read(s.blocks, position) == past[: position + 1]
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
-            if s.sample:
-                sampled.append(next_token(past))
         self.sampled = sampled
-        outputs = self.scheduler.update(plan, StepResult(sampled, [None] * len(sampled), candidates=candidates))
+        runs = verified(plan.sequences, sampled)
+        outputs = self.scheduler.update(plan, StepResult(runs, [None] * len(runs), candidates=candidates))
         self.collect(outputs)
         self.send()
         self.check_flights()
@@ -490,7 +491,7 @@ def test_an_update_passes_over_what_was_cancelled_during_the_step():
         engine.scheduler.add(request(name, [1] * 10))
     plan = engine.scheduler.schedule()
     engine.scheduler.cancel("a")
-    outputs = engine.scheduler.update(plan, StepResult([7, 8], [None, None]))
+    outputs = engine.scheduler.update(plan, StepResult([[7], [8]], [None, None]))
     assert [(o.request_id, o.tokens) for o in outputs] == [("b", [8])]
     assert not engine.scheduler.cancel("a")
     engine.scheduler.check()

@@ -60,7 +60,7 @@ def test_every_token_of_the_prompt_but_the_first_is_reported_once(length, budget
                 if s.targets
             }
             sampled = sum(s.sample for s in plan.sequences)
-            for output in scheduler.update(plan, StepResult([7] * sampled, [None] * sampled, reports)):
+            for output in scheduler.update(plan, StepResult([[7]] * sampled, [None] * sampled, reports)):
                 assert (output.prompt_logprobs is not None) == (output.start == 0)
                 if output.prompt_logprobs is not None:
                     # (token, its position)
@@ -83,7 +83,7 @@ def test_reserved_room_finds_blocks_of_its_own_salt_only():
     mine = replace(make_request("a", [1] * 200, max_tokens=1), cache_salt="mine")
     scheduler.add(mine)
     plan = scheduler.schedule()
-    scheduler.update(plan, StepResult([1], [None]))
+    scheduler.update(plan, StepResult([[1]], [None]))
     for salt, have in (("mine", 3), ("yours", 0), ("", 0)):
         reservation = scheduler.reserve(replace(mine, id="b", cache_salt=salt))
         assert reservation is not None
@@ -105,6 +105,6 @@ def test_everything_about_a_request_crosses_the_wire():
     scheduler.add(replace(request, generated=()))
     plan = scheduler.schedule()
     reports = {"r": [TokenLogprobs(-1.5, 2, [(3, -0.5)])]}
-    outputs = scheduler.update(plan, StepResult([2], [None], reports))
+    outputs = scheduler.update(plan, StepResult([[2]], [None], reports))
     assert decode_event(codec.encode(StepReport(1, outputs, STATS))).outputs == outputs
     assert outputs[0].prompt_logprobs == reports["r"]

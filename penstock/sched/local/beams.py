@@ -220,7 +220,7 @@ class BeamGroup(Sequence):
         if not search.live:
             step = super().step(count)
             step.candidates = self._candidates if step.sample else 0
-            step.sample = False
+            step.sample = 0
             return step
         first = blocks_for(len(prompt))
         blocks = tuple(self.blocks)

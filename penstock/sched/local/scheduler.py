@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
@@ -424,7 +425,7 @@ class Scheduler:
         computed = self._land(plan)
         sampled = iter(zip(result.tokens, result.logprobs, strict=True))
         for step in plan.sequences:
-            token, logprobs = next(sampled) if step.sample else (None, None)
+            run, logprobs = next(sampled) if step.sample else ((), None)
             sequence = computed.get(step.request_id)
             if sequence is None:
                 continue
@@ -442,14 +443,15 @@ class Scheduler:
                     continue
                 output = told
             else:
-                sequence.computed = step.start + len(step.tokens)
+                sequence.computed = step.start + len(step.tokens) - step.sample
                 if sequence.prompt_logprobs is not None:
                     sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
+                told = self._append(sequence, run, logprobs) if run else None
                 if sequence.computed // BLOCK_TOKENS != sequence.published:
                     self.kv.publish(sequence)
-                if token is None:
+                if told is None:
                     continue
-                output = self._append(sequence, token, logprobs)
+                output = told
             if sequence.answered is None:
                 sequence.wait = self._wait(sequence)
             if sequence.answered is None or output.finish is not None:
@@ -462,22 +464,29 @@ class Scheduler:
             outputs.append(output)
         return outputs
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        """A sampled token becomes part of the output, and perhaps ends it."""
+    def _append(self, sequence: Sequence, run: Items[int], logprobs: Items[TokenLogprobs] | None) -> TokenOutput:
+        """Sampled tokens become part of the output; one of them perhaps ends it, and those after it are nothing."""
         request, tokens = sequence.request, sequence.tokens
-        generated = len(tokens) - len(request.prompt)
-        tokens.append(token)
+        output = TokenOutput(request.id, [])
+        output.cached_tokens = sequence.cached_tokens or 0
+        output.start = len(tokens) - len(request.prompt)
         if sequence.first is None:
             self._answered.append(sequence)
-        output = TokenOutput(request.id, [token], None if logprobs is None else [logprobs])
-        output.cached_tokens = sequence.cached_tokens or 0
-        output.start = generated
         if sequence.prompt_logprobs is not None:
             output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        if token in request.stop_ids:
-            output.finish, output.stop_token = FinishReason.STOP, token
-        elif generated + 1 >= request.max_tokens or len(tokens) >= self.limits.max_model_len:
-            output.finish = FinishReason.LENGTH
+        longest = min(len(request.prompt) + request.max_tokens, self.limits.max_model_len)
+        for token in run:
+            tokens.append(token)
+            output.tokens.append(token)
+            if token in request.stop_ids:
+                output.finish, output.stop_token = FinishReason.STOP, token
+                break
+            if len(tokens) >= longest:
+                output.finish = FinishReason.LENGTH
+                break
+        sequence.computed += len(output.tokens)  # but for the last, all were computed; and the one before them
+        if logprobs is not None:
+            output.logprobs = list(logprobs[: len(output.tokens)])
         return output
 
     def _wait(self, sequence: Sequence) -> str:

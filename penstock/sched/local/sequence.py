@@ -254,7 +254,7 @@ class Sequence:
         tokens, request, start = self.tokens, self.request, self.computed
         blocks = tuple(self.blocks)
         end = start + count
-        sample = end == len(tokens)
+        sample = int(end == len(tokens))
         used = blocks_for(end)
         step = SequenceStep(
             request.id,

@@ -98,6 +98,8 @@ class InFlightSteps:
             return True
         here = flight.sequences
         for step in flight.plan.sequences:
+            if step.sample > 1:
+                return False  # how far it goes on is not known
             if (step.sample or step.candidates) and step.request_id in here and here[step.request_id].guided:
                 return False  # what may be sampled after it depends on which token it is
         flight.counted = True
@@ -184,7 +186,7 @@ class InFlightSteps:
                     if flight.counted:
                         assert sequence.in_flight == len(step.tokens)
                         assert sequence.computed == step.start + len(step.tokens)
-                        assert (sequence.tokens[-1] < 0) == step.sample
+                        assert (sequence.tokens[-1] < 0) == bool(step.sample)
 
 
 class Measurements:
