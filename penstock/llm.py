@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args, get_type_hints
 
+from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.request import TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
@@ -144,6 +146,10 @@ class LLM:
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = built.runner.vocab_size
         scheduler = self._engine.scheduler
+        decoder = built.runner.model
+        device = known_device(decoder.device) or calibrated(decoder, built.shape, SystemClock())
+        if times := scheduler.measurements.learn(device, built.shape):
+            scheduler.predict_by(times)
         self._limits = ModelLimits(
             self.max_model_len,
             self.vocab_size,

@@ -44,7 +44,7 @@ SECTIONS = {
         ("mm_processor_kwargs", VLLM, ""),
         ("media_io_kwargs", VLLM, ""),
         ("audio", OPENAI, ""),
-        ("prediction", OPENAI, ""),
+        ("prediction", OPENAI, "text that the answer is expected to repeat: it may come sooner, and is the same"),
         ("web_search_options", OPENAI, ""),
     ),
     "Sampling": (

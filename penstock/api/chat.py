@@ -11,8 +11,9 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.schema import ChatBody, sampling_params, service_level
+from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import Envelope, send_events, send_whole, usage_body
+from penstock.core.errors import InvalidRequest, UserError
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, longest_whole, truncated
@@ -48,6 +49,7 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
     check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
+    prediction = await _predicted(frontend, body.prediction)
     with frontend.submit(
         [prompt],
         params,
@@ -56,12 +58,22 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
         level=level,
         arrival=arrival,
         cache_salt=body.prefix_salt,
+        prediction=prediction,
     ) as generation:
         shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
         if body.stream:
             await send_events(send, generation, shape, request_id)
         else:
             await send_whole(send, generation, shape)
+
+
+async def _predicted(frontend: Frontend, prediction: Prediction | None) -> list[int]:
+    if prediction is None:
+        return []
+    try:
+        return await frontend.encode(prediction.text, False, frontend.max_model_len)
+    except UserError as error:
+        raise InvalidRequest(f"prediction: {error}", "prediction") from None
 
 
 class ChatShape:

@@ -81,7 +81,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "verbosity": ("medium",),
     # how it is served
@@ -115,6 +114,7 @@ ALLOWED = {
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
+    "literal_error": "{expected}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "too_short": "at least {min_length}",
@@ -158,6 +158,37 @@ class Targets(BaseModel):
 
     ttft_ms: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
     tpot_ms: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
+
+
+class PredictedPart(BaseModel):
+    """A part of a `Prediction`."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """Text that much of the answer is expected to repeat (OpenAI's predicted outputs)."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["content"]
+    content: Annotated[str | list[PredictedPart], SkipValidation]  # `text` says more
+
+    @property
+    def text(self) -> str:
+        """Raises InvalidRequest."""
+        parts: Any = self.content
+        if isinstance(parts, str):
+            return parts
+        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            texts = [part.get("text") for part in parts]
+            if _all(texts, str) or not texts:
+                return "".join(texts)
+        field = "prediction.content"
+        raise InvalidRequest(
+            f"{field}: {SHORT.repr(parts)}, allowed is a string, or a list of parts of type 'text'", field
+        )
 
 
 class GenerationBody(Body):
@@ -263,6 +294,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
     @property
     def opens_turn(self) -> bool:
@@ -284,6 +316,8 @@ class ChatBody(GenerationBody):
         check_turn(self.add_generation_prompt, self.continue_final_message)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
+        if self.prediction is not None:
+            _ = self.prediction.text
         check_messages(self.messages)
 
     def undeclared(self) -> dict[str, Any]:

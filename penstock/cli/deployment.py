@@ -26,6 +26,7 @@ MODELLED_TOO = (  # of the engine's options
     "kv-cache-memory",
     "host-cache-memory",
     "enable-prefix-caching",
+    "speculative-config",
     "scheduling-policy",
 )
 

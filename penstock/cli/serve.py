@@ -13,7 +13,7 @@ from typing import Any
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
 from penstock.cli.run_folder import run_folder
-from penstock.sched.local import LOCAL_POLICIES
+from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.service.checkpoint import find_checkpoint
 
 ENGINE = "engine-0"  # its instance's name
@@ -59,6 +59,13 @@ ENGINE_OPTIONS = (
         one_of(*LOCAL_POLICIES),
         "slack",
         "fcfs: by priority and arrival; slack: by targets of latency, priority and the work that is left",
+    ),
+    Option(
+        "speculative-config",
+        speculation.checked,
+        "auto",
+        'drafts that a step checks beside the next token: auto, off, or an object such as {"method": "ngram", '
+        '"num_speculative_tokens": 4}; the tokens are the same',
     ),
     Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),
     Option(

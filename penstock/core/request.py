@@ -36,6 +36,7 @@ class Request:
             on after them as if it had never been interrupted.
         bad_words: token sequences, none of them empty, that the output never completes.
         cache_salt: cached prefixes are shared among requests with the same one.
+        prediction: tokens that much of the output is expected to repeat; it may be the sooner for it, and is the same.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Request:
     generated: Sequence[int] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
+    prediction: Sequence[int] = ()
 
     @property
     def context(self) -> Sequence[int]:

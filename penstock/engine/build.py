@@ -36,6 +36,7 @@ from penstock.sched.local.limits import StepBudget, host_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
+from penstock.sched.local.speculation import make_speculation
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
@@ -63,6 +64,7 @@ class EngineOptions:
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
             faster in either mode.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
+        speculative_config: see `sched.local.speculation.make_speculation`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
@@ -82,6 +84,7 @@ class EngineOptions:
     kv_address_mode: str = "auto"
     kv_layout: str = "auto"
     scheduling_policy: str = "slack"
+    speculative_config: str = "auto"
     graph_mode: str = "auto"
     async_scheduling: bool = True
     weight_cache: bool = True
@@ -122,6 +125,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         Unavailable: there is no KV pool server.
     """
     _check(options)
+    speculation = make_speculation(options.speculative_config)
     device = _device(options.device)
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
@@ -166,7 +170,15 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     policy = make_local_policy(options.scheduling_policy, None, limit)  # the server says what predicts steps
     mover = open_host_tier(cache, slots) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
+    scheduler = Scheduler(
+        limits,
+        blocks,
+        root=root,
+        prefix_cache=options.prefix_cache,
+        policy=policy,
+        offload=offload,
+        speculation=speculation,
+    )
     runner = Runner(model, cache)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "

@@ -35,6 +35,7 @@ from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.limits import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.local.offload import Offload
+from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
@@ -63,6 +64,7 @@ class ModelledOptions:
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
         prefix_cache: whether computed prefixes are found again.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
+        speculative_config: see `EngineOptions`.
     """
 
     model: str
@@ -80,6 +82,7 @@ class ModelledOptions:
     host_cache_memory: int | None = None
     prefix_cache: bool = True
     scheduling_policy: str = "slack"
+    speculative_config: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,15 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     offload = Offload(blocks, Tier(slots)) if slots else None
     limit = sizes.limit.slowed(options.slowdown)
     policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), limit)
-    scheduler = Scheduler(limits, blocks, root=root, prefix_cache=options.prefix_cache, policy=policy, offload=offload)
+    scheduler = Scheduler(
+        limits,
+        blocks,
+        root=root,
+        prefix_cache=options.prefix_cache,
+        policy=policy,
+        offload=offload,
+        speculation=make_speculation(options.speculative_config),
+    )
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
         "slowed down %g times",

@@ -45,6 +45,7 @@ from penstock.core.wire.engine import (
 from penstock.engine.loop import Engine, Step
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
+from penstock.sched.local.speculation import SpeculationCounters
 from penstock.transfer.carrier import LinkDown, ReceivedMessage
 from penstock.transfer.transports import KVTransport
 
@@ -382,7 +383,8 @@ class EngineServer:
 def stats_of(engine: Engine) -> EngineStats:
     """Of an engine, for those who send it requests."""
     scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
-    counters = scheduler.counters
+    counters, speculation = scheduler.counters, scheduler.speculation
+    drafted = SpeculationCounters() if speculation is None else speculation.counters
     block_bytes = mover.block_bytes if mover is not None else 0
     return EngineStats(
         running=scheduler.num_running,
@@ -398,6 +400,9 @@ def stats_of(engine: Engine) -> EngineStats:
         prefix_loads=counters.prefix_loads,
         stored_bytes=offload.stored_blocks * block_bytes if offload is not None else 0,
         loaded_bytes=offload.loaded_blocks * block_bytes if offload is not None else 0,
+        drafts=drafted.drafts,
+        draft_tokens=drafted.draft_tokens,
+        accepted_tokens=drafted.accepted_tokens,
     )
 
 

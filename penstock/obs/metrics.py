@@ -64,6 +64,7 @@ VLLM = {
     *("request_success", "iteration_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
@@ -76,7 +77,7 @@ NO_STATS = EngineStats(
 )
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
-    *("prefix_loads", "stored_bytes", "loaded_bytes"),
+    *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
 )
 totals = attrgetter(*TOTALS)
 
@@ -153,6 +154,9 @@ class _Engine:
     host_hits: Counter
     stored: Counter
     loaded: Counter
+    drafts: Counter
+    draft_tokens: Counter
+    accepted_tokens: Counter
     preemptions: Counter
     busy: Counter
     idle: Counter
@@ -188,6 +192,9 @@ class _Engine:
         self.host_hits.inc(loads)
         self.stored.inc(said.stored_bytes - before.stored_bytes)
         self.loaded.inc(said.loaded_bytes - before.loaded_bytes)
+        self.drafts.inc(said.drafts - before.drafts)
+        self.draft_tokens.inc(said.draft_tokens - before.draft_tokens)
+        self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
         self.busy.inc(said.busy - before.busy)
         self.idle.inc(said.idle - before.idle)
         self._counted = said
@@ -264,6 +271,11 @@ class Metrics:
             ["tier"],
         )
         moved = self._by_engine(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
+        drafts = self._by_engine(
+            Counter, "spec_decode_num_drafts", "Times that drafts were computed behind a sequence's next token"
+        )
+        draft_tokens = self._by_engine(Counter, "spec_decode_num_draft_tokens", "Drafts that were computed")
+        accepted = self._by_engine(Counter, "spec_decode_num_accepted_tokens", "Drafts that were right")
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
         busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
@@ -284,6 +296,9 @@ class Metrics:
                 host_hits=tiers.labels(model_name, name, "host"),
                 stored=moved.labels(model_name, name, "device", "host"),
                 loaded=moved.labels(model_name, name, "host", "device"),
+                drafts=drafts.labels(model_name, name),
+                draft_tokens=draft_tokens.labels(model_name, name),
+                accepted_tokens=accepted.labels(model_name, name),
                 preemptions=preemptions.labels(model_name, name),
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),

@@ -281,6 +281,7 @@ class Frontend:
         arrival: float | None = None,
         cache_salt: str = "",
         prompts_only: bool = False,
+        prediction: Sequence[int] = (),
     ) -> Generation:
         """Have a request run.
 
@@ -292,6 +293,7 @@ class Frontend:
             arrival: when the request came in, by `clock`; TTFT counts from there. None is now.
             cache_salt: cached prefixes are shared among requests with the same one.
             prompts_only: see `Generation`.
+            prediction: see `Request`.
 
         Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -320,7 +322,15 @@ class Frontend:
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 unique = f"{part_id}-{secrets.token_hex(4)}"
                 sequences = make_sequences(
-                    unique, prompt, params, limits, self._rng, level, bad_words=bad_words, cache_salt=cache_salt
+                    unique,
+                    prompt,
+                    params,
+                    limits,
+                    self._rng,
+                    level,
+                    bad_words=bad_words,
+                    cache_salt=cache_salt,
+                    prediction=prediction,
                 )
                 first = generation.add(part_id, sequences)
                 made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])

@@ -44,6 +44,7 @@ def make_sequences(
     *,
     bad_words: tuple[tuple[int, ...], ...] = (),
     cache_salt: str = "",
+    prediction: Sequence[int] = (),
 ) -> list[Request]:
     """One `Request` per output; output i is sampled with seed + i. A beam search is one request for all.
 
@@ -51,6 +52,7 @@ def make_sequences(
         rng: gives the seed where the user gave none.
         bad_words: `params.bad_words` as token sequences, none of them empty.
         cache_salt: cached prefixes are shared among requests with the same one.
+        prediction: see `Request`.
 
     Raises:
         InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
@@ -85,6 +87,7 @@ def make_sequences(
             offline=level.offline,
             bad_words=bad_words,
             cache_salt=cache_salt,
+            prediction=prediction,
         )
         for i in range(count)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import httpx
@@ -128,6 +128,7 @@ class ScriptedFrontend:
         self.arrivals: list[float] = []
         self.models: list[str] = []
         self.salts: list[str] = []
+        self.predictions: list[str] = []
         self.request_ids: list[str] = []
         self.submitted: list[ScriptedGeneration] = []
         self.on_encode: Callable[[], object] = lambda: None
@@ -179,7 +180,9 @@ class ScriptedFrontend:
         arrival: float,
         cache_salt: str = "",
         prompts_only: bool = False,
+        prediction: Sequence[int] = (),
     ) -> ScriptedRequest:
+        self.predictions.append(bytes(prediction).decode())
         self.salts.append(cache_salt)
         self.models.append(model)
         self.arrivals.append(arrival)

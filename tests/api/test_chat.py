@@ -274,3 +274,31 @@ async def test_usage_so_far_in_every_event(client: httpx.AsyncClient) -> None:
     *chunks, _ = events(await client.post(URL, json=body))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [6] * len(chunks)
     assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("as it was", "as it was"), ([{"type": "text", "text": "as it "}, {"type": "text", "text": "was"}], "as it was")],
+)
+async def test_a_prediction_is_passed_on_as_tokens(
+    client: httpx.AsyncClient, frontend: Any, content: object, text: str
+) -> None:
+    body = {"messages": HI, "prediction": {"type": "content", "content": content}}
+    assert (await client.post(URL, json=body)).status_code == 200
+    assert (await client.post(URL, json={"messages": HI, "prediction": None})).status_code == 200
+    assert frontend.predictions == [text, ""]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ({"type": "content", "content": [{"type": "image"}]}, "prediction.content: [{'type': 'image'}], allowed is a"),
+        ({"type": "content", "content": 5}, "prediction.content: 5, allowed is a string, or a list of parts of type"),
+        ({"type": "text", "content": "a"}, "prediction.type: 'text', allowed is 'content'"),
+        ({"type": "content"}, "prediction.content: missing, it is required"),
+    ],
+)
+async def test_a_wrong_prediction_is_named(client: httpx.AsyncClient, prediction: object, message: str) -> None:
+    response = await client.post(URL, json={"messages": HI, "prediction": prediction})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)

@@ -24,6 +24,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.sched.local import Limits, LocalPolicy, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
+from penstock.sched.local.speculation import Speculation
 from penstock.transfer.memory import PoolMemory
 
 try:
@@ -50,6 +51,7 @@ def make_engine(
     ahead: bool = True,
     slots: int = 0,
     way: Callable[[Way], Way] = lambda way: way,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table.
 
@@ -75,7 +77,9 @@ def make_engine(
     if slots:
         offload = Offload(pool, Tier(slots))
         mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
-    scheduler = Scheduler(limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload)
+    scheduler = Scheduler(
+        limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload, speculation=speculation
+    )
     return Engine(scheduler, Runner(model, cache), SystemClock(), mover=mover, ahead=ahead, short=0.0)
 
 

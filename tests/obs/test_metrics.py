@@ -86,14 +86,19 @@ def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) 
     assert value(metrics, "num_preemptions_total") == sum(len(life) for life in lives)
 
 
-def test_hits_are_shown_by_tier_and_what_was_moved_by_way() -> None:
+def test_hits_are_shown_by_tier_what_was_moved_by_way_and_drafts_by_what_became_of_them() -> None:
     metrics = Metrics("m", ["e"])
-    metrics.observe_stats("e", stats(1, prefix_hits=640, prefix_loads=256, stored_bytes=7000, loaded_bytes=3000), 1)
-    metrics.observe_stats("e", stats(2, prefix_hits=704, prefix_loads=256, stored_bytes=7000, loaded_bytes=3000), 1)
+    moved = {"prefix_loads": 256, "stored_bytes": 7000, "loaded_bytes": 3000}
+    drafted = {"drafts": 20, "draft_tokens": 90, "accepted_tokens": 40}
+    metrics.observe_stats("e", stats(1, prefix_hits=640, **moved), 1)
+    metrics.observe_stats("e", stats(2, prefix_hits=704, **moved, **drafted), 1)
     assert value(metrics, "kv_hit_tokens_total", tier="device") == 704 - 256
     assert value(metrics, "kv_hit_tokens_total", tier="host") == 256
     assert value(metrics, "kv_bytes_moved_total", **{"from": "device", "to": "host"}) == 7000
     assert value(metrics, "kv_bytes_moved_total", **{"from": "host", "to": "device"}) == 3000
+    assert value(metrics, "spec_decode_num_drafts_total") == 20
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 90
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 40
 
 
 @pytest.mark.parametrize("total", TOTALS)
@@ -238,6 +243,7 @@ VLLM_NAMES = {
     *("prompt_tokens_total", "generation_tokens_total", "request_queue_time_seconds_sum"),
     *("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_inference_time_seconds_count"),
     *("request_max_num_generation_tokens_sum", "request_params_n_count", "request_params_max_tokens_sum"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "iteration_tokens_total_count"),
     *("request_time_per_output_token_seconds_count", "request_prefill_kv_computed_tokens_sum"),
     "prompt_tokens_cached_total",

@@ -17,6 +17,7 @@ from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.pairs import pairwise
+from tests.helpers.proposers import guessing
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_k": 20, "min_p": 0.01}}
@@ -115,6 +116,15 @@ def test_same_tokens_however_it_runs(model, make_engine, variant):
     cached.run(make_request("first", PROMPT))
     assert cached.run(mine())["mine"] == alone
     assert cached.cached["mine"] == 192
+
+    # drafts that are right, wrong, or now and then wrong; of the others all are wrong
+    known = [*PROMPT, *alone]
+    for wrong, most in ((0.0, 3), (0.3, 7), (1.0, 1)):
+        drafted = make_engine(model, speculation=guessing(lambda t, n: known[len(t) : len(t) + n], wrong, most))
+        assert Collector(drafted).run(*others[:3], mine(), *others[3:6])["mine"] == alone
+        counters = drafted.scheduler.speculation.counters
+        assert (counters.accepted_tokens > 0) == (wrong < 1.0)
+        assert counters.draft_tokens > counters.accepted_tokens
 
     for prefix_cache in (True, False):
         assert preempted(make_engine, model, mine, prefix_cache) == alone

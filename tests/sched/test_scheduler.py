@@ -19,6 +19,7 @@ from penstock.sched.local.offload import Load, Offload, Store
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from tests.helpers.proposers import guessing
 
 STOP = 999
 DRAWN = SamplingParams()
@@ -216,14 +217,25 @@ def searched(request: Request) -> list[Hypothesis]:
 
 
 def make(
-    num_blocks=16, budget=96, sequences=4, prefix_cache=True, model_len=None, policy="fcfs", ahead=False, slots=0
+    num_blocks=16,
+    budget=96,
+    sequences=4,
+    prefix_cache=True,
+    model_len=None,
+    policy="fcfs",
+    ahead=False,
+    slots=0,
+    speculation=None,
 ) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
     pool = BlockPool(range(num_blocks))
     offload = Offload(pool, Tier(slots)) if slots else None
-    return Engine(Scheduler(limits, pool, prefix_cache=prefix_cache, policy=paced, offload=offload), ahead)
+    scheduler = Scheduler(
+        limits, pool, prefix_cache=prefix_cache, policy=paced, offload=offload, speculation=speculation
+    )
+    return Engine(scheduler, ahead)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -242,7 +254,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
-    all, to and from which copies travel, arrive in any order, and fail.
+    all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
     """
 
     @initialize(
@@ -253,9 +265,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(LOCAL_POLICIES)),
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
+        wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots):
-        self.engine = make(num_blocks, budget, sequences, prefix, policy=policy, ahead=ahead, slots=slots)
+    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong):
+        drafts = None if wrong is None else guessing(expected, wrong)
+        self.engine = make(
+            num_blocks, budget, sequences, prefix, policy=policy, ahead=ahead, slots=slots, speculation=drafts
+        )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
         self.cancelled: set[str] = set()

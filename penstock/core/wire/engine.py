@@ -163,6 +163,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_loads: int = 0  # of `prefix_hits`, those that came from the tier below the device
     stored_bytes: int = 0  # of KV blocks that were copied there
     loaded_bytes: int = 0  # of those that came from there
+    drafts: int = 0  # sequences' parts of steps with drafts in them
+    draft_tokens: int = 0  # drafts in them
+    accepted_tokens: int = 0  # of these, those that were right
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

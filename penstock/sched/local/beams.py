@@ -215,7 +215,8 @@ class BeamGroup(Sequence):
     def findable(self) -> int:
         return min(self.computed, len(self.request.prompt))
 
-    def step(self, count: int) -> SequenceStep:
+    def step(self, count: int, drafts: Items[int] = ()) -> SequenceStep:
+        assert not drafts, "beams are not drafted for"
         search, prompt = self.search, self.request.prompt
         if not search.live:
             step = super().step(count)

@@ -29,6 +29,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.sequence import Reservation, Sequence, WaitingQueue, blocks_for, standing_of
+from penstock.sched.local.speculation import Speculation
 from penstock.sched.local.steps import InFlightSteps, Measurements
 from penstock.sched.steptime import StepTime
 
@@ -44,6 +45,7 @@ class StepBuilder:
         grants: positions that each sequence goes on by.
         fresh: blocks that each was given.
         short: a running sequence had to give up its blocks.
+        drafts: behind the next token of each, that may be right.
     """
 
     def __init__(self, budget: int) -> None:
@@ -51,6 +53,7 @@ class StepBuilder:
         self.grants: dict[Sequence, int] = {}
         self.fresh: dict[Sequence, list[int]] = {}
         self.short = False
+        self.drafts: dict[Sequence, list[int]] = {}
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence from the step; call it before preempting it."""
@@ -63,8 +66,9 @@ class StepBuilder:
         Args:
             released: see `StepPlan`.
         """
+        drafts = self.drafts
         return StepPlan(
-            tuple([s.step(count) for s, count in self.grants.items()]),
+            tuple([s.step(count, drafts.get(s, ())) for s, count in self.grants.items()]),
             tuple([block for blocks in self.fresh.values() for block in blocks]),
             tuple(released),
         )
@@ -85,6 +89,7 @@ class Scheduler:
         policy: a new one; first come, first served by default.
         offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
+        speculation: a new one; None computes no drafts.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Scheduler:
         prefix_cache: bool = True,
         policy: LocalPolicy | None = None,
         offload: Offload | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
         self.limits = limits
@@ -103,6 +109,7 @@ class Scheduler:
         self.root = root
         self.counters = SchedulerCounters()
         self.offload = offload
+        self.speculation = speculation
         self._policy = Fcfs() if policy is None else policy
         self._in_flight = InFlightSteps()
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload)
@@ -392,8 +399,31 @@ class Scheduler:
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
+        if self.speculation is not None and self.speculation.considers(len(builder.grants)):
+            self._draft(builder, self.speculation)
         released, self._released = self._released, []
         return builder.plan(released)
+
+    def _draft(self, builder: StepBuilder, speculation: Speculation) -> None:
+        """Have drafts computed behind what is granted, where that pays and there is room without evicting anything."""
+        times, limits, spare = self.measurements.times, self.limits, self.pool.unused - self.kv.promised(self._running)
+
+        def room(sequence: Sequence) -> int:
+            """Drafts that may be right, in the blocks that it has or may have."""
+            length, request = len(sequence.tokens), sequence.request
+            end = min(len(request.prompt) + request.max_tokens, limits.max_model_len)
+            return min(end - length - 1, (len(sequence.blocks) + max(0, spare)) * BLOCK_TOKENS - length)
+
+        builder.drafts = speculation.choose(builder.grants, room, builder.budget, times)
+        for sequence, drafts in builder.drafts.items():
+            missing = blocks_for(len(sequence.tokens) + len(drafts)) - len(sequence.blocks)
+            if missing > spare:
+                del drafts[len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens) :]
+            elif missing > 0:
+                spare -= missing
+                blocks = self.pool.allocate(missing)
+                sequence.blocks += blocks
+                builder.fresh.setdefault(sequence, []).extend(blocks)
 
     def launch(self, plan: StepPlan) -> None:
         """A runner has the plan: until its `update`, its blocks get no other owner."""
@@ -401,6 +431,8 @@ class Scheduler:
 
     def look_ahead(self) -> bool:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
+        if self.speculation is not None and any(self._in_flight.of(s) for s in self.speculation.hot.values()):
+            return False
         return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
 
     def abandon(self) -> None:
@@ -421,7 +453,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult, began: float = 0.0, ended: float = 0.0) -> list[TokenOutput]:
         """Record a finished step. A sequence that was cancelled meanwhile is skipped."""
-        outputs = []
+        outputs, drafted = [], 0
         computed = self._land(plan)
         sampled = iter(zip(result.tokens, result.logprobs, strict=True))
         for step in plan.sequences:
@@ -431,6 +463,9 @@ class Scheduler:
                 continue
             if sequence.started is None:
                 sequence.started = began
+            if step.sample > 1 and self.speculation is not None:
+                self.speculation.count(step.sample - 1, len(run) - 1)
+                drafted += 1
             if step.request_id in result.broken:  # its blocks of this step are not published
                 output = TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated)
             elif step.candidates:
@@ -461,7 +496,11 @@ class Scheduler:
             elif sequence.migrates:
                 self._running.remove(sequence)
                 self._migrating[sequence.id] = sequence
+            elif self.speculation is not None and not sequence.branching:
+                self.speculation.land(sequence, run)
             outputs.append(output)
+        if self.speculation is not None and (times := self.measurements.times) is not None:
+            self.speculation.ran(plan.work, drafted, (ended - began) * 1e3, times)
         return outputs
 
     def _append(self, sequence: Sequence, run: Items[int], logprobs: Items[TokenLogprobs] | None) -> TokenOutput:
@@ -635,6 +674,8 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Free its blocks."""
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         self.kv.let_go(sequence)
         self._released.append(sequence.id)
 
@@ -665,5 +706,6 @@ class Scheduler:
             assert s.transferring <= len(s.blocks)
             assert s.blocks
             assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
-            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1)
+            drafted = 0 if self.speculation is None else self.speculation.most
+            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1 + drafted)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"

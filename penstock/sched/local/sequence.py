@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -249,17 +250,22 @@ class Sequence:
             return []
         return self.tokens[self.computed + 1 : min(self.computed + count + 1, len(self.request.prompt))]
 
-    def step(self, count: int) -> SequenceStep:
-        """Its part of a step that brings it `count` positions further."""
+    def step(self, count: int, drafts: Items[int] = ()) -> SequenceStep:
+        """Its part of a step that brings it `count` positions further, and on by as many of the drafts as are right."""
         tokens, request, start = self.tokens, self.request, self.computed
         blocks = tuple(self.blocks)
         end = start + count
         sample = int(end == len(tokens))
+        own = tokens[start:end]
+        if drafts:
+            own += drafts
+            end += len(drafts)
+            sample += len(drafts)
         used = blocks_for(end)
         step = SequenceStep(
             request.id,
             start,
-            tokens[start:end],
+            own,
             blocks if used == len(blocks) else blocks[:used],
             sample,
             request.params,
