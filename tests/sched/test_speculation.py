@@ -209,7 +209,7 @@ def chosen(times, sequences: int, right: float, most: int = 8, tpot_ms=None, con
     found = []
     for _ in range(steps):
         grants = dict.fromkeys(running, 1)
-        drafts = speculation.choose(grants, lambda s: most, 4096, times) if speculation.considers(sequences) else {}
+        drafts = speculation.choose(grants, lambda s: most, 4096, times) if speculation.considers(grants) else {}
         for s in running:
             own = drafts.get(s, [])
             run_ = [0]

@@ -386,21 +386,24 @@ class Scheduler:
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
         builder = StepBuilder(self.limits.token_budget)
+        prompt_tokens = 0
         if self._policy.steady and not (prefilling or self._waiting):
             self._decode(builder, decoding)
         else:
             allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
             self._decode(builder, allowance.decoding)
             self._fill(builder, allowance, prefilling)
-            self.counters.prompt_tokens += sum([count for count in builder.grants.values() if count > 1])
+            prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
+            self.counters.prompt_tokens += prompt_tokens
         self.counters.steps += 1
         if not builder.grants:
             held = self._migrating or self._reserved or self._in_flight
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
-        if self.speculation is not None and self.speculation.considers(len(builder.grants)):
-            self._draft(builder, self.speculation)
+        speculation = self.speculation
+        if speculation is not None and (speculation.hot or not prompt_tokens) and speculation.considers(builder.grants):
+            self._draft(builder, speculation)
         released, self._released = self._released, []
         return builder.plan(released)
 

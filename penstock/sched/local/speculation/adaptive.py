@@ -19,7 +19,7 @@ itself the sequence is `hot`, and no step is scheduled before its token is known
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
@@ -196,9 +196,9 @@ class Speculation:
         self.ready.pop(sequence.id, None)
         self.hot.pop(sequence.id, None)
 
-    def considers(self, sequences: int) -> bool:
-        """Whether anything is proposed, for a step of so many."""
-        self._patience = 1 + sequences // EACH
+    def considers(self, grants: Sized) -> bool:
+        """Whether anything is proposed, for a step of these."""
+        self._patience = 1 + len(grants) // EACH
         return bool(self.ready)
 
     def choose(
