@@ -38,7 +38,8 @@ BUBBLE = 1.03  # how much longer a step is when the device waits for its plan, b
 GAIN = 1.1  # predictions are not that good
 SURE = 0.5  # the chance from which on drafts are made where nothing predicts steps
 EACH = 4  # one in so many of a step's sequences looks at its tokens for a proposal while it has none
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of drafts in a step that are compared
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of drafts in a step that are compared
+LEAST, UNLIKELY = 0.05, 4  # chances below that, or so many times below what pays by itself, are not looked at
 
 
 class Proposer(Protocol):
@@ -101,12 +102,16 @@ class Draft:
         """That the first of the proposal is right."""
         return self._chances[self.level]
 
-    def chances(self, count: int) -> list[float]:
-        """Of the first `count`, that each is right with all before it."""
-        found, chance, last = [], 1.0, len(self._chances) - 1
-        for depth in range(count):
-            chance *= self._chances[min(self.level + depth, last)]
+    def chances(self, count: int, least: float) -> list[float]:
+        """Of the first `count`, that each is right with all before it; as long as that is at least `least`."""
+        found, chance, last, level = [], 1.0, len(self._chances) - 1, self.level
+        for _ in range(count):
+            chance *= self._chances[level]
+            if chance < least:
+                break
             found.append(chance)
+            if level < last:
+                level += 1
         return found
 
 
@@ -221,11 +226,12 @@ class Speculation:
         ready = [s for s in self.ready.values() if s in grants]
         if step is not None:
             self._price = step.price(ready)
+        least = max(LEAST, self._price / UNLIKELY) if self._adaptive else 0.0
         offers: list[tuple[float, Sequence]] = []
         for s in ready:
             if s.tokens[-1] >= 0:  # else its last token is not known yet
                 draft = self._drafts[s]
-                offers += [(chance, s) for chance in draft.chances(min(len(draft.proposal), room(s)))]
+                offers += [(chance, s) for chance in draft.chances(min(len(draft.proposal), room(s)), least)]
         offers.sort(key=_chance, reverse=True)  # it keeps the order of equal ones, and so that of a sequence's own
         del offers[budget:]
         if step is not None:
@@ -262,19 +268,22 @@ class _Step:
         return self._rows * (GAIN * ms / self._alone - 1) / len(ready) if ms <= self._limit else inf
 
     def best(self, offers: Items[tuple[float, Sequence]]) -> int:
-        """How many of these bring the most tokens for the step's time."""
-        best, most = 0, GAIN * self._rows / self._alone
+        """How many of these, the likeliest of which come first, bring the most tokens for the step's time."""
+        best, most, last = 0, GAIN * self._rows / self._alone, 0.0
         drafts: Counter[Sequence] = Counter()
-        before, expected = 0, float(self._rows)
+        before, expected, left = 0, float(self._rows), sum([chance for chance, _ in offers])
         for count in (*takewhile(len(offers).__gt__, COUNTS), len(offers)):
             for chance, sequence in offers[before:count]:
                 drafts[sequence] += 1
                 expected += chance
+                left -= chance
             before, ms = count, self._ms(drafts)
-            if ms > self._limit:
-                break
-            if expected / ms > most:
-                best, most = count, expected / ms
+            rate = expected / ms
+            if ms > self._limit or (rate < last and best) or (expected + left) / ms <= most:
+                break  # the rest is less likely, and no step with more of them is shorter
+            last = rate
+            if rate > most:
+                best, most = count, rate
         return best
 
     def _ms(self, drafts: Mapping[Sequence, int]) -> float:
