@@ -14,14 +14,15 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 
 from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError, InvalidRequest
-from penstock.core.request import TokenLogprobs, TokenOutput
+from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest
+from penstock.core.request import Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
-from penstock.service.intake import ModelLimits, check_salt, make_sequences, truncated
+from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
+from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
 from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
@@ -119,13 +120,29 @@ class RequestOutput:
         return self.outputs[0].text
 
 
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """What came of one prompt.
+
+    Attributes:
+        prompt_token_ids: after truncation.
+        embedding: cut to the `dimensions` that were asked for, and normalised unless it should not be.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    cached_tokens: int = 0
+
+
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate and to embed.
 
     Args:
         model: "demo", a Hugging Face checkpoint folder, or a hub name.
         seed: of the generator that seeds requests which bring no seed; None draws from the system.
         chat_template: Jinja text or a file with it, instead of the checkpoint's.
+        pooling: "last" or "mean": which hidden states become an embedding; None takes the checkpoint's.
         options: fields of `EngineOptions`: device, dtype, max_model_len, max_num_seqs, ...
 
     Raises:
@@ -133,9 +150,18 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "demo", *, seed: int | None = None, chat_template: str | None = None, **options: Any
+        self,
+        model: str = "demo",
+        *,
+        seed: int | None = None,
+        chat_template: str | None = None,
+        pooling: Pooling | None = None,
+        **options: Any,
     ) -> None:
+        if pooling not in (None, *POOLINGS):
+            raise ConfigError(f"pooling: {pooling!r}, allowed is {' or '.join(POOLINGS)}", "pooling")
         directory = find_checkpoint(model)
+        self._embedding = read_embedding(directory, pooling)
         self.tokenizer = Tokenizer(directory, chat_template)
         self._defaults = read_defaults(directory, self.tokenizer.eos_id)
         self._rng = random.Random(seed)
@@ -145,6 +171,8 @@ class LLM:
             built.pool.close()  # it is private, and the cache has a mapping of its own
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = built.runner.vocab_size
+        self.embedding_size = built.runner.embedding_size
+        self._generates = built.runner.generates
         scheduler = self._engine.scheduler
         decoder = built.runner.model
         device = known_device(decoder.device) or calibrated(decoder, built.shape, SystemClock())
@@ -185,6 +213,8 @@ class LLM:
         Raises:
             InvalidRequest, PromptTooLong: then nothing was run.
         """
+        if not self._generates:
+            raise InvalidRequest("model: it was saved without a head to generate with; it can embed", "model")
         listed = _as_list(prompts)
         if isinstance(params, Sequence) and len(params) != len(listed):
             raise InvalidRequest(f"params: {len(params)} for {len(listed)} prompts", "params")
@@ -194,6 +224,43 @@ class LLM:
         jobs = [self._job(prompt, p) for prompt, p in zip(listed, each, strict=True)]
         self._run(jobs, progress)
         return [job.output for job in jobs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """Embed every prompt; all run together.
+
+        Args:
+            prompts: as for `generate`.
+            dimensions: numbers that are wanted, the first ones; None is all.
+            normalize: whether embeddings have length 1; None is as the checkpoint says.
+            truncate_prompt_tokens: see `SamplingParams`.
+
+        Raises:
+            InvalidRequest, PromptTooLong: then nothing was run.
+        """
+        check_dimensions(dimensions, self.embedding_size)
+        params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        jobs = [self._embedding_job(prompt, params) for prompt in _as_list(prompts)]
+        self._run(jobs, progress)
+        normal = self._embedding.normalize if normalize is None else normalize
+        for job in jobs:
+            job.output.embedding = [*finished(job.output.embedding, dimensions, normal)]
+        return [job.output for job in jobs]
+
+    def _embedding_job(self, prompt: Prompt, params: SamplingParams) -> _EmbeddingJob:
+        text, whole, salt = self._read(prompt)
+        tokens = list(truncated(whole, params, self.max_model_len, generates=False))
+        self._count += 1
+        name, pooling = f"offline-{self._count}", self._embedding.pooling
+        sequence = make_embedding(name, tokens, params, pooling, self._limits, cache_salt=salt)
+        return _EmbeddingJob([sequence], EmbeddingOutput(text, tokens, []))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool = False
@@ -230,28 +297,31 @@ class LLM:
         chosen = params or SamplingParams(**{"max_tokens": None, **self._defaults.sampling})
         return self.generate([self.tokenizer.encode_chat(list(talk), **template) for talk in talks], chosen)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """(its text, if it is one, its tokens, its cache salt)"""
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
             check_salt(salt)
-        prompt = _plain(prompt)
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        tokens = list(truncated(tokens, params, self.max_model_len))
+        plain = _plain(prompt)
+        return (
+            (plain, self.tokenizer.encode(plain), salt or "") if isinstance(plain, str) else (None, plain, salt or "")
+        )
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text, whole, salt = self._read(prompt)
+        tokens = list(truncated(whole, params, self.max_model_len))
         self._count += 1
         name = f"offline-{self._count}"
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         bad_words = self.tokenizer.encode_bad_words(params.bad_words)
-        sequences = make_sequences(
-            name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt or ""
-        )
-        text = prompt if isinstance(prompt, str) else None
+        sequences = make_sequences(name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt)
         return _Job(
             {s.id: i for i, s in enumerate(sequences)}, sequences, streams, RequestOutput(text, tokens, outputs)
         )
 
-    def _run(self, jobs: list[_Job], progress: bool) -> None:
-        owner = {sequence.id: job for job in jobs for sequence in job.sequences}
+    def _run(self, jobs: Sequence[_Job | _EmbeddingJob], progress: bool) -> None:
+        owner: dict[str, _Job | _EmbeddingJob] = {s.id: job for job in jobs for s in job.sequences}
         try:
             for job in jobs:
                 for sequence in job.sequences:
@@ -261,7 +331,7 @@ class LLM:
         finally:  # an interrupt leaves nothing behind
             self._engine.cancel(owner)
 
-    def _steps(self, owner: dict[str, _Job]) -> Iterator[int]:
+    def _steps(self, owner: dict[str, _Job | _EmbeddingJob]) -> Iterator[int]:
         """Run until nothing is left; yields how many sequences ended in each step."""
         while self._engine.has_work:
             ended = 0
@@ -303,6 +373,21 @@ class _Job:
                 result.cumulative_logprob = output.hypotheses[index].cumulative_logprob
             ended = delta.finish_reason is not None
         return ended
+
+
+@dataclass(slots=True)
+class _EmbeddingJob:
+    """A prompt on its way."""
+
+    sequences: list[Request]
+    output: EmbeddingOutput
+
+    def receive(self, output: TokenOutput) -> bool:
+        """See `_Job`."""
+        if output.embedding is None:
+            raise EngineFailure("the model computed something that is no number")
+        self.output.embedding, self.output.cached_tokens = output.embedding, output.cached_tokens
+        return True
 
 
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:

@@ -10,7 +10,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.api.schema import NOT_YET, REMOVED_PREFIXES, Body, ChatBody, CompletionBody, field_table
+from penstock.api.schema import (
+    MAX_INPUTS,
+    NOT_YET,
+    REMOVED_PREFIXES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    field_table,
+)
 from penstock.core.sampling import (
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
@@ -21,7 +30,7 @@ from penstock.core.sampling import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 BEGIN, END = "<!-- fields: begin -->\n", "<!-- fields: end -->\n"
-BODIES: dict[str, type[Body]] = {"chat": ChatBody, "completions": CompletionBody}
+BODIES: dict[str, type[Body]] = {"chat": ChatBody, "completions": CompletionBody, "embeddings": EmbeddingBody}
 WORDS = {"served": "yes", "not yet": "refused", "ignored": "ignored", None: ""}
 
 OPENAI, VLLM, PENSTOCK = "OpenAI", "vLLM", "penstock"
@@ -29,6 +38,7 @@ SECTIONS = {
     "Prompt": (
         ("messages", OPENAI, "text only: parts of other types are refused by name"),
         ("prompt", OPENAI, "a text, token ids, or a list of either"),
+        ("input", OPENAI, f"the same; at most {MAX_INPUTS}"),
         ("suffix", OPENAI, ""),
         ("echo", OPENAI, "with `logprobs` also those of the prompt; with `max_tokens: 0` nothing else"),
         ("add_special_tokens", VLLM, "for a text; true by default. A chat template brings its own"),
@@ -115,6 +125,9 @@ SECTIONS = {
         ("return_tokens_as_token_ids", VLLM, ""),
         ("return_prompt_text", VLLM, ""),
         ("skip_special_tokens", VLLM, ""),
+        ("encoding_format", OPENAI, "`float` (the default), or `base64`: float32, little-endian"),
+        ("dimensions", OPENAI, "the first so many numbers, normalised again; at most the model's hidden size"),
+        ("normalize", VLLM, "by default as the checkpoint says, and true where it says nothing"),
         ("spaces_between_special_tokens", VLLM, ""),
         ("include_reasoning", VLLM, ""),
         ("modalities", OPENAI, ""),

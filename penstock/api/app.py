@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, health, models, tokenize
+from penstock.api import chat, completions, embeddings, health, models, tokenize
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
@@ -43,6 +43,7 @@ def create_app(
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
+        *embeddings.routes(frontend),
         *tokenize.routes(frontend),
         *models.routes(frontend),
         *health.routes(frontend, metrics, _version()),
@@ -51,7 +52,7 @@ def create_app(
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(described(frontend.vocab_size, frontend.max_model_len))
+        return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
     return Application(every, frontend, metrics, api_keys, share_prefixes, max_body_bytes, tracing)

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.api.schema import (
     FOREIGN,
     MAX_BIAS_DIGITS,
+    MAX_INPUTS,
     MAX_PROMPTS,
     NOT_YET,
     REMOVED_PREFIXES,
@@ -23,7 +24,11 @@ from penstock.api.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
+    RerankBody,
+    ScoreBody,
+    ServedBody,
 )
 from penstock.core.sampling import (
     ALL_LOGPROBS,
@@ -46,6 +51,7 @@ Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
 TRUE: Schema = {"const": True}
 NOT_TRUE: Schema = {"enum": [None, False]}
+TEXT: Schema = {"type": "string", "minLength": 1}
 NAMED: Schema = {"minimum": ALL_LOGPROBS, "maximum": MAX_LOGPROBS}
 RANGES: dict[str, Schema] = {  # besides the types
     "temperature": {"minimum": 0},
@@ -68,11 +74,13 @@ RANGES: dict[str, Schema] = {  # besides the types
 }
 
 
-def body_schema(model: type[Body], vocab_size: int, max_model_len: int, template: str) -> Schema:
+def body_schema(
+    model: type[Body], vocab_size: int, max_model_len: int, embedding_size: int, *, template: str
+) -> Schema:
     """The schema of a body.
 
     Args:
-        vocab_size, max_model_len: of the model; 0 when not known yet.
+        vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
         template: where the schemas that it refers to will stand.
     """
     schema = model.model_json_schema(ref_template=template)
@@ -84,9 +92,21 @@ def body_schema(model: type[Body], vocab_size: int, max_model_len: int, template
     if issubclass(model, DetokenizeBody):
         fields["tokens"] = tokens
     if issubclass(model, CompletionBody):
-        one = [{"type": "string", "minLength": 1}, tokens | {"minItems": 1}]
-        lists = [{"type": "array", "items": each, "minItems": 1, "maxItems": MAX_PROMPTS} for each in one]
-        fields["prompt"] = {"anyOf": [*one, *lists]}
+        fields["prompt"] = _prompts(tokens, MAX_PROMPTS)
+    if issubclass(model, ServedBody):
+        _served(fields, max_model_len)
+    if issubclass(model, EmbeddingBody):
+        fields["input"] = _prompts(tokens, MAX_INPUTS)
+        fields["encoding_format"] = {"enum": [None, "float", "base64"]}
+        size = {"type": "integer", "minimum": 1} | ({"maximum": embedding_size} if embedding_size else {})
+        fields["dimensions"] = {"anyOf": [size, NULL]}
+    if issubclass(model, RerankBody):
+        fields["query"]["minLength"] = 1
+        fields["documents"] |= {"items": TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}
+        fields["top_n"] = {"anyOf": [{"type": "integer", "minimum": 1}, NULL]}
+    if issubclass(model, ScoreBody):
+        fields["text_1"] = TEXT
+        fields["text_2"] = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}]}
     if issubclass(model, GenerationBody):
         _generation(model, fields, tokens, max_model_len)
         schema["allOf"] = _conditions(model)
@@ -100,15 +120,24 @@ def body_schema(model: type[Body], vocab_size: int, max_model_len: int, template
     return schema
 
 
-def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len: int) -> None:
+def _prompts(tokens: Schema, most: int) -> Schema:
+    one = [TEXT, tokens | {"minItems": 1}]
+    return {"anyOf": [*one, *({"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in one)]}
+
+
+def _served(fields: Schema, max_model_len: int) -> None:
     for name, extra in RANGES.items():
-        fields[name] |= extra
+        if name in fields:
+            fields[name] |= extra
+    some = {"type": "integer", "minimum": 1} | ({"maximum": max_model_len} if max_model_len else {})
+    fields["truncate_prompt_tokens"] = {"anyOf": [some, {"const": -1}, NULL]}
+
+
+def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len: int) -> None:
     if max_model_len:
         fields["max_tokens"]["maximum"] = max_model_len - 1
     if issubclass(model, CompletionBody):
         fields["max_tokens"]["minimum"] = 0
-    some = {"type": "integer", "minimum": 1} | ({"maximum": max_model_len} if max_model_len else {})
-    fields["truncate_prompt_tokens"] = {"anyOf": [some, {"const": -1}, NULL]}
     stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
     word = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}
     fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}

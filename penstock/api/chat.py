@@ -11,8 +11,9 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
-from penstock.api.sse import Envelope, send_events, send_whole, usage_body
+from penstock.api.sse import send_events, send_whole
 from penstock.core.errors import InvalidRequest, UserError
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
@@ -89,7 +90,7 @@ class ChatShape:
         self._prompt = prompt
         self._n = n
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing = self._envelope.closing
+        self.closing, self.failure = self._envelope.closing, self._envelope.failure
         self.shows_tokens = self._token_ids or bool(body.logprobs)
         self.counts = body.continuous_usage
         self.count = self._envelope.count

@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
+from penstock.api.openai import Envelope, usage_body
+from penstock.api.prompts import encoded
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
-from penstock.api.sse import Envelope, send_events, send_whole, usage_body
-from penstock.core.errors import InvalidRequest
+from penstock.api.sse import send_events, send_whole
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
@@ -42,7 +43,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     max_model_len = longest_whole(params, frontend.max_model_len)
     given = prompts_of(body.prompt, frontend.vocab_size, max_model_len)
-    whole = await _encoded(frontend, given, body.add_special_tokens, max_model_len)
+    whole = await encoded(frontend, given, body.add_special_tokens, max_model_len)
     prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
     check_room(max(map(len, prompts)), body.asked_tokens, frontend.max_model_len)
     check_named(prompts, params, frontend.max_model_len, frontend.vocab_size)
@@ -65,17 +66,6 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
             await send_events(send, generation, shape, request_id)
         else:
             await send_whole(send, generation, shape)
-
-
-async def _encoded(
-    frontend: Frontend, given: list[str] | list[list[int]], add_special_tokens: bool, max_model_len: int | None
-) -> list[list[int]]:
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
-    encoding = (frontend.encode(text, add_special_tokens, max_model_len) for text in texts)
-    prompts = await asyncio.gather(*encoding) if texts else given
-    if not all(prompts):
-        raise InvalidRequest("prompt: it has no tokens, at least one is needed", "prompt")
-    return cast("list[list[int]]", prompts)  # a body's prompts are all of one kind
 
 
 async def _echo(frontend: Frontend, given: str | list[int], kept: list[int], cut: bool) -> str:
@@ -109,7 +99,7 @@ class CompletionShape:
         if params.logprobs is not None:
             self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing = self._envelope.closing
+        self.closing, self.failure = self._envelope.closing, self._envelope.failure
         self.shows_tokens = self._token_ids or params.logprobs is not None
         self.counts = body.continuous_usage
         self.count = self._envelope.count

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.api.errors import error_response
+from penstock.api.errors import ErrorShape, error_body, error_response
 from penstock.api.schema import Body, BodyType, parse
 from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
 from penstock.core.memory import give_back_memory
@@ -46,13 +46,22 @@ class Route(routing.Route):
     Args:
         endpoint: a coroutine function from the request to what sends the response.
         body: what `read_body` makes of the request's body there; None without one.
+        errors: how it says them.
     """
 
-    def __init__(self, method: str, path: str, endpoint: Endpoint, body: type[Body] | None = None) -> None:
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Endpoint,
+        body: type[Body] | None = None,
+        errors: ErrorShape = error_body,
+    ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
         self.methods = self._allowed
         self.body = body
+        self.errors = errors
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
@@ -126,7 +135,8 @@ class Application:
         except Exception as error:
             if status:
                 raise
-            await error_response(error, request_id)(scope, receive, answer)
+            shape = getattr(scope.get("route"), "errors", error_body)
+            await error_response(error, request_id, shape)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.observe_http(route, status or CLIENT_GONE)

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.api.body_schema import body_schema
 from penstock.api.http import Route
+from penstock.api.schema import ServedBody
 
 JSON = "application/json"
 ERROR = {
@@ -36,19 +37,22 @@ EVERYWHERE = {  # status -> when
 OF_MODELS = {404: "no such model is served here"}
 OF_BODIES = {413: "the body is too long"}
 OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
-GENERATES = {"/v1/chat/completions", "/v1/completions"}
+STREAMS = {"/v1/chat/completions", "/v1/completions"}
 
 
-def document(routes: Iterable[Route], version: str, vocab_size: int = 0, max_model_len: int = 0) -> dict[str, Any]:
+def document(
+    routes: Iterable[Route], version: str, vocab_size: int = 0, max_model_len: int = 0, embedding_size: int = 0
+) -> dict[str, Any]:
     """The OpenAPI document of these routes.
 
     Args:
-        vocab_size, max_model_len: of the model; 0 when not known yet.
+        vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
     """
     schemas: dict[str, Any] = {"Error": ERROR}
     paths: dict[str, Any] = {}
     for route in routes:
-        responses = _responses(route.path_format, route.method)
+        work = route.body is not None and issubclass(route.body, ServedBody)
+        responses = _responses(route.path_format, route.method, work=work)
         operation: dict[str, Any] = {"operationId": route.name, "responses": responses}
         if route.endpoint.__doc__:
             operation["description"] = route.endpoint.__doc__
@@ -56,7 +60,8 @@ def document(routes: Iterable[Route], version: str, vocab_size: int = 0, max_mod
             text = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name} | text for name in route.param_convertors]
         if route.body is not None:
-            schema = body_schema(route.body, vocab_size, max_model_len, "#/components/schemas/{model}")
+            sizes = vocab_size, max_model_len, embedding_size
+            schema = body_schema(route.body, *sizes, template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation
@@ -64,15 +69,15 @@ def document(routes: Iterable[Route], version: str, vocab_size: int = 0, max_mod
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def _responses(path: str, method: str) -> dict[str, Any]:
+def _responses(path: str, method: str, *, work: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"text/plain": {}} if path == "/metrics" else {JSON: {}}
-    if path in GENERATES:
+    if path in STREAMS:
         kinds["text/event-stream"] = {}
     statuses = dict(EVERYWHERE)
     if method == "POST" or "{model}" in path:
         statuses |= OF_MODELS
     statuses |= OF_BODIES  # a body may come with any request, and be refused
-    if path in GENERATES:
+    if work:
         statuses |= OF_WORK
     error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     refused = {str(status): {"description": statuses[status], "content": error} for status in sorted(statuses)}

@@ -23,6 +23,7 @@ from penstock.service.intake import check_salt
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 SHORT = reprlib.Repr()
@@ -191,7 +192,35 @@ class Prediction(BaseModel):
         )
 
 
-class GenerationBody(Body):
+class ServedBody(Body):
+    """What engines work on: how their prompts are cut, and how they are served."""
+
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Annotated[Literal["left", "right"] | None, SkipValidation] = None  # `SamplingParams` says more
+    cache_salt: str | None = None
+    priority: Int32 | None = None
+    slo: Targets | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def prefix_salt(self) -> str:
+        """Only requests with the same one share cached prefixes."""
+        return self._tenant + (self.cache_salt or "")
+
+    @property
+    def conversation(self) -> str:
+        """Requests with the same one belong together; "" is no conversation."""
+        return self._tenant + self.prompt_cache_key if self.prompt_cache_key else ""
+
+    def check(self) -> None:
+        if self.cache_salt is not None:
+            check_salt(self.cache_salt)
+
+
+class GenerationBody(ServedBody):
     """Fields of both ways to generate. None means that the model's own default holds, and penstock's after it."""
 
     default_max_tokens: ClassVar[int | None] = None  # as many as fit
@@ -216,21 +245,12 @@ class GenerationBody(Body):
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int32 | None = None
-    truncate_prompt_tokens: Int32 | None = None
-    truncation_side: Annotated[Literal["left", "right"] | None, SkipValidation] = None  # `SamplingParams` says more
-    cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: Annotated[bool | Literal["never"] | None, SkipValidation] = None  # `SamplingParams` says more
     return_token_ids: bool | None = None
-    priority: Int32 | None = None
-    slo: Targets | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -246,21 +266,12 @@ class GenerationBody(Body):
         """How long an output may become, by the request itself."""
         return self.max_tokens
 
-    @property
-    def prefix_salt(self) -> str:
-        """Only requests with the same one share cached prefixes."""
-        return self._tenant + (self.cache_salt or "")
-
-    @property
-    def conversation(self) -> str:
-        """Requests with the same one belong together; "" is no conversation."""
-        return self._tenant + self.prompt_cache_key if self.prompt_cache_key else ""
-
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
         return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
     def check(self) -> None:
+        super().check()
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options: given, allowed only with stream: true", "stream_options")
         for name in STREAM_OPTIONS:
@@ -275,8 +286,6 @@ class GenerationBody(Body):
             )
         if self.stream and self.use_beam_search:
             raise InvalidRequest("use_beam_search: true, allowed only without stream: true", "use_beam_search")
-        if self.cache_salt is not None:
-            check_salt(self.cache_salt)
 
     def undeclared(self) -> dict[str, Any]:
         given = self.stream_options or {}
@@ -372,6 +381,59 @@ class CompletionBody(GenerationBody):
             )
 
 
+class EmbeddingBody(ServedBody):
+    """POST /v1/embeddings"""
+
+    input: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it
+    encoding_format: Annotated[Literal["float", "base64"] | None, SkipValidation] = None
+    dimensions: Int32 | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.encoding_format not in (None, "float", "base64"):
+            raise InvalidRequest(
+                f"encoding_format: {SHORT.repr(self.encoding_format)}, allowed are 'float' and 'base64'",
+                "encoding_format",
+            )
+
+
+class RerankBody(ServedBody):
+    """POST /v1/rerank: documents by how near their embeddings are to the query's."""
+
+    query: str
+    documents: Annotated[list[str], Field(fail_fast=True)]
+    top_n: Int32 | None = None
+    return_documents: bool = True
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        _check_some("query", [self.query])
+        _check_some("documents", self.documents)
+        if self.top_n is not None and self.top_n < 1:
+            raise InvalidRequest(f"top_n: {self.top_n}, allowed is a whole number at least 1", "top_n")
+
+
+class ScoreBody(ServedBody):
+    """POST /v1/score: how near the embeddings of two texts are, for each pair; a single one is paired with each."""
+
+    text_1: Strings
+    text_2: Strings
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        _check_some("text_1", self.text_1)
+        _check_some("text_2", self.text_2)
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise InvalidRequest(
+                f"text_1: {len(self.text_1)} texts, allowed is one, or as many as text_2 has, {len(self.text_2)}",
+                "text_1",
+            )
+
+
 class TokenizeBody(Body):
     """POST /tokenize: a prompt, or messages."""
 
@@ -428,6 +490,14 @@ def field_table(model: type[Body]) -> dict[str, str]:
     return dict.fromkeys(NOT_YET, "not yet") | dict.fromkeys(IGNORED, "ignored") | served
 
 
+def _check_some(field: str, texts: list[str]) -> None:
+    """Raises `InvalidRequest` unless there is a text, and not too many, and something in each."""
+    if not texts or not all(texts):
+        raise InvalidRequest(f"{field}: empty, at least one token is needed", field)
+    if len(texts) > MAX_PROMPTS:
+        raise InvalidRequest(f"{field}: {len(texts)} texts, at most {MAX_PROMPTS} are allowed", field)
+
+
 def check_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
     """Raises `InvalidRequest` when the prompt should end both in a new turn and in the last one."""
     if add_generation_prompt and continue_final_message:
@@ -465,7 +535,7 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
     return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
 
 
-def service_level(body: GenerationBody, headers: Mapping[str, str]) -> ServiceLevel:
+def service_level(body: ServedBody, headers: Mapping[str, str]) -> ServiceLevel:
     """What the body says, and the headers where it says nothing.
 
     Raises:
@@ -484,7 +554,7 @@ def service_level(body: GenerationBody, headers: Mapping[str, str]) -> ServiceLe
     return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.conversation)
 
 
-def _target(body: GenerationBody, headers: Mapping[str, str], name: str) -> float | None:
+def _target(body: ServedBody, headers: Mapping[str, str], name: str) -> float | None:
     given = getattr(body.slo, name) if body.slo is not None else None
     if given is not None:
         return _positive(f"slo.{name}", given, given)
@@ -504,11 +574,15 @@ def _positive(field: str, value: float, given: object) -> float:
     return value
 
 
-def prompts_of(prompt: Any, vocab_size: int, max_model_len: int | None = None) -> list[str] | list[list[int]]:
+def prompts_of(
+    prompt: Any, vocab_size: int, max_model_len: int | None = None, *, field: str = "prompt", most: int = MAX_PROMPTS
+) -> list[str] | list[list[int]]:
     """One entry per prompt, all of them texts or all of them token ids.
 
     Args:
         max_model_len: token ids have to be fewer; None takes any number.
+        field: where they came.
+        most: how many prompts are allowed.
 
     Raises:
         InvalidRequest: it is neither, or there are too many prompts, or tokens that are unknown.
@@ -517,18 +591,18 @@ def prompts_of(prompt: Any, vocab_size: int, max_model_len: int | None = None) -
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     if not (_all(prompts, str) or _all(prompts, list)):
         raise InvalidRequest(
-            f"prompt: {SHORT.repr(prompt)}, allowed is a string, a list of token ids, or a list of either", "prompt"
+            f"{field}: {SHORT.repr(prompt)}, allowed is a string, a list of token ids, or a list of either", field
         )
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt: {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+    if len(prompts) > most:
+        raise InvalidRequest(f"{field}: {len(prompts)} prompts, at most {most} are allowed", field)
     if not all(prompts):
-        raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
+        raise InvalidRequest(f"{field}: empty, at least one token is needed", field)
     for i, tokens in enumerate(prompts):
         if isinstance(tokens, list):
             if max_model_len is not None and len(tokens) >= max_model_len:
                 raise PromptTooLong.of(len(tokens), max_model_len)
             prompts[i] = _whole_numbers(tokens)
-            check_token_ids(prompts[i], vocab_size, "prompt")
+            check_token_ids(prompts[i], vocab_size, field)
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""Answers of the routes that generate: whole, or as server-sent events."""
+"""Answers of the routes that generate: whole, or as server-sent events. What is in them is the API's own (`Shape`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Send
 
-from penstock.api.errors import error_row
 from penstock.service.generation import Generation, Usage
 from penstock.text.detokenizer import Delta
 
-DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -22,7 +20,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Shape(Protocol):
-    """How a route presents outputs."""
+    """How an API presents outputs: all bytes of its answers come from here."""
 
     shows_tokens: bool  # whether the last token is worth an event although it has no text
     counts: bool  # whether its events say how much was used so far
@@ -40,53 +38,21 @@ class Shape(Protocol):
         """The event of an output's end."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Events that come after everything else, `[DONE]` aside."""
+        """Events that come after everything else, and what says that these are all."""
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """What ends a stream that has begun and cannot go on."""
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
 
 
-class Envelope:
-    """What all events of one stream have in common, encoded once.
-
-    Args:
-        head: id, object, created and model.
-        include_usage: whether usage comes at the end; OpenAI's other events then have a null there.
-    """
-
-    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._include_usage = include_usage
-
-    def count(self, usage: Usage) -> None:
-        """Events from here on have this usage."""
-        self._tail = b'],"usage":' + encode(usage_body(usage)) + b"}\n\n"
-
-    def event(self, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
-        """
-        Args:
-            beside: fields that this event alone has beside its choices.
-        """
-        if beside:
-            return self._head + encode(choice) + b"]," + encode(beside)[1:-1] + self._tail[1:]
-        return self._head + encode(choice) + self._tail
-
-    def closing(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + encode(usage_body(usage)) + b"}\n\n" if self._include_usage else b""
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 async def send_whole(send: Send, generation: Generation, shape: Shape) -> None:
-    body = encode(shape.whole(await generation.whole(), generation.usage))
+    await send_json(send, shape.whole(await generation.whole(), generation.usage))
+
+
+async def send_json(send: Send, payload: object) -> None:
+    body = encode(payload)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -114,9 +80,9 @@ async def send_events(send: Send, generation: Generation, shape: Shape, request_
                     events.append(shape.finish(delta))
             if events:
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        end = shape.closing(generation.usage) + DONE
+        end = shape.closing(generation.usage)
     except Exception as error:
         if not started:
             raise
-        end = b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"
+        end = shape.failure(error, request_id)
     await send({"type": "http.response.body", "body": end})

@@ -159,6 +159,8 @@ def introduce(
         dtype=built.layout.dtype,
         sampled_ids=sampled_ids(built),
         max_sequences=scheduler.limits.max_sequences,
+        embedding_size=built.runner.embedding_size,
+        generates=built.runner.generates,
         device_model=device_model(built),
         shape=built.shape,
     )

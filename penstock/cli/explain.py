@@ -100,8 +100,9 @@ def _sentences(sequence: Mapping[str, Any]) -> Iterator[str]:
     ]
     kind = "offline" if demand["offline"] else f"priority {demand['priority']}"
     excluded = f"; not to {', '.join(demand['excluded'])}" if demand["excluded"] else ""
+    more = f"at most {demand['max_tokens']:,} more" if demand["max_tokens"] else "to be embedded"
     yield _plain(
-        f"asked: {demand['prompt_tokens']:,} prompt tokens, at most {demand['max_tokens']:,} more, "
+        f"asked: {demand['prompt_tokens']:,} prompt tokens, {more}, "
         f"{' and '.join(targets) or 'no targets'}, {kind}, through {sequence['frontend']}{excluded}"
     )
     for held in sequence["held"]:

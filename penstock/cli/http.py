@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.garbage import collect_rarely
@@ -46,6 +46,7 @@ class ServerOptions:
     api_key: tuple[str, ...]
     share_prefixes: bool
     chat_template: str | None
+    pooling: Literal["auto", "last", "mean"]
     max_queued_requests: int
     max_queued_tokens: int | None
     seed: int | None
@@ -193,6 +194,7 @@ def make_site(
     from penstock.obs.metrics import Metrics
     from penstock.service.channel import engine_channel, master_channel
     from penstock.service.checkpoint import read_defaults
+    from penstock.service.embedding import read_embedding
     from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
     from penstock.service.master_pump import LocalPlacement
@@ -227,6 +229,7 @@ def make_site(
         options.log_format,
         options.max_queued_requests,
         options.max_queued_tokens,
+        read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
     )
     app = create_app(
         frontend,

@@ -80,7 +80,7 @@ def make_tables() -> ScenarioTables:
             needed("rate", number(0, 1e6), help="requests per second at a rate-scale of 1"),
             needed("prompt", number(0, 1e7), help="mean tokens of a prompt"),
             Option("prompt-sd", between(0, 1e7), 0.0, "standard deviation of that"),
-            needed("output", number(0, 1e7), help="mean tokens of an output"),
+            needed("output", between(0, 1e7), help="mean tokens of an output; 0 embeds the prompts"),
             Option("output-sd", between(0, 1e7), 0.0, "standard deviation of that"),
             *targets,
             Option("priority", integer(0, 1000), 0, "lower runs first"),

@@ -92,6 +92,13 @@ SERVER_OPTIONS = (
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
     Option("share-prefixes", switch, False, "share cached prefixes among requests with different API keys"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
+    Option(
+        "pooling",
+        one_of("auto", "last", "mean"),
+        "auto",
+        "which hidden states become an embedding, normalised: the last token's, or the mean; auto is what the "
+        "checkpoint says, else the last token's",
+    ),
     Option("max-queued-requests", integer(1), 4096, "sequences held at once, running and waiting; more get a 429"),
     Option(
         "max-queued-tokens",

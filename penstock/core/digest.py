@@ -25,7 +25,9 @@ from penstock.core.request import FinishReason
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd: multiples of it are spread evenly
 FEEDBACK = 2 * GOLDEN & MASK
+EMBEDDING = 16  # numbers
 SPREAD, OFFSETS, BLOCKS, SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)
+EMBEDDINGS = 0x452821E638D01377
 
 
 def mix(value: int) -> int:
@@ -95,6 +97,11 @@ def sample(context: int, position: int, token_ids: range, seed: int | None = Non
     """
     noise = 0 if seed is None else mix((SEEDS + seed) & MASK)
     return token_ids[mix((context + GOLDEN * position + noise) & MASK) * len(token_ids) >> 64]
+
+
+def embedding(context: int) -> list[float]:
+    """[EMBEDDING] in [-1, 1), of a prompt after whose last token this is the context, whatever the pooling."""
+    return [mix((context + EMBEDDINGS * (i + 1)) & MASK) / 2**63 - 1.0 for i in range(EMBEDDING)]
 
 
 def offline(

@@ -56,21 +56,26 @@ class PromptTooLong(UserError):
     """The prompt could never fit, even alone."""
 
     @classmethod
-    def of(cls, tokens: int, longest: int) -> PromptTooLong:
-        """A prompt of so many tokens, where a sequence may have `longest`. In OpenAI's words: by them clients know that
-        they may try again with less."""
-        return cls._saying(f"{tokens}", longest)
+    def of(cls, tokens: int, longest: int, output: int = 1) -> PromptTooLong:
+        """A prompt of so many tokens, where a sequence may have `longest`, `output` of them generated. In OpenAI's
+        words: by them clients know that they may try again with less."""
+        return cls._saying(f"{tokens}", longest, output)
 
     @classmethod
-    def more_than(cls, longest: int) -> PromptTooLong:
+    def more_than(cls, longest: int, output: int = 1) -> PromptTooLong:
         """The same, of a prompt whose tokens nobody has counted to the end."""
-        return cls._saying(f"more than {longest - 1}", longest)
+        return cls._saying(f"more than {longest - output}", longest, output)
+
+    def of_field(self, field: str) -> PromptTooLong:
+        """The same, of a prompt that came in that field."""
+        return PromptTooLong(f"{field}{str(self).removeprefix('prompt')}", field)
 
     @classmethod
-    def _saying(cls, tokens: str, longest: int) -> PromptTooLong:
+    def _saying(cls, tokens: str, longest: int, output: int) -> PromptTooLong:
+        room = f"at most {longest - output} fit beside one output token. " if output else ""
         return cls(
             f"prompt: This model's maximum context length is {longest} tokens. However, your prompt has {tokens} "
-            f"tokens; at most {longest - 1} fit beside one output token. Please reduce the length of the prompt.",
+            f"tokens; {room}Please reduce the length of the prompt.",
             "prompt",
         )
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.core.request import TokenLogprobs
+from penstock.core.request import Pooling, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
+POOLED_ONE = 1 << 32  # what 1.0 is in a sum of `StepResult.pooled`
 
 
 @dataclass(slots=True)
@@ -58,6 +59,8 @@ class SequenceStep:
             of `branches`; all when there are fewer.
         branches: of a beam search after its prompt: `tokens` are all at position `start`, one for each beam, and
             `blocks` are the prompt's alone.
+        pool: what to bring in `StepResult.pooled`: the hidden state of the last token, or the sum of all. None is
+            nothing.
     """
 
     request_id: str
@@ -74,6 +77,7 @@ class SequenceStep:
     targets: Sequence[int] = ()
     candidates: int = 0
     branches: Branches | None = None
+    pool: Pooling | None = None
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -147,6 +151,9 @@ class StepResult:
         candidates: request id -> for each row that was asked about, (token, log-probability) of the likeliest tokens in
             falling order; of equal ones the least first.
         broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
+        pooled: request id -> [hidden], of hidden states after the model's final norm: that of the last token; or the
+            sum over this step's tokens in whole numbers, POOLED_ONE for 1.0 and each state rounded by itself. Sums of
+            whole numbers are the same in whatever pieces and order they are taken.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -154,6 +161,7 @@ class StepResult:
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
     candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

@@ -5,20 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from penstock.core.sampling import SamplingParams
 
+Pooling = Literal["last", "mean"]  # which of a prompt's hidden states become its embedding
+
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string; or the prompt is embedded
     LENGTH = "length"  # max_tokens, or the model's length
     ABORT = "abort"  # cancelled; or lost with a hand-off, so that it can continue elsewhere
     ERROR = "error"  # the model computed infinities or NaNs, and would again
 
 
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Tokens of a prompt that stand for an image or the like: [start, start + length).
+
+    Attributes:
+        digest: of its content, and of whatever decides what the model makes of it.
+    """
+
+    start: int
+    length: int
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate, or one beam search: tokenised, and checked against the model's limits.
+    """One sequence to generate, one beam search, or one prompt to embed: tokenised, and checked against the model's
+    limits.
 
     Attributes:
         id: unique among the requests an engine holds.
@@ -27,7 +44,7 @@ class Request:
             the frontend's business.
         seed: of this sequence's noise, in [-2**63, 2**63). A draw is a function of (seed, position, token).
         stop_ids: tokens that end the output (the model's own unless `ignore_eos`, and `stop_token_ids`).
-        max_tokens: generated tokens at most, at least 1; already cut to the model's length.
+        max_tokens: generated tokens at most, at least 1; already cut to the model's length. 0 with `pooling`.
         priority: lower runs first.
         ttft_ms, tpot_ms: latency targets: time to first token, and mean time per token after it; None without a target.
         waited: seconds of the first that had passed when it was sent to the engine.
@@ -37,6 +54,8 @@ class Request:
         bad_words: token sequences, none of them empty, that the output never completes.
         cache_salt: cached prefixes are shared among requests with the same one.
         prediction: tokens that much of the output is expected to repeat; it may be the sooner for it, and is the same.
+        pooling: nothing is generated: the request ends with the embedding of its prompt. None generates.
+        media: of the prompt, in order, none of which overlap.
     """
 
     id: str
@@ -54,6 +73,13 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
     prediction: Sequence[int] = ()
+    pooling: Pooling | None = None
+    media: tuple[MediaSpan, ...] = ()
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every position of the prompt is to be computed, whatever the prefix cache holds."""
+        return self.pooling == "mean" or (self.params.prompt_logprobs is not None and not self.generated)
 
     @property
     def context(self) -> Sequence[int]:
@@ -123,6 +149,7 @@ class TokenOutput:
         prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
         hypotheses: with `finish`, of a beam search: all its results, the best first. It brings no tokens besides, but
             says with none at all that its prefill is over.
+        embedding: with `finish`, where there is `pooling`: [hidden], neither cut nor normalised. It brings no tokens.
     """
 
     request_id: str
@@ -136,3 +163,4 @@ class TokenOutput:
     generation: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     hypotheses: list[Hypothesis] | None = None
+    embedding: list[float] | None = None

@@ -46,7 +46,8 @@ class DigestArithmetic:
             sequences: at least one, each with at least one token.
             digests: [blocks, BLOCK_TOKENS], of the whole pool.
 
-        Returns: the context after each token behind which one is drawn (`SequenceStep.sample`), in order.
+        Returns: the context after each token behind which one is drawn (`SequenceStep.sample`), and after the last of
+            those that are pooled, in order.
         """
         starts = _ints(s.start for s in sequences)
         counts = _ints(len(s.tokens) for s in sequences)
@@ -64,7 +65,7 @@ class DigestArithmetic:
         before = self._product[positions] * (total - share + np.repeat(base, counts))
         slots = np.repeat(first_block, counts) + positions // BLOCK_TOKENS
         digests[blocks[slots], positions % BLOCK_TOKENS] = before * np.uint64(digest.FEEDBACK) + spread
-        drawn = _ints(s.sample for s in sequences)
+        drawn = _ints(s.sample or int(s.pool is not None) for s in sequences)
         first_drawn = np.cumsum(drawn) - drawn
         last = np.arange(drawn.sum()) + np.repeat(first_row + counts - drawn - first_drawn, drawn)
         after: Words = self._product[positions[last] + 1] * (total[last] + np.repeat(base, drawn))

@@ -23,7 +23,7 @@ from penstock.core import digest
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult, verified
+from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
@@ -253,21 +253,31 @@ class PacedRunner:
         begin = self._begin(plan)
         if plan.fresh_blocks:
             self._digests[list(plan.fresh_blocks)] = 0
-        contexts = self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else []
-        sampled = [s for s in plan.sequences if s.sample]
-        behind = [(s, s.start + len(s.tokens) - i) for s in sampled for i in range(s.sample - 1, -1, -1)]
-        drawn = [
-            digest.sample(context, position, self.token_ids, None if s.params.greedy else s.seed)
-            for context, (s, position) in zip(contexts, behind, strict=True)
-        ]
+        contexts = iter(self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else [])
+        sampled, drawn, pooled = [s for s in plan.sequences if s.sample], list[int](), dict[str, list[float]]()
+        for s in plan.sequences:
+            end, seed = s.start + len(s.tokens), None if s.params.greedy else s.seed
+            for position in range(end - s.sample + 1, end + 1):
+                drawn.append(digest.sample(next(contexts), position, self.token_ids, seed))
+            if s.pool:
+                pooled[s.request_id] = _pooled(s, next(contexts))
         runs = verified(sampled, drawn)
         result = StepResult(
             runs,
             [_certain(s.params.logprobs, run) for s, run in zip(sampled, runs, strict=True)],
             {s.request_id: _certain(s.params.prompt_logprobs, s.targets) or [] for s in plan.sequences if s.targets},
+            pooled=pooled,
         )
         self._pace(begin, self._duration(plan))
         return result
+
+    @property
+    def embedding_size(self) -> int:
+        return digest.EMBEDDING
+
+    @property
+    def generates(self) -> bool:
+        return True
 
     def counts(self) -> dict[str, int]:
         """Its pacer, for inspection."""
@@ -340,6 +350,15 @@ def _certain(asked: int | None, tokens: Sequence[int]) -> list[TokenLogprobs] | 
     if asked is None:
         return None
     return [TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)] if asked else []) for token in tokens]
+
+
+def _pooled(step: SequenceStep, context: int) -> list[float]:
+    """What a mean is of comes with the last step of the prompt."""
+    end = step.start + len(step.tokens)
+    values = digest.embedding(context)
+    if step.pool == "last":
+        return values
+    return [round(x * POOLED_ONE) * end if end == step.prompt_tokens else 0 for x in values]
 
 
 # --- reading what was asked for

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.core.plan import SequenceStep, StepPlan, StepResult
+from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
 from penstock.engine.sampling import Drawn, each_row, filled, likeliest, plain_sampling, sample, score
@@ -17,6 +17,8 @@ from penstock.nn.batch import Batch, Scratch
 from penstock.nn.models.decoder import Decoder
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
+POOLED_ROWS = 2048  # of a prompt at once, on a device that computes large tensors as well
+MOST_POOLED, MOST_SUMMED = 2.0**15, 1 << 16  # hidden states below that, and so many: their sum is below 2**63
 ALONE = 16384  # elements that torch handles on one thread: other threads would still spin when the next kernels begin
 
 
@@ -34,6 +36,14 @@ class Runner:
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
+
+    @property
+    def embedding_size(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def generates(self) -> bool:
+        return not self.model.headless
 
     def counts(self) -> dict[str, int]:
         """Of the cache: ranges by state and mapped slots, where it has them."""
@@ -72,6 +82,8 @@ class Runner:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
             result = replace(result, candidates=found)
+        if pooled := {s.request_id: _pooled(hidden, s, rows, wrong) for s, rows in steps if s.pool}:
+            result = replace(result, pooled=pooled)
         if not wrong:
             return result
         broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
@@ -111,15 +123,38 @@ class Runner:
 
 def _wanted(step: SequenceStep, rows: range) -> range:
     """Those of a sequence's rows of which more than K and V is needed."""
-    if step.targets or step.branches is not None:
+    if step.targets or step.branches is not None or step.pool == "mean":
         return rows
-    return rows[-1:] if step.candidates else rows[len(rows) - step.sample :]
+    return rows[-1:] if step.candidates or step.pool else rows[len(rows) - step.sample :]
 
 
 def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(len(hidden))):
         return hidden
     return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+
+
+def _pooled(hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]) -> list[float]:
+    """See `StepResult.pooled`; rows that are no numbers, or too large to be summed, go to `wrong`."""
+    if step.pool == "last":
+        last = hidden[rows[-1]].float()
+        if not bool(last.isfinite().all()):
+            wrong.add(rows[-1])
+        return last.tolist()
+    if len(rows) > MOST_SUMMED:
+        halves = rows[:MOST_SUMMED], rows[MOST_SUMMED:]
+        return [a + b for a, b in zip(*(_pooled(hidden, step, half, wrong) for half in halves), strict=True)]
+    width = hidden.shape[1]
+    together = max(1, ALONE // width) if hidden.is_cpu else POOLED_ROWS
+    total = torch.zeros(width, dtype=torch.int64, device=hidden.device)
+    for first in range(rows.start, rows.stop, together):
+        part = hidden[first : min(first + together, rows.stop)].double()
+        fit = (part.abs() < MOST_POOLED).all(-1)  # not a NaN, either
+        if not bool(fit.all()):
+            wrong |= {first + i for i in torch.nonzero(~fit)[:, 0].tolist()}
+            break
+        total += (part * POOLED_ONE).round_().long().sum(0)
+    return total.tolist()
 
 
 def _not_finite(rows: Tensor) -> list[int]:

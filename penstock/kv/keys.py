@@ -1,4 +1,4 @@
-"""Prefix keys: the name of a block is a hash of every token up to its end.
+"""Prefix keys: the name of a block is a hash of every token up to its end, and of the media that they stand for.
 
 128 bits of BLAKE2b, chained. A collision would expose another user's text, so the hash is cryptographic; at the
 size of a block (a 16-byte parent and 256 bytes of tokens) BLAKE2b and BLAKE3 take the same time, under a microsecond,
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.request import MediaSpan
 
 KEY_BYTES = 16
 _BLOCK_BYTES = BLOCK_TOKENS * array("I").itemsize
@@ -33,13 +34,33 @@ def salted(root: bytes, salt: str) -> bytes:
     return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"penstock.salt").digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], full_blocks: int) -> None:
-    """Append the keys that are missing until `keys` names the first `full_blocks` blocks of `tokens`."""
+def extend_keys(
+    keys: list[bytes], root: bytes, tokens: Sequence[int], full_blocks: int, media: Sequence[MediaSpan] = ()
+) -> None:
+    """Append the keys that are missing until `keys` names the first `full_blocks` blocks of `tokens`.
+
+    Args:
+        media: spans of `tokens`, in order: placeholders are equal for different images, and their KV is not.
+    """
     if len(keys) >= full_blocks:
         return
     assert len(tokens) >= full_blocks * BLOCK_TOKENS
     data = array("I", tokens[len(keys) * BLOCK_TOKENS : full_blocks * BLOCK_TOKENS]).tobytes()
     key = keys[-1] if keys else root
     for start in range(0, len(data), _BLOCK_BYTES):
-        key = blake2b(key + data[start : start + _BLOCK_BYTES], digest_size=KEY_BYTES).digest()
+        block = data[start : start + _BLOCK_BYTES]
+        if media:
+            block += _touching(media, len(keys) * BLOCK_TOKENS)
+        key = blake2b(key + block, digest_size=KEY_BYTES).digest()
         keys.append(key)
+
+
+def _touching(media: Sequence[MediaSpan], start: int) -> bytes:
+    """The spans that overlap with the block from `start` on, so that no two lists of them are the same bytes."""
+    found = b""
+    for span in media:
+        if span.start < start + BLOCK_TOKENS and start < span.start + span.length:
+            for number in (span.start, span.length, len(span.digest)):
+                found += number.to_bytes(8, "little")
+            found += span.digest
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,6 +39,7 @@ IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
 MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
 MOST_HEADER = 100_000_000  # bytes, as safetensors allows
+BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -80,6 +82,9 @@ def load_model(
         cls = architecture(hf)
         config = cls.read_config(hf)
         rope.check(config)
+        headless = not config.tie_embeddings and _headless(directory)
+        if headless:
+            config = replace(config, tie_embeddings=True)  # so that none is missed
     except ConfigError:
         raise
     except MALFORMED as error:
@@ -92,6 +97,7 @@ def load_model(
     try:
         with torch.device("meta"):
             model = cls(config).to(dtype)
+        model.headless = headless
         _check_weights(model, directory)
         with torch.device("meta"):
             if packed:
@@ -147,12 +153,23 @@ def weights(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
                     while names and mapped < MAPPED_BYTES:
                         tensor = file.get_tensor(name := names.pop(0))
                         mapped += tensor.nbytes
-                        yield path, name, tensor
+                        yield path, _full(name), tensor
                         del tensor
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found", "model") from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+
+
+def _full(name: str) -> str:
+    """A weight's name, in whichever way the checkpoint was saved."""
+    return f"model.{name}" if name.startswith(BARE) else name
+
+
+def _headless(directory: Path) -> bool:
+    """Whether it was saved without a head, as embedding models are whose config.json has one."""
+    names = [name for _, name, _ in _headers(directory)]
+    return "lm_head.weight" not in names and any(name.startswith(BARE) for name in names)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -238,7 +255,7 @@ def _headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
 
 def _check_layers(directory: Path, num_layers: int) -> None:
     """Checked before a model is made, which takes long for many layers. Raises ConfigError."""
-    found = {int(match[1]) for _, name, _ in _headers(directory) if (match := LAYER.match(name))}
+    found = {int(match[1]) for _, name, _ in _headers(directory) if (match := LAYER.match(_full(name)))}
     if found and max(found) + 1 < num_layers:
         raise ConfigError(
             f"{directory / 'config.json'}: num_hidden_layers is {num_layers}, the weights have {max(found) + 1} layers",
@@ -254,7 +271,8 @@ def _check_weights(model: Decoder, directory: Path) -> None:
     """
     places = _places(model)
     missing = {(name, part) for name in places for part in range(_parts(model, name))}
-    for path, name, shape in _headers(directory):
+    for path, given, shape in _headers(directory):
+        name = _full(given)
         if name.endswith(IGNORED):
             continue
         if name == "lm_head.weight" and model.lm_head is None:

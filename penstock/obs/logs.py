@@ -38,9 +38,10 @@ class RequestRecord:
         prompt_tokens, cached_tokens, completion_tokens: of all its outputs together.
         longest_completion: tokens of its longest output.
         n: how many outputs it has.
-        max_tokens: the limit of each.
+        max_tokens: the limit of each; 0 where prompts are embedded.
         finish_reason: "stop", "length" or "abort"; None when it failed.
-        ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (without a token, say).
+        ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (without a token, say). An embedding comes
+            in place of the first token.
         seed: the one its noise was sampled from; None when no token was asked of an engine.
         service_class: "online" or "offline".
         slo_met: whether it met its targets; None without targets, and when the client left.

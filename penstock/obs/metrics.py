@@ -445,7 +445,8 @@ class Metrics:
         self._cached_tokens.inc(record.cached_tokens)
         if record.status == 200:
             for field, histogram in self._sizes.items():
-                histogram.observe(getattr(record, field) or 0)
+                if field == "prompt_tokens" or record.max_tokens != 0:  # else it was embedded
+                    histogram.observe(getattr(record, field) or 0)
             self._computed.observe(record.prompt_tokens - record.cached_tokens)
         self._classes[record.service_class].observe(record)
         if record.finish_reason is not None:
@@ -456,8 +457,8 @@ class Metrics:
             seconds = getattr(record, phase)
             if seconds is not None:
                 histogram.observe(seconds)
-        if record.prefill is not None and record.decode is not None:
-            self._inference.observe(record.prefill + record.decode)
+        if record.prefill is not None:
+            self._inference.observe(record.prefill + (record.decode or 0.0))
 
     @_later
     def observe_http(self, route: str, status: int) -> None:

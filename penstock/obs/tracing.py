@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FLAG = "otlp-traces-endpoint"
 SERVICE = "penstock"  # unless OTEL_SERVICE_NAME says otherwise
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+EMBEDS = "embeddings"
 # attribute -> field of SamplingParams
 ASKED = {
     "gen_ai.request.temperature": "temperature",
@@ -120,7 +121,7 @@ class ExchangeTrace:
             return
         end = time.time_ns()
         start = end - _nanoseconds(record.e2e or 0.0)
-        operation = OPERATIONS.get(self._path, "text_completion")
+        operation = EMBEDS if record.max_tokens == 0 else OPERATIONS.get(self._path, "text_completion")
         attributes = _attributes(record, params) | {"gen_ai.operation.name": operation}
         span = self._tracing.child(f"{operation} {record.model}", self._span, start, attributes)
         for name, begun, ended in _phases(record, start, end):
@@ -165,7 +166,7 @@ def otlp_tracing(endpoint: str) -> Tracing:
 
 
 def _attributes(record: RequestRecord, params: SamplingParams) -> dict[str, Any]:
-    asked = {name: getattr(params, field) for name, field in ASKED.items()}
+    asked = {name: getattr(params, field) for name, field in ASKED.items()} if record.max_tokens != 0 else {}
     became = {name: getattr(record, field) for name, field in BECAME.items()}
     attributes = asked | became | {"gen_ai.provider.name": SERVICE, "gen_ai.response.model": record.model}
     if params.n > 1:
@@ -185,7 +186,8 @@ def _phases(record: RequestRecord, start: int, end: int) -> Iterable[tuple[str, 
         begun = max(start, first - _nanoseconds(record.prefill))
         yield "queue", start, begun
         yield "prefill", begun, first
-    yield "decode", first, end
+    if record.max_tokens != 0:
+        yield "decode", first, end
 
 
 def _failed(span: Span, kind: str) -> None:

@@ -143,12 +143,14 @@ class Flight(Generic[Owner]):
         """Also those of what was generated."""
         context = [*self.request.prompt, *self.tokens]
         self.keys = self.keys.copy()  # earlier questions keep their list
-        extend_keys(self.keys, salted(root, self.request.cache_salt), context, len(context) // BLOCK_TOKENS)
+        salted_root, blocks = salted(root, self.request.cache_salt), len(context) // BLOCK_TOKENS
+        extend_keys(self.keys, salted_root, context, blocks, self.request.media)
 
     def launch(self, placed: Placed, now: float) -> Request:
         """Start an attempt at this placement; returns the command."""
-        # a beam search stays where its prompt is prefilled
-        self.prefill, self.decode = placed.prefill, None if self.request.params.use_beam_search else placed.decode
+        # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
+        stays = self.request.params.use_beam_search or self.request.pooling is not None
+        self.prefill, self.decode = placed.prefill, None if stays else placed.decode
         self.launches += 1
         if self.first is None:
             self.launched = now

@@ -16,6 +16,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, ModelNotFound, Overloaded, PenstockError, Unavailable
 from penstock.core.memory import give_back_memory
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.request import Pooling, Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.core.wire.engine import Ready
@@ -24,10 +25,11 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
+from penstock.service.embedding import EmbeddingDefaults
 from penstock.service.engine_client import TICK, EngineClient, Instance
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
-from penstock.service.intake import ModelLimits, make_sequences
+from penstock.service.intake import ModelLimits, make_embedding, make_sequences
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
@@ -49,6 +51,7 @@ class Frontend:
         rng: seeds of requests that bring none.
         max_requests: sequences held at once, running and waiting; one more is refused.
         max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
+        embedding: how prompts are embedded.
 
     Attributes:
         draining: whether the server is draining: running requests continue, new ones are refused.
@@ -66,10 +69,12 @@ class Frontend:
         log_format: Format = "text",
         max_requests: int = MAX_REQUESTS,
         max_queued_tokens: int | None = None,
+        embedding: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008
     ) -> None:
         self.tokenizer = tokenizer
         self.served_names = served_names
         self.default_sampling = defaults.sampling
+        self.embedding = embedding
         self.created = int(time.time())
         self.engine_client = engine_client
         self.metrics = metrics
@@ -152,6 +157,11 @@ class Frontend:
     @property
     def vocab_size(self) -> int:
         return min((said.vocab_size for said in self._said), default=0)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers in an embedding; 0 where some engine gives none."""
+        return min((said.embedding_size for said in self._said), default=0)
 
     @property
     def modelled(self) -> dict[str, int] | None:
@@ -282,6 +292,7 @@ class Frontend:
         cache_salt: str = "",
         prompts_only: bool = False,
         prediction: Sequence[int] = (),
+        pooling: Pooling | None = None,
     ) -> Generation:
         """Have a request run.
 
@@ -294,6 +305,7 @@ class Frontend:
             cache_salt: cached prefixes are shared among requests with the same one.
             prompts_only: see `Generation`.
             prediction: see `Request`.
+            pooling: embed the prompts; None generates.
 
         Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -304,6 +316,7 @@ class Frontend:
         said = self._said
         if params.use_beam_search and any(one.sampled_ids is not None for one in said):
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
+        self._check_task(pooling)
         limits = ModelLimits(
             self.max_model_len,
             self.vocab_size,
@@ -321,39 +334,48 @@ class Frontend:
             for i, prompt in enumerate(prompts):
                 part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
                 unique = f"{part_id}-{secrets.token_hex(4)}"
-                sequences = make_sequences(
-                    unique,
-                    prompt,
-                    params,
-                    limits,
-                    self._rng,
-                    level,
-                    bad_words=bad_words,
-                    cache_salt=cache_salt,
-                    prediction=prediction,
-                )
+                if pooling is not None:
+                    one = make_embedding(unique, prompt, params, pooling, limits, level, cache_salt=cache_salt)
+                    sequences = [one]
+                else:
+                    sequences = make_sequences(
+                        unique,
+                        prompt,
+                        params,
+                        limits,
+                        self._rng,
+                        level,
+                        bad_words=bad_words,
+                        cache_salt=cache_salt,
+                        prediction=prediction,
+                    )
                 first = generation.add(part_id, sequences)
                 made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])
-            for flights, prompt in zip(made, prompts, strict=True):
+            for flights in made:
                 self.engine_client.add(flights)
-                self._find_places(flights, prompt, params, cache_salt)
+                self._find_places(flights)
         except BaseException:
             generation.cancel()
             raise
         return generation
 
-    def _find_places(
-        self, flights: Sequence[Flight[Generation]], prompt: list[int], params: SamplingParams, cache_salt: str
-    ) -> None:
-        # with prompt log-probabilities the whole prompt is computed, so caches are not used
-        if not self.engine_client.wants_keys or len(prompt) < BLOCK_TOKENS or params.prompt_logprobs is not None:
+    def _check_task(self, pooling: Pooling | None) -> None:
+        """Raises `InvalidRequest` when the engines do not do this."""
+        if pooling is not None and not self.embedding_size:
+            raise InvalidRequest("input: the engines here give no embeddings", "input")
+        if pooling is None and not all(one.generates for one in self._said):
+            raise InvalidRequest("model: it was saved without a head to generate with, use /v1/embeddings", "model")
+
+    def _find_places(self, flights: Sequence[Flight[Generation]]) -> None:
+        request = flights[0].request  # the others have the same prompt
+        if not self.engine_client.wants_keys or len(request.prompt) < BLOCK_TOKENS or request.reads_all:
             self.engine_client.find_places(flights)
             return
-        root = salted(self._said[0].root_key, cache_salt)
-        if len(prompt) <= AT_ONCE:
-            self._place(flights, _prefix_keys(root, prompt))
+        root = salted(self._said[0].root_key, request.cache_salt)
+        if len(request.prompt) <= AT_ONCE:
+            self._place(flights, _prefix_keys(root, request))
             return
-        hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, prompt)
+        hashing = asyncio.get_running_loop().run_in_executor(self._workers, _prefix_keys, root, request)
         hashing.add_done_callback(partial(self._hashed, flights))
 
     def _check_queue(self, prompts: Sequence[int], outputs: int) -> None:
@@ -432,8 +454,8 @@ def _and_give_back(function: Callable[..., list[int]], *args: Any) -> list[int]:
         give_back_memory()
 
 
-def _prefix_keys(root: bytes, prompt: Sequence[int]) -> list[bytes]:
+def _prefix_keys(root: bytes, request: Request) -> list[bytes]:
     """Of the prompt's full blocks."""
     keys: list[bytes] = []
-    extend_keys(keys, root, prompt, len(prompt) // BLOCK_TOKENS)
+    extend_keys(keys, root, request.prompt, len(request.prompt) // BLOCK_TOKENS, request.media)
     return keys

@@ -224,9 +224,13 @@ class Generation:
                 metrics.observe_inter_token(now - before, tokens)
             else:
                 metrics.observe_together(tokens)
-        if output.timing is not None:
-            timing = output.timing
-            part.timings |= {"queue": timing.queue, "prefill": timing.prefill, "decode": timing.decode}
+        elif output.embedding is not None:
+            part.usage.cached_tokens = output.cached_tokens
+            part.timings["ttft"] = now - self._arrival  # what its target is about, though no token comes
+        if (timing := output.timing) is not None:
+            part.timings |= {"queue": timing.queue, "prefill": timing.prefill}
+            if output.embedding is None:
+                part.timings["decode"] = timing.decode
 
     # --- at the end
 
@@ -255,7 +259,7 @@ class Generation:
             max_tokens=asked.max_tokens,
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
-            seed=asked.seed,
+            seed=None if asked.pooling is not None else asked.seed,
             service_class=OFFLINE if asked.offline else ONLINE,
             slo_met=None if finish_reason == "abort" else self._met_targets(part),
             status=http_row(self._error)[0] if self._error else CLIENT_LEFT if finish_reason == "abort" else 200,
@@ -299,6 +303,7 @@ def _joined(parts: list[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        embedding=last.embedding,
     )
 
 

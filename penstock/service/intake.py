@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.request import Request
+from penstock.core.request import Pooling, Request
 from penstock.core.sampling import ALL_LOGPROBS, SEED_BITS, SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.sched.local.beams import check_length, check_width, most_beam_tokens
@@ -93,6 +93,42 @@ def make_sequences(
     ]
 
 
+def make_embedding(
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    pooling: Pooling,
+    limits: ModelLimits,
+    level: ServiceLevel = NO_LEVEL,
+    *,
+    cache_salt: str = "",
+) -> Request:
+    """The `Request` that embeds a prompt.
+
+    Args:
+        params: nothing is sampled; they only say how the prompt was cut.
+
+    Raises:
+        InvalidRequest: the prompt is empty or has a token the model does not know.
+        PromptTooLong: see `ModelLimits.max_model_len`, which it may take as a whole.
+    """
+    _check_prompt(prompt, limits, output=0)
+    return Request(
+        id=request_id,
+        prompt=prompt,
+        params=params,
+        seed=0,
+        stop_ids=frozenset(),
+        max_tokens=0,
+        priority=level.priority,
+        ttft_ms=level.ttft_ms,
+        tpot_ms=level.tpot_ms,
+        offline=level.offline,
+        cache_salt=cache_salt,
+        pooling=pooling,
+    )
+
+
 def _beam_room(prompt_tokens: int, params: SamplingParams, limits: ModelLimits, room: int) -> int:
     """Tokens that each beam may have. Raises InvalidRequest when more were asked for than a KV cache holds."""
     check_width(params.n, limits.max_sequences)
@@ -104,12 +140,12 @@ def _beam_room(prompt_tokens: int, params: SamplingParams, limits: ModelLimits, 
     return room
 
 
-def _check_prompt(prompt: Sequence[int], limits: ModelLimits) -> None:
+def _check_prompt(prompt: Sequence[int], limits: ModelLimits, output: int = 1) -> None:
     if not prompt:
         raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
     _check_ids("prompt", prompt, limits)
-    if len(prompt) >= limits.max_model_len:
-        raise PromptTooLong.of(len(prompt), limits.max_model_len)
+    if len(prompt) + output > limits.max_model_len:
+        raise PromptTooLong.of(len(prompt), limits.max_model_len, output)
 
 
 def check_salt(salt: object) -> None:
@@ -162,8 +198,14 @@ def longest_whole(params: SamplingParams, max_model_len: int) -> int | None:
     return max_model_len if params.truncate_prompt_tokens is None else None
 
 
-def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:
-    """As many of its tokens as `params.truncate_prompt_tokens` says, the last or the first. Raises InvalidRequest."""
+def truncated(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, *, generates: bool = True
+) -> Sequence[int]:
+    """As many of its tokens as `params.truncate_prompt_tokens` says, the last or the first. Raises InvalidRequest.
+
+    Args:
+        generates: room is needed beside it.
+    """
     count = params.truncate_prompt_tokens
     if count is None:
         return prompt
@@ -173,7 +215,7 @@ def truncated(prompt: Sequence[int], params: SamplingParams, max_model_len: int)
             "truncate_prompt_tokens",
         )
     if count == -1:
-        count = max(1, max_model_len - (params.max_tokens or 1))
+        count = max(1, max_model_len - (params.max_tokens or 1)) if generates else max_model_len
     return prompt[-count:] if params.truncation_side == "left" else prompt[:count]
 
 

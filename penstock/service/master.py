@@ -359,6 +359,8 @@ class Master:
         sequence = self._queue.pop(key) or self._backlog.pop(key)
         assert sequence is not None
         demand, place = sequence.demand, sequence.place
+        if not demand.max_tokens:  # an embedding: nothing is left to do after its prompt
+            decision = msgspec.structs.replace(decision, decode=None)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
         placed = sequence.placed = Placed(

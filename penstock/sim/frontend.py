@@ -137,14 +137,15 @@ class SimFrontend:
 
     def arrive(self, now: float, work: WorkRequest) -> list[Due]:
         """A client sends a request."""
-        prompt = prompt_of(work)
+        prompt, generates = prompt_of(work), work.output_tokens > 0
         request = Request(
             id=str(work.number),
             prompt=prompt,
             params=PARAMS,
             seed=work.number,
             stop_ids=STOPS,
-            max_tokens=min(self._max_tokens, self._max_model_len - len(prompt)),
+            max_tokens=min(self._max_tokens, self._max_model_len - len(prompt)) if generates else 0,
+            pooling=None if generates else "last",
             priority=work.priority,
             ttft_ms=_milliseconds(work.ttft, work),
             tpot_ms=_milliseconds(work.tpot, work),

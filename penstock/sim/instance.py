@@ -47,6 +47,7 @@ from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
 IDLE = 0  # the lane of idle reports; see `Due`
+NO_EMBEDDING = (0.0,)  # nobody looks at it
 TICKS = 20  # of the hand-offs, in a lease
 
 
@@ -315,7 +316,8 @@ class SimInstance:
             for s in plan.sequences
             if s.sample
         ]
-        return StepResult([[token] for token in tokens], [None] * len(tokens))
+        pooled = {s.request_id: NO_EMBEDDING for s in plan.sequences if s.pool}
+        return StepResult([[token] for token in tokens], [None] * len(tokens), pooled=pooled)
 
     def _last(self, request_id: str) -> int:
         """The position of a request's last token."""

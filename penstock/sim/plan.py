@@ -170,7 +170,7 @@ def demands(requests: Sequence[WorkRequest], rate: float, max_tokens: int) -> De
             r.at,
             r.prompt_tokens - min(hit, r.prompt_tokens - 1),
             min(hit, r.prompt_tokens - 1),
-            min(r.output_tokens, max_tokens) - 1,
+            max(1, min(r.output_tokens, max_tokens)) - 1,
             r.ttft,
             r.tpot,
         )

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError
 from penstock.sim.workload import SLO, WHOLE, Offline, Slice, Synthetic, Task, Workload
 from penstock.workload.arrivals import before_tide, poisson_times, with_tide
-from penstock.workload.lengths import Empirical, Independent, LengthPairs, LogNormal, log_normal
+from penstock.workload.lengths import Empirical, Fixed, Independent, LengthPairs, LogNormal, log_normal
 from penstock.workload.requests import (
     WorkRequest,
     between,
@@ -229,7 +229,8 @@ def _targets(slo: SLO) -> dict[str, Any]:
 
 
 def _lengths(given: Task | Offline) -> LengthPairs:
-    return Independent(log_normal(given.prompt, given.prompt_sd), log_normal(given.output, given.output_sd))
+    output = log_normal(given.output, given.output_sd) if given.output else Fixed(0)
+    return Independent(log_normal(given.prompt, given.prompt_sd), output)
 
 
 # --- offline requests

@@ -47,7 +47,7 @@ class Task:
 
     Attributes:
         rate: requests per second before scaling.
-        prompt, prompt_sd, output, output_sd: means and standard deviations.
+        prompt, prompt_sd, output, output_sd: means and standard deviations. Without any output prompts are embedded.
         slo: by which they are judged.
         priority: lower runs first.
         priority_only: the cluster knows the priority and not the targets.

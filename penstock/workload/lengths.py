@@ -35,7 +35,7 @@ class LengthPairs(Protocol):
     """A joint distribution of prompt and output lengths."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-        """Prompt and output lengths of at least 1, each of shape [count]."""
+        """Prompt lengths of at least 1 and output lengths, each of shape [count]."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
         number: the request's place in its workload; requests of one number have the same private tokens.
         at: seconds from the start of the workload.
         prompt_tokens: at least 1.
-        output_tokens: how many tokens to generate, at least 1.
+        output_tokens: how many tokens to generate; 0 embeds the prompt.
         prefix: ids of the shared blocks in order; equal ids are equal tokens.
         block_tokens: length of each block of `prefix`; 0 when there are none.
         ttft, tpot: latency targets in seconds; inf without.
@@ -116,7 +116,7 @@ def _fit(request: WorkRequest, limit: int) -> WorkRequest:
     total = request.prompt_tokens + request.output_tokens
     if total <= limit:
         return request
-    output = max(1, request.output_tokens * limit // total)
+    output = max(1, request.output_tokens * limit // total) if request.output_tokens else 0
     return replace(request, prompt_tokens=limit - output, output_tokens=output)
 
 

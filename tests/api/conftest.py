@@ -19,6 +19,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.obs.metrics import Metrics
+from penstock.service.embedding import EmbeddingDefaults
 from penstock.service.frontend import Frontend
 from penstock.service.generation import Generation, Usage
 from penstock.text.chat import normalise
@@ -68,6 +69,7 @@ class ScriptedGeneration:
     """One prompt of a request."""
 
     request: ScriptedRequest
+    pooling: str | None
 
     def __init__(self, first: int, prompt: list[int], params: SamplingParams, level: ServiceLevel) -> None:
         self.first, self.prompt, self.params, self.level = first, prompt, params, level
@@ -110,10 +112,18 @@ def hello(generation: ScriptedGeneration) -> None:
         generation.put(Delta(index, "", [EOS], generation.logprobs([EOS]), "stop"))
 
 
+def embedded(generation: ScriptedGeneration) -> None:
+    """The default script of embeddings: by how many tokens of each kind a prompt has."""
+    counts = [float(sum(token % 4 == kind for token in generation.prompt)) for kind in range(4)]
+    generation.put(Delta(0, "", [], finish_reason="stop", embedding=counts))
+
+
 class ScriptedFrontend:
     served_names = ["org/tiny", "tiny"]  # noqa: RUF012
     max_model_len = 128
     vocab_size = 257
+    embedding_size = 4
+    embedding = EmbeddingDefaults()
     created = 1_700_000_000
     unhealthy_reason = ""
     modelled: dict[str, int] | None = None
@@ -124,6 +134,7 @@ class ScriptedFrontend:
         self.ready = self.healthy = True
         self.draining = False
         self.script: Callable[[ScriptedGeneration], object] = hello
+        self.embed: Callable[[ScriptedGeneration], object] = embedded
         self.clock = ManualClock()
         self.arrivals: list[float] = []
         self.models: list[str] = []
@@ -181,6 +192,7 @@ class ScriptedFrontend:
         cache_salt: str = "",
         prompts_only: bool = False,
         prediction: Sequence[int] = (),
+        pooling: str | None = None,
     ) -> ScriptedRequest:
         self.predictions.append(bytes(prediction).decode())
         self.salts.append(cache_salt)
@@ -193,8 +205,9 @@ class ScriptedFrontend:
         request = ScriptedRequest(parts, params, prompts_only)
         for part in parts:
             part.request = request
+            part.pooling = pooling
             self.submitted.append(part)
-            self.script(part)
+            (self.script if pooling is None else self.embed)(part)
         return request
 
     def check_ready(self) -> None:

@@ -23,6 +23,7 @@ def options():
         api_key=(),
         share_prefixes=False,
         chat_template=None,
+        pooling="auto",
         max_queued_requests=16,
         max_queued_tokens=None,
         seed=0,

@@ -127,6 +127,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
             one.
         sampled_ids: of a modelled device, the first and the last token id that it may draw.
         max_sequences: that run at once.
+        embedding_size: numbers in an embedding; 0 where it gives none.
+        generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
     """
 
@@ -142,6 +144,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dtype: str
     sampled_ids: tuple[int, int] | None = None
     max_sequences: int = 256
+    embedding_size: int = 0
+    generates: bool = True
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
     protocol: int = PROTOCOL

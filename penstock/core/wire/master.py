@@ -29,7 +29,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         prompt_tokens: to be prefilled: of the prompt, and what was generated before.
-        max_tokens: to be generated after these, at most.
+        max_tokens: to be generated after these, at most; 0 for an embedding.
         keys: prefix keys of the full blocks of what is to be prefilled, where the master wants them.
         waited: seconds since it arrived at the frontend; for an interrupted one so many that its deadline is right.
         exclude: instances to avoid, because they just failed this sequence.

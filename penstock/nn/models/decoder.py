@@ -24,6 +24,7 @@ class Decoder(nn.Module):
     Attributes:
         graph_mode: "eager" computes op by op, "full" a step as one call, "partial" in two calls a layer all of it but
             attention, "auto" as one call where it can be (nn/graph.py). The result is the same, to the bit.
+        headless: its logits mean nothing: the checkpoint is an embedding model's.
     """
 
     @staticmethod
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
         self.graph_mode = "auto"
+        self.headless = False
         self._rotation: Rotation | None = None
         self._graph: Graph | None = None
         self._bounded_logits: BoundedLogits | None = None
@@ -59,7 +61,7 @@ class Decoder(nn.Module):
     def bound_logits(self, least: int = LEAST) -> None:
         """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
         weight = self._head
-        if isinstance(weight, PackedWeight) and weight.memory.nbytes >= least:
+        if isinstance(weight, PackedWeight) and weight.memory.nbytes >= least and not self.headless:
             self._bounded_logits = BoundedLogits.of(weight)
 
     @property

@@ -127,6 +127,7 @@ class Demand(Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: unique in the cluster.
+        max_tokens: 0 for an embedding, which needs no decode instance: one that is named is not used.
         arrived: when its client sent it, in the view's clock; the past.
         ttft, tpot: its targets in seconds; inf without.
         priority: lower runs first.
@@ -177,7 +178,7 @@ class Rates(Struct, frozen=True, kw_only=True):
         arrivals, completions: counts.
         attained: of the completed, those that kept their targets.
         prompt_tokens: mean of what arrived; 0 without any.
-        output_tokens: mean of what was completed; 0 without any.
+        output_tokens: mean of what was completed and generated any; 0 without any.
     """
 
     window: float = 10.0

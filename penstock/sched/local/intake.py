@@ -102,8 +102,8 @@ class Intake:
         decode = command.decode
         if decode is not None and (decode.name == self.peer.name or self.handoffs is None):
             decode = None
-        if request.params.use_beam_search:
-            decode = None  # beam searches are not handed over
+        if request.params.use_beam_search or request.pooling is not None:
+            decode = None  # beam searches are not handed over, and nothing is left of an embedding
         try:
             self._add(request, migrates=decode is not None, now=now)
         except UserError as error:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
@@ -37,11 +36,11 @@ class KVManager:
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """The prefix keys that may be matched: never of all its tokens, since the last one's output is needed, and none
         while every position's is."""
-        if not self._prefix_cache or sequence.prompt_logprobs is not None:
+        if not self._prefix_cache or sequence.reads_all:
             return []
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
         if full > len(sequence.keys):
-            extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+            sequence.extend_keys(full)
         return sequence.keys[:full]
 
     def load(self, sequence: Sequence, running: list[Sequence], before: Iterable[Sequence] = ()) -> bool:
@@ -169,7 +168,7 @@ class KVManager:
         full = sequence.findable // BLOCK_TOKENS
         if full == sequence.published or not self._prefix_cache:
             return
-        extend_keys(sequence.keys, sequence.root, sequence.tokens, full)
+        sequence.extend_keys(full)
         flight, pool, blocks, keys = self._in_flight.of(sequence), self.pool, sequence.blocks, sequence.keys
         for i in range(sequence.published, full):
             mine, key = blocks[i], keys[i]

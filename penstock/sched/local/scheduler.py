@@ -195,11 +195,14 @@ class Scheduler:
                 beam search is wider or longer than what ever runs at once.
         """
         length, longest = len(request.prompt) + len(request.generated), self.limits.max_model_len
+        embeds = request.pooling is not None
         if not request.prompt:
             raise InvalidRequest("prompt: empty, at least one token is needed", "prompt")
-        if length >= longest:
-            raise PromptTooLong.of(length, longest)
-        if len(request.generated) >= request.max_tokens:
+        if length + (not embeds) > longest:
+            raise PromptTooLong.of(length, longest, output=int(not embeds))
+        if embeds and (request.max_tokens or request.generated or migrates):
+            raise InvalidRequest("pooling: given, allowed only where nothing is generated", "pooling")
+        if len(request.generated) >= request.max_tokens and not embeds:
             count = len(request.generated)
             raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
         if request.id in self._sequences:
@@ -316,7 +319,7 @@ class Scheduler:
         if not 0 < length < self.limits.max_model_len:
             raise PromptTooLong.of(length, self.limits.max_model_len)
         keys: list[bytes] = []
-        extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS)
+        extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS, request.media)
         hit = self.pool.match(keys) if self._prefix_cache else []
         missing = blocks_for(length) - len(hit)
         standing = standing_of(request)
@@ -484,7 +487,10 @@ class Scheduler:
                 sequence.computed = step.start + len(step.tokens) - step.sample
                 if sequence.prompt_logprobs is not None:
                     sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
-                told = self._append(sequence, run, logprobs) if run else None
+                if step.pool is not None:
+                    told = sequence.pool(result.pooled[sequence.id])
+                else:
+                    told = self._append(sequence, run, logprobs) if run else None
                 if sequence.computed // BLOCK_TOKENS != sequence.published:
                     self.kv.publish(sequence)
                 if told is None:
@@ -708,7 +714,8 @@ class Scheduler:
         for s in holding:
             assert s.transferring <= len(s.blocks)
             assert s.blocks
-            assert 0 <= s.computed < len(s.tokens) <= self.limits.max_model_len
+            assert 0 <= s.computed < len(s.tokens) + (s.pooling is not None and s.in_flight > 0)
+            assert len(s.tokens) <= self.limits.max_model_len
             drafted = 0 if self.speculation is None else self.speculation.most
             assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1 + drafted)
             assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
-from penstock.core.request import Request, TokenLogprobs
-from penstock.kv.keys import salted
+from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
+from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
+from penstock.kv.keys import extend_keys, salted
 
 _turn = attrgetter("turn")
 
@@ -63,6 +63,8 @@ class Sequence:
         penalised: what is sampled depends on which tokens came before, beyond what the model computes.
         guided: what may be sampled next depends on which tokens were sampled.
         prompt_logprobs: of the prompt, as far as it was computed; None when they are not wanted, or have left.
+        pooling: of the prompt, whose embedding is all that is wanted; None generates.
+        pooled: what the runner has brought for that; a sum grows by every step.
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
@@ -96,6 +98,8 @@ class Sequence:
         "loads",
         "migrates",
         "penalised",
+        "pooled",
+        "pooling",
         "prompt_logprobs",
         "published",
         "rank",
@@ -130,8 +134,14 @@ class Sequence:
         if params.prompt_logprobs is not None and not request.generated:  # else they left with the first token
             self.prompt_logprobs = []
         self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        self.pooling: Pooling | None = request.pooling
+        self.pooled: list[float] = []
         self.special = bool(
-            self.penalised or params.min_tokens or request.bad_words or self.prompt_logprobs is not None
+            self.penalised
+            or params.min_tokens
+            or request.bad_words
+            or self.prompt_logprobs is not None
+            or self.pooling is not None
         )
         self.guided = bool(request.bad_words)
         self.root = salted(root, request.cache_salt) if request.cache_salt else root
@@ -192,6 +202,15 @@ class Sequence:
         assert self.answered is not None
         return self.started - self.added, self.answered - self.started, self.wait
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether every position is to be computed, whatever the prefix cache holds."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
+
+    def extend_keys(self, full_blocks: int) -> None:
+        """Have the prefix keys of so many blocks."""
+        extend_keys(self.keys, self.root, self.tokens, full_blocks, self.request.media)
+
     # --- what it takes
 
     def cost(self, count: int) -> int:
@@ -220,6 +239,7 @@ class Sequence:
     def restart(self) -> None:
         """Reset it after preemption: it holds no blocks."""
         self.computed = self.published = self.kept = 0
+        self.pooled = []
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
 
@@ -255,7 +275,7 @@ class Sequence:
         tokens, request, start = self.tokens, self.request, self.computed
         blocks = tuple(self.blocks)
         end = start + count
-        sample = int(end == len(tokens))
+        sample = int(end == len(tokens) and self.pooling is None)
         own = tokens[start:end]
         if drafts:
             own += drafts
@@ -279,7 +299,23 @@ class Sequence:
                 step.history = tokens[:] if self.penalised else None
                 step.banned = self.banned()
             step.targets = self.targets(count)
+            if self.pooling == "mean" or end == len(tokens):
+                step.pool = self.pooling
         return step
+
+    def pool(self, part: Items[float]) -> TokenOutput | None:
+        """A step brought this. Returns the output, once the whole prompt is computed."""
+        self.pooled = [a + b for a, b in zip(self.pooled, part, strict=True)] if self.pooled else [*part]
+        if self.pending:
+            return None
+        count = len(self.tokens) * POOLED_ONE  # whole numbers as long as they need be: only this division rounds
+        return TokenOutput(
+            self.id,
+            [],
+            finish=FinishReason.STOP,
+            cached_tokens=self.cached_tokens or 0,
+            embedding=[x / count for x in self.pooled] if self.pooling == "mean" else self.pooled,
+        )
 
     def start_clock(self, now: float) -> None:
         """Start its token clock: as if its last token had been sampled now, on time."""

@@ -115,9 +115,10 @@ class InFlightSteps:
     ) -> None:
         sequence.in_flight = len(step.tokens)
         sequence.computed += sequence.in_flight
-        if not step.sample:
+        if step.sample:
+            sequence.tokens.append(placeholder(row))
+        elif sequence.pooling is None or sequence.pending:
             return
-        sequence.tokens.append(placeholder(row))
         over = sequence.generated >= sequence.request.max_tokens or len(sequence.tokens) >= longest
         if over or sequence.migrates:
             running.remove(sequence)

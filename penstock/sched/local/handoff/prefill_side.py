@@ -11,7 +11,6 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Release, Renew, Reserve, Reserved
-from penstock.kv.keys import extend_keys
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
@@ -194,7 +193,7 @@ class PrefillSide:
             self._scheduler.pool.offer(block)
         full = (index + 1) * BLOCK_TOKENS <= sequence.settled
         if full:
-            extend_keys(sequence.keys, sequence.root, sequence.tokens, index + 1)
+            sequence.extend_keys(index + 1)
         generation, checksum = self._transport.stamp(block)
         key = sequence.keys[index] if full else b""
         self._transport.send(out.peer, Push(out.lease, index, key, block, generation, checksum))

@@ -1,0 +1,196 @@
+"""POST /v1/embeddings, in OpenAI's shape; and over the same embeddings /v1/rerank, as Jina and Cohere have it, and
+vLLM's /v1/score. These two compare texts by the cosine of the angle between their embeddings: no model here reads two
+texts as a pair."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import Send
+
+from penstock.api.http import Route, UntilDisconnect, read_body
+from penstock.api.prompts import encoded
+from penstock.api.schema import (
+    MAX_INPUTS,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    ServedBody,
+    prompts_of,
+    service_level,
+)
+from penstock.api.sse import send_json
+from penstock.core.errors import PromptTooLong
+from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
+from penstock.service.embedding import check_dimensions, finished
+from penstock.service.generation import Usage
+from penstock.service.intake import truncated
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+AT_ONCE = 16  # vectors that are put together before others get their turn
+
+
+def routes(frontend: Frontend) -> list[Route]:
+    def route(path: str, body: type[ServedBody], work: Any) -> Route:
+        async def endpoint(request: Request) -> UntilDisconnect:
+            asked = await read_body(request, body)
+            embedder = _Embedder(frontend, asked, service_level(asked, request.headers), request.state.request_id)
+            return UntilDisconnect(partial(work, embedder, asked))
+
+        endpoint.__name__ = path.rpartition("/")[2]
+        return Route("POST", path, endpoint, body)
+
+    return [
+        route("/v1/embeddings", EmbeddingBody, _embeddings),
+        *(route(path, RerankBody, _rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(route(path, ScoreBody, _score) for path in ("/v1/score", "/score")),
+    ]
+
+
+class _Embedder:
+    """What the routes have in common: one request's texts to vectors, all or none.
+
+    Attributes:
+        model: the name to answer under.
+        usage: known once it has embedded.
+    """
+
+    def __init__(self, frontend: Frontend, body: ServedBody, level: ServiceLevel, request_id: str) -> None:
+        self.request_id = request_id
+        self.model = frontend.served_model(body.model)
+        self.usage = Usage(0)
+        self._arrival = frontend.clock.now()
+        self._frontend, self._body, self._level = frontend, body, level
+
+    async def embed(
+        self,
+        given: Any,
+        field: str,
+        *,
+        add_special_tokens: bool,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        most: int = MAX_INPUTS,
+    ) -> list[Sequence[float]]:
+        """
+        Args:
+            given: as `prompts_of` takes it.
+            field: where it came.
+            normalize: None is as the model wants it.
+            most: how many there may be.
+        """
+        frontend = self._frontend
+        frontend.check_ready()
+        check_dimensions(dimensions, frontend.embedding_size)
+        prompts = await self._prompts(given, field, add_special_tokens, most)
+        with frontend.submit(
+            prompts,
+            _cut(self._body),
+            request_id=self.request_id,
+            model=self.model,
+            level=self._level,
+            arrival=self._arrival,
+            cache_salt=self._body.prefix_salt,
+            pooling=frontend.embedding.pooling,
+        ) as generation:
+            outputs = await generation.whole()
+            self.usage = generation.usage
+        vectors = []
+        for i, output in enumerate(outputs):
+            assert output.embedding is not None
+            normal = frontend.embedding.normalize if normalize is None else normalize
+            vectors.append(finished(output.embedding, dimensions, normal))
+            if i % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return vectors
+
+    async def _prompts(self, given: Any, field: str, add_special_tokens: bool, most: int) -> list[list[int]]:
+        """Raises InvalidRequest or PromptTooLong naming the field."""
+        frontend, params = self._frontend, _cut(self._body)
+        longest = frontend.max_model_len
+        bound = longest + 1 if params.truncate_prompt_tokens is None else None
+        try:
+            listed = prompts_of(given, frontend.vocab_size, bound, field=field, most=most)
+            whole = await encoded(frontend, listed, add_special_tokens, bound, field)
+        except PromptTooLong:
+            raise PromptTooLong.more_than(longest, output=0).of_field(field) from None
+        prompts = [list(truncated(prompt, params, longest, generates=False)) for prompt in whole]
+        if (count := max(map(len, prompts))) > longest:
+            raise PromptTooLong.of(count, longest, output=0).of_field(field)
+        return prompts
+
+    def answer(self, kind: str, **fields: Any) -> dict[str, Any]:
+        usage = {
+            "prompt_tokens": self.usage.prompt_tokens,
+            "total_tokens": self.usage.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+        }
+        return {"id": f"{kind}-{self.request_id}", "model": self.model, "usage": usage, **fields}
+
+
+async def _embeddings(embedder: _Embedder, body: EmbeddingBody, send: Send) -> None:
+    vectors = await embedder.embed(
+        body.input,
+        "input",
+        add_special_tokens=body.add_special_tokens,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+    )
+    shown: Any = map(_packed, vectors) if body.encoding_format == "base64" else vectors
+    data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(shown)]
+    await send_json(send, embedder.answer("embd", object="list", created=int(time.time()), data=data))
+
+
+async def _rerank(embedder: _Embedder, body: RerankBody, send: Send) -> None:
+    texts = [body.query, *body.documents]
+    query, *documents = await _directions(embedder, texts, "documents", body.add_special_tokens)
+    scores = [_dot(query, document) for document in documents]
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+    results = [
+        {"index": i, "relevance_score": scores[i]}
+        | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
+        for i in best
+    ]
+    await send_json(send, embedder.answer("rerank", results=results))
+
+
+async def _score(embedder: _Embedder, body: ScoreBody, send: Send) -> None:
+    found = await _directions(embedder, [*body.text_1, *body.text_2], "text_2", body.add_special_tokens)
+    first, second = found[: len(body.text_1)], found[len(body.text_1) :]
+    pairs = zip(first * (len(second) // len(first)), second, strict=True)
+    data = [{"index": i, "object": "score", "score": _dot(*pair)} for i, pair in enumerate(pairs)]
+    await send_json(send, embedder.answer("score", object="list", created=int(time.time()), data=data))
+
+
+async def _directions(
+    embedder: _Embedder, texts: list[str], field: str, add_special_tokens: bool
+) -> list[Sequence[float]]:
+    """Vectors of length 1."""
+    return await embedder.embed(
+        texts, field, add_special_tokens=add_special_tokens, normalize=True, most=2 * MAX_INPUTS
+    )
+
+
+def _cut(body: ServedBody) -> SamplingParams:
+    """How prompts are cut. Raises InvalidRequest naming the field."""
+    side = "left" if body.truncation_side is None else body.truncation_side
+    return SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, truncation_side=side)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum([x * y for x, y in zip(a, b, strict=True)])
+
+
+def _packed(vector: Sequence[float]) -> str:
+    """float32, little-endian, in base64: what OpenAI's clients ask for."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
