@@ -42,6 +42,30 @@ def test_parameters_per_prompt_and_several_outputs(llm):
         llm.generate("a", params)
 
 
+def test_prompts_are_embedded(llm):
+    ids = llm.tokenizer.encode("import os")
+    one, other = llm.embed(["import os", ids])
+    assert one.embedding == other.embedding
+    assert (one.prompt, one.prompt_token_ids) == ("import os", ids)
+    assert len(one.embedding) == llm.embedding_size
+    assert np.linalg.norm(one.embedding) == pytest.approx(1)
+    (raw,) = llm.embed("import os", normalize=False)
+    assert np.array(raw.embedding) / np.linalg.norm(raw.embedding) == pytest.approx(np.array(one.embedding))
+    (few,) = llm.embed("import os", dimensions=3)
+    assert few.embedding == pytest.approx(np.array(one.embedding[:3]) / np.linalg.norm(one.embedding[:3]))
+    (whole,) = llm.embed([[1] * 512])
+    assert len(whole.prompt_token_ids) == 512, "no room is needed beside it"
+    (cut,) = llm.embed([[2] * 600], truncate_prompt_tokens=-1)
+    assert len(cut.prompt_token_ids) == 512
+    with pytest.raises(PromptTooLong):
+        llm.embed(["a", [1] * 513])
+    with pytest.raises(InvalidRequest, match="dimensions"):
+        llm.embed("a", dimensions=llm.embedding_size + 1)
+    assert not llm.engine.has_work
+    with pytest.raises(ConfigError, match="pooling"):
+        LLM("demo", pooling="max")
+
+
 def test_stop_strings_and_chat(llm):
     free = llm.generate("import os", SamplingParams(temperature=0.0, max_tokens=30))[0]
     stop = free.text[6:9]

@@ -359,8 +359,9 @@ class Master:
         sequence = self._queue.pop(key) or self._backlog.pop(key)
         assert sequence is not None
         demand, place = sequence.demand, sequence.place
-        if not demand.max_tokens:  # an embedding: nothing is left to do after its prompt
-            decision = msgspec.structs.replace(decision, decode=None)
+        if not demand.max_tokens and decision.decode is not None:  # nothing is left to do after a prompt to embed
+            costs = {stage: own for stage, own in decision.costs.items() if stage != "decode"}
+            decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
         placed = sequence.placed = Placed(

@@ -74,6 +74,15 @@ async def test_openai_completions(url: str) -> None:
         assert (await client.models.retrieve("org/tiny")).owned_by == "penstock"
 
 
+async def test_openai_embeddings(url: str) -> None:
+    async with openai_client(url) as client:  # it asks for base64, and decodes it
+        answer = await client.embeddings.create(model="tiny", input=["abcda", "b"], dimensions=2)
+        assert [row.embedding for row in answer.data] == [pytest.approx([5**-0.5, 2 * 5**-0.5]), [0.0, 0.0]]
+        assert (answer.model, answer.usage.total_tokens) == ("tiny", 6)
+        plain = await client.embeddings.create(model="tiny", input=[98], encoding_format="float")
+        assert plain.data[0].embedding == [0.0, 0.0, 1.0, 0.0]
+
+
 async def test_openai_errors(url: str, frontend: Any) -> None:
     async with openai_client(url) as client:
         with pytest.raises(openai.NotFoundError, match="org/tiny"):

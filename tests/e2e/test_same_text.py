@@ -1,4 +1,5 @@
-"""The same requests in every shape of deployment: one engine, two or prefill apart from decode, over each transport."""
+"""The same requests in every shape of deployment: one engine, two or prefill apart from decode, over each transport.
+Some have their prompts embedded, to the same bits."""
 
 import json
 import random
@@ -8,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from penstock.nn import native
 from penstock.transfer.transports import TRANSPORTS
 from tests.helpers.deployments import DEMO, deployed, disaggregated
 
@@ -43,18 +45,24 @@ def make_requests(count):
         )
         body = {"model": "demo", "prompt": prompt, "max_tokens": rng.choice([1, 2, 7, 30, 64]), "ignore_eos": True}
         body |= {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
+        if i % 8 == 7 and native.missing() is None:  # without our kernels rows round differently in other batches
+            body = {"model": "demo", "input": [prompt, "open files"], "priority": i % 3}
         requests.append(body)
     return requests
 
 
 def answers(url, requests):
-    """Text and end of each, asked for by many clients at once."""
+    """Text and end of each, or its embeddings, asked for by many clients at once."""
 
     def ask(body):
         data = json.dumps(body).encode()
-        request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
+        path = "/v1/embeddings" if "input" in body else "/v1/completions"
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as response:
-            choice = json.loads(response.read())["choices"][0]
+            answer = json.loads(response.read())
+        if "data" in answer:
+            return [one["embedding"] for one in answer["data"]]
+        choice = answer["choices"][0]
         return choice["text"], choice["finish_reason"]
 
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -95,7 +103,7 @@ def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, apart, kind
         up = apart if kind == "shared" else stack.enter_context(deployed(disaggregated(kind=kind, engine=ROOMY)))
         before = up.metric("handoffs_total")
         assert answers(up.url, make_requests(count)) == expected
-        moved = sum(body["max_tokens"] > 1 for body in make_requests(count))
+        moved = sum(body.get("max_tokens", 0) > 1 for body in make_requests(count))
         assert up.metric("handoffs_total") - before > 0.9 * moved, "hardly anything was handed over"
 
 

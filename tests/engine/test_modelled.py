@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.clock import ManualClock
-from penstock.core.digest import ModelledSequence, offline
+from penstock.core.digest import ModelledSequence, embedding, offline
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
@@ -33,7 +33,7 @@ from penstock.service.checkpoint import DEMO
 from penstock.text.tokenizer import Tokenizer
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import memfd_pool, shared_pool
-from tests.helpers.engines import make_request
+from tests.helpers.engines import make_embedding, make_request
 from tests.helpers.links import pool_server
 
 VOCAB = 300
@@ -84,6 +84,18 @@ def run(engine, *requests):
                 ends[output.request_id] = (output.finish, output.cached_tokens)
         engine.check()
     return {name: (tokens[name], *ends[name]) for name in ends}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_of_the_digests_of_the_whole_prompt(pooling):
+    prompt = prompt_of(random.Random(3), 333)
+    for budget in (1, 50, 333):
+        engine = make_engine(budget=budget, sequences=1)
+        engine.add(make_embedding("e", prompt, pooling))
+        found = []
+        while engine.has_work:
+            found += engine.step()[0]
+        assert [output.embedding for output in found] == [pytest.approx(embedding(ModelledSequence(prompt).context))]
 
 
 def expected(request):

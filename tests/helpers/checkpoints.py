@@ -56,9 +56,15 @@ def write_checkpoint(
     dtype: torch.dtype = torch.float32,
     shard_size: str = "5GB",
     seed: int = 0,
+    bare: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write the random checkpoint `name` of ARCHITECTURES; `changes` go to its config. Returns `directory`."""
+    """Write the random checkpoint `name` of ARCHITECTURES; `changes` go to its config. Returns `directory`.
+
+    Args:
+        bare: as embedding models are saved: without a head, and without "model." before the names of weights, while
+            config.json speaks of the whole.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, own = ARCHITECTURES[name]
@@ -72,5 +78,9 @@ def write_checkpoint(
             parameter.data.normal_(mean=1.0, std=0.2)
         else:
             parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
-    model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    whole = model.to(dtype)
+    (whole.model if bare else whole).save_pretrained(directory, max_shard_size=shard_size)
+    if bare:
+        whole.config.architectures = [type(whole).__name__]
+        whole.config.save_pretrained(directory)
     return directory

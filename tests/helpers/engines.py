@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.clock import SystemClock
-from penstock.core.request import Request, TokenLogprobs
+from penstock.core.request import Pooling, Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.host_tier import HostSlots, PinnedSlots
@@ -97,6 +97,19 @@ def make_request(
     )
 
 
+def make_embedding(name: str, prompt: list[int], pooling: Pooling, *, priority: int = 0) -> Request:
+    return Request(
+        id=name,
+        prompt=prompt,
+        params=SamplingParams(),
+        seed=0,
+        stop_ids=frozenset(),
+        max_tokens=0,
+        priority=priority,
+        pooling=pooling,
+    )
+
+
 class Collector:
     """Runs an engine and keeps what every request got."""
 
@@ -107,6 +120,7 @@ class Collector:
         self.starts: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.finish: dict[str, str] = {}
+        self.embeddings: dict[str, list[float]] = {}
 
     def step(self) -> None:
         for output in self.engine.step()[0]:
@@ -114,6 +128,8 @@ class Collector:
             self.logprobs.setdefault(output.request_id, []).extend(output.logprobs or [])
             self.starts.setdefault(output.request_id, []).append(output.start)
             self.cached[output.request_id] = output.cached_tokens
+            if output.embedding is not None:
+                self.embeddings[output.request_id] = output.embedding
             if output.finish is not None:
                 self.finish[output.request_id] = output.finish
         self.engine.check()

@@ -196,6 +196,25 @@ def test_weights_that_are_missing(folder: Path) -> None:
     assert f"{folder}: 3 weights are missing, the first is 'model.layers.0.input_layernorm.weight'" in refused(folder)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_models_are_saved_without_a_head(folder: Path, architecture: str, tied: bool) -> None:
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"architectures": [architecture], "tie_word_embeddings": tied})
+    )
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+    save_file(bare, file)
+    assert load_model(folder, CPU).headless == (not tied)
+    save_file(bare | {"lm_head.weight": torch.ones(32, 16)}, file)
+    assert not load_model(folder, CPU).headless
+    save_file(bare | {"model.norm.weight": torch.ones(16)}, file)
+    assert "'model.norm.weight' stands there twice" in refused(folder)
+    save_file(whole, file)  # this is what a checkpoint looks like that has lost its head
+    assert tied or "1 weights are missing, the first is 'lm_head.weight'" in refused(folder)
+
+
 def indexed(folder: Path, weight_map: object) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 

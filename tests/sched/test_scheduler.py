@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult, verified
+from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
@@ -30,6 +30,16 @@ def next_token(tokens: list[int]) -> int:
     """A model: the next token is a function of all tokens before it, and sometimes it ends the text."""
     h = hash(tuple(tokens)) & 0xFFFF
     return STOP if h % 37 == 0 else h % 50
+
+
+def hidden(tokens: list[int]) -> int:
+    """The same model's hidden state after these tokens, a single number."""
+    return hash((*tokens, -1)) & 0xFFFF
+
+
+def embedded(prompt: list[int], pooling: str) -> list[float]:
+    states = [hidden(prompt[: i + 1]) for i in range(len(prompt))]
+    return [float(states[-1])] if pooling == "last" else [sum(states) / len(states)]
 
 
 def likeliest(tokens: list[int], count: int) -> list[tuple[int, float]]:
@@ -55,6 +65,7 @@ class Engine:
         self.out: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
         self.hypotheses: dict[str, list[Hypothesis]] = {}
+        self.embeddings: dict[str, list[float]] = {}
         self.now = 0.0
         self.moves: list[Store | Load] = []  # between the device and the tier below it, under way
         self.copies: dict[int, list[list[int]]] = {}  # slot of the tier -> the block's cells
@@ -139,7 +150,7 @@ class Engine:
         plan = self.flying.pop(0)
         for block in plan.fresh_blocks:
             self.clear(block)
-        sampled, candidates = [], {}
+        sampled, candidates, pooled = [], {}, {}
         for s in plan.sequences:
             if s.branches is not None:
                 candidates[s.request_id] = self.branch(s)
@@ -152,13 +163,17 @@ class Engine:
                 self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
                 if i >= len(s.tokens) - s.sample:
                     sampled.append(next_token(past))
+            if s.pool is not None:
+                states = [hidden(past[: s.start + i + 1]) for i in range(len(s.tokens))]
+                pooled[s.request_id] = [float(states[-1])] if s.pool == "last" else [sum(states) * POOLED_ONE]
             for position in range(s.start):  # every block of the past holds exactly this sequence's past
                 assert self.read(s.blocks, position) == past[: position + 1]
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
         self.sampled = sampled
         runs = verified(plan.sequences, sampled)
-        outputs = self.scheduler.update(plan, StepResult(runs, [None] * len(runs), candidates=candidates))
+        result = StepResult(runs, [None] * len(runs), candidates=candidates, pooled=pooled)
+        outputs = self.scheduler.update(plan, result)
         self.collect(outputs)
         self.send()
         self.check_flights()
@@ -192,6 +207,9 @@ class Engine:
             self.out.setdefault(o.request_id, []).extend(o.tokens)
             if o.hypotheses is not None:
                 self.hypotheses[o.request_id] = o.hypotheses
+            if o.embedding is not None:
+                assert o.finish is FinishReason.STOP
+                self.embeddings[o.request_id] = o.embedding
             if o.finish is not None:
                 self.finished[o.request_id] = o.finish
 
@@ -274,6 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
+        self.pooling: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.longest = num_blocks * BLOCK_TOKENS
 
@@ -321,6 +340,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[name] = (prompt, max_tokens)
         self.searches[name] = asked
         scheduler.add(asked, now=self.engine.now)
+        self.engine.send()
+
+    @rule(
+        prefix=st.sampled_from([0, 1, 63, 64, 65, 128, 200, 640]),
+        own=st.integers(1, 90),
+        pooling=st.sampled_from(["last", "mean"]),
+        priority=st.integers(0, 2),
+        ttft_ms=st.sampled_from([None, 1.0, 1000.0]),
+        offline=st.booleans(),
+    )
+    def embed(self, prefix, own, pooling, priority, **promise):
+        name = f"r{len(self.requests)}"
+        prompt = ([1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest]  # as long as anything may be
+        self.requests[name] = (prompt, 0)
+        self.pooling[name] = pooling
+        asked = request(name, prompt, 0, priority, pooling=pooling, **promise)
+        self.engine.scheduler.add(asked, now=self.engine.now)
         self.engine.send()
 
     @rule(data=st.data())
@@ -381,7 +417,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, (prompt, max_tokens) in self.requests.items():
             if name in self.cancelled:
                 continue
-            if name in self.searches:
+            if name in self.pooling:
+                assert self.engine.embeddings[name] == embedded(prompt, self.pooling[name])
+                assert not self.engine.out[name]
+            elif name in self.searches:
                 assert self.engine.hypotheses[name] == searched(self.searches[name])
             else:
                 assert self.engine.out[name] == expected(prompt, max_tokens)

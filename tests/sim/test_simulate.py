@@ -54,6 +54,30 @@ def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     assert (result["loaded_tokens"] > 0) == (shape == "tiered")
 
 
+@pytest.mark.parametrize("shape", ["colocated", "shared"])
+def test_prompts_are_embedded_where_they_are_prefilled(shape):
+    mix = """
+workload:
+  duration: 6
+  tasks:
+    - {name: embed, rate: 12, prompt: 600, prompt-sd: 300, output: 0, ttft-ms: 2000, tpot-ms: 50}
+    - {name: chat, rate: 12, prompt: 200, output: 40, output-sd: 20, ttft-ms: 2000, tpot-ms: 50}
+engine: {max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400}
+"""
+    scenario = read(mix, SHAPES[shape], FAILURE if shape == "shared" else FAILURE_OF_ONE)
+    result, cluster = run(scenario)
+    assert result["failed"] == 0
+    embedded = [record for record in cluster.records if record.task == "embed"]
+    assert len(embedded) > 30
+    assert any(record.recoveries for record in cluster.records), "nothing was lost"
+    for record in embedded:
+        assert record.received == 0
+        assert record.first == record.ended
+        assert record.prefill == record.decode, "it went on elsewhere"
+    chats = sum(record.received > 1 for record in cluster.records)
+    assert result["handed_over"] <= chats
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_taken_together_come_out_as_steps_taken_one_by_one(shape):
     scenario = read(WORKLOAD, SHAPES[shape], FAILURE if "prefill" in SHAPES[shape] else FAILURE_OF_ONE)

@@ -24,7 +24,8 @@ def architecture(hf: Mapping[str, Any]) -> type[Decoder]:
     """The class for a config.json. Raises ConfigError with the list of what is supported."""
     names = hf.get("architectures") or []
     for name in names:
-        if name in MODELS:
-            return MODELS[name]
-    found = ", ".join(map(str, names)) or "none"
-    raise ConfigError(f"config.json: architectures is {found}; supported are {', '.join(MODELS)}", "architectures")
+        whole = str(name).removesuffix("Model") + "ForCausalLM"  # a model saved without its head
+        if found := MODELS.get(name) or MODELS.get(whole):
+            return found
+    given = ", ".join(map(str, names)) or "none"
+    raise ConfigError(f"config.json: architectures is {given}; supported are {', '.join(MODELS)}", "architectures")
