@@ -34,6 +34,14 @@ def test_deployment_client(server):
     assert 0 < cached < prompt
 
 
+def test_embeddings(server):
+    *rows, last = run("embeddings.py", server.url + "/v1").splitlines()
+    scores = [float(row.split()[0]) for row in rows]
+    assert len(scores) == 4
+    assert scores == sorted(scores, reverse=True)
+    assert re.fullmatch(r"\d+ tokens, 256 numbers each", last)
+
+
 def test_offline_batch():
     shown = run("offline_batch.py")
     assert shown == run("offline_batch.py"), "seeded"
