@@ -251,7 +251,7 @@ class LLM:
         self._run(jobs, progress)
         normal = self._embedding.normalize if normalize is None else normalize
         for job in jobs:
-            job.output.embedding = [*finished(job.output.embedding, dimensions, normal)]
+            job.output.embedding = finished(job.output.embedding, dimensions, normal)
         return [job.output for job in jobs]
 
     def _embedding_job(self, prompt: Prompt, params: SamplingParams) -> _EmbeddingJob:

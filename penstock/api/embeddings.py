@@ -8,10 +8,12 @@ import asyncio
 import base64
 import struct
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Send
 
@@ -26,7 +28,7 @@ from penstock.api.schema import (
     prompts_of,
     service_level,
 )
-from penstock.api.sse import send_json
+from penstock.api.sse import encode, send_json
 from penstock.core.errors import PromptTooLong
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
@@ -37,6 +39,7 @@ from penstock.service.intake import truncated
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
+Shown = TypeVar("Shown")
 AT_ONCE = 16  # vectors that are put together before others get their turn
 
 
@@ -47,7 +50,7 @@ def routes(frontend: Frontend) -> list[Route]:
             embedder = _Embedder(frontend, asked, service_level(asked, request.headers), request.state.request_id)
             return UntilDisconnect(partial(work, embedder, asked))
 
-        endpoint.__name__ = path.rpartition("/")[2]
+        endpoint.__name__ = path[1:].replace("/", "_")  # names its operation in the OpenAPI document
         return Route("POST", path, endpoint, body)
 
     return [
@@ -81,13 +84,15 @@ class _Embedder:
         dimensions: int | None = None,
         normalize: bool | None = None,
         most: int = MAX_INPUTS,
-    ) -> list[Sequence[float]]:
+        show: Callable[[list[float]], Shown],
+    ) -> list[Shown]:
         """
         Args:
             given: as `prompts_of` takes it.
             field: where it came.
             normalize: None is as the model wants it.
             most: how many there may be.
+            show: what each vector becomes at once, since all together take much memory as lists.
         """
         frontend = self._frontend
         frontend.check_ready()
@@ -105,14 +110,14 @@ class _Embedder:
         ) as generation:
             outputs = await generation.whole()
             self.usage = generation.usage
-        vectors = []
+        normal = frontend.embedding.normalize if normalize is None else normalize
+        shown = []
         for i, output in enumerate(outputs):
             assert output.embedding is not None
-            normal = frontend.embedding.normalize if normalize is None else normalize
-            vectors.append(finished(output.embedding, dimensions, normal))
+            shown.append(show(finished(output.embedding, dimensions, normal)))
             if i % AT_ONCE == AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return vectors
+        return shown
 
     async def _prompts(self, given: Any, field: str, add_special_tokens: bool, most: int) -> list[list[int]]:
         """Raises InvalidRequest or PromptTooLong naming the field."""
@@ -139,14 +144,14 @@ class _Embedder:
 
 
 async def _embeddings(embedder: _Embedder, body: EmbeddingBody, send: Send) -> None:
-    vectors = await embedder.embed(
+    shown = await embedder.embed(
         body.input,
         "input",
         add_special_tokens=body.add_special_tokens,
         dimensions=body.dimensions,
         normalize=body.normalize,
+        show=_packed if body.encoding_format == "base64" else _json,
     )
-    shown: Any = map(_packed, vectors) if body.encoding_format == "base64" else vectors
     data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(shown)]
     await send_json(send, embedder.answer("embd", object="list", created=int(time.time()), data=data))
 
@@ -174,10 +179,15 @@ async def _score(embedder: _Embedder, body: ScoreBody, send: Send) -> None:
 
 async def _directions(
     embedder: _Embedder, texts: list[str], field: str, add_special_tokens: bool
-) -> list[Sequence[float]]:
+) -> list[array[float]]:
     """Vectors of length 1."""
     return await embedder.embed(
-        texts, field, add_special_tokens=add_special_tokens, normalize=True, most=2 * MAX_INPUTS
+        texts,
+        field,
+        add_special_tokens=add_special_tokens,
+        normalize=True,
+        most=2 * MAX_INPUTS,
+        show=_doubles,
     )
 
 
@@ -191,6 +201,14 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum([x * y for x, y in zip(a, b, strict=True)])
 
 
-def _packed(vector: Sequence[float]) -> str:
+def _doubles(vector: list[float]) -> array[float]:
+    return array("d", vector)
+
+
+def _packed(vector: list[float]) -> msgspec.Raw:
     """float32, little-endian, in base64: what OpenAI's clients ask for."""
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode())
+
+
+def _json(value: object) -> msgspec.Raw:
+    return msgspec.Raw(encode(value))

@@ -56,9 +56,9 @@ def read_embedding(directory: Path, asked: Pooling | None = None) -> EmbeddingDe
     return EmbeddingDefaults(pooling or "last", normalize)
 
 
-def finished(hidden: Sequence[float], dimensions: int | None, normalize: bool) -> Sequence[float]:
+def finished(hidden: Sequence[float], dimensions: int | None, normalize: bool) -> list[float]:
     """What a client gets: the first `dimensions` of them, of length 1 where that is asked for."""
-    vector = hidden if dimensions is None else hidden[:dimensions]
+    vector = [*hidden[:dimensions]]
     if not normalize:
         return vector
     length = math.sqrt(math.fsum([x * x for x in vector])) or 1.0
@@ -66,8 +66,9 @@ def finished(hidden: Sequence[float], dimensions: int | None, normalize: bool) -
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
-    """Raises `InvalidRequest` unless an embedding of so many numbers can be cut to `dimensions`."""
-    if dimensions is not None and not 1 <= dimensions <= size:
+    """Raises `InvalidRequest` unless an embedding of `size` numbers can be cut to `dimensions`; without any, something
+    else is wrong."""
+    if dimensions is not None and size and not 1 <= dimensions <= size:
         raise InvalidRequest(
             f"dimensions: {dimensions}, allowed is a whole number from 1 to {size}, which this model's embeddings have",
             "dimensions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -121,7 +122,8 @@ class Delta:
         finish_reason: "stop", "length" or "abort" on the output's last delta, else None.
         stop_reason: the stop string or stop token id that ended it, or None (also None for the model's own
             end-of-sequence token).
-        embedding: of the prompt, where that is what was asked for: [hidden], neither cut nor normalised.
+        embedding: of the prompt, where that is what was asked for: [hidden], neither cut nor normalised. Packed, since
+            a list of prompts waits for its last one.
     """
 
     index: int
@@ -131,7 +133,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    embedding: list[float] | None = None
+    embedding: array[float] | None = None
 
 
 def outputs_of(index: int, output: TokenOutput) -> list[tuple[int, TokenOutput]]:
@@ -176,7 +178,7 @@ class OutputStream:
             output.tokens[:count],
             None if output.logprobs is None else output.logprobs[:count],
             prompt_logprobs=output.prompt_logprobs,
-            embedding=output.embedding,
+            embedding=None if output.embedding is None else array("d", output.embedding),
         )
         if self._detokenizer.stop_match is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, self._detokenizer.stop_match

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
@@ -115,7 +116,7 @@ def hello(generation: ScriptedGeneration) -> None:
 def embedded(generation: ScriptedGeneration) -> None:
     """The default script of embeddings: by how many tokens of each kind a prompt has."""
     counts = [float(sum(token % 4 == kind for token in generation.prompt)) for kind in range(4)]
-    generation.put(Delta(0, "", [], finish_reason="stop", embedding=counts))
+    generation.put(Delta(0, "", [], finish_reason="stop", embedding=array("d", counts)))
 
 
 class ScriptedFrontend:

@@ -44,6 +44,8 @@ def test_the_document_has_every_status_and_no_loose_ends() -> None:
     assert described["paths"]["/v1/chat/completions"]["post"]["responses"].keys() == {
         *("200", "400", "401", "404", "408", "413", "429", "431", "500", "503"),
     }
+    operations = [each["operationId"] for methods in described["paths"].values() for each in methods.values()]
+    assert len(set(operations)) == len(operations)
     text = str(described)
     assert "$defs" not in text
     assert "422" not in text

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
-from penstock.core.request import FinishReason, Hypothesis, Request, TokenOutput
+from penstock.core.request import FinishReason, Hypothesis, MediaSpan, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
@@ -434,6 +434,16 @@ def run(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
         engine.scheduler.check()
+
+
+def test_placeholders_of_other_media_share_nothing_from_there_on():
+    engine, prompt = make(), [1] * 70 + [2] * 60 + [3] * 40
+    for name, digest, cached in (("a", b"cat", 0), ("b", b"dog", 64), ("c", b"cat", 128)):
+        media = (MediaSpan(70, 60, digest),)
+        engine.scheduler.add(request(name, prompt, media=media))
+        sequence = engine.scheduler.sequence(name)
+        run(engine)
+        assert sequence.cached_tokens == cached
 
 
 def test_decodes_come_first_and_the_prompt_fills_the_rest():

@@ -106,7 +106,7 @@ def test_embeddings_come_as_they_are_ready_and_each_prompt_is_a_request_of_its_o
             channel.report(output(second))
             channel.report(output(first))
             found = await generation.whole()
-        assert [(delta.index, delta.embedding) for delta in found] == [(0, [3.0, 4.0]), (1, [3.0, 4.0])]
+        assert [(delta.index, [*delta.embedding]) for delta in found] == [(0, [3.0, 4.0]), (1, [3.0, 4.0])]
         assert (generation.usage.prompt_tokens, generation.usage.completion_tokens) == (101, 0)
         assert [outcome.tokens for outcome in frontend.placement.outcomes] == [0, 0]
         assert value(frontend, "penstock:request_success_total", finished_reason="stop") == 2
@@ -134,7 +134,7 @@ def test_it_runs_where_prompts_are_prefilled_and_again_elsewhere_after_a_loss(to
             assert (again.prompt, again.pooling, again.generated) == ([1, 2], "mean", ())
             channels["b"].report(output(again, generation=1))
             (delta,) = await generation.whole()
-        assert delta.embedding == [3.0, 4.0]
+        assert [*delta.embedding] == [3.0, 4.0]
 
     run(tokenizer, scenario, "a", "b", "d", decode="d")
 
