@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
@@ -484,15 +484,7 @@ class Scheduler:
                     continue
                 output = told
             else:
-                sequence.computed = step.start + len(step.tokens) - step.sample
-                if sequence.prompt_logprobs is not None:
-                    sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
-                if step.pool is not None:
-                    told = sequence.pool(result.pooled[sequence.id])
-                else:
-                    told = self._append(sequence, run, logprobs) if run else None
-                if sequence.computed // BLOCK_TOKENS != sequence.published:
-                    self.kv.publish(sequence)
+                told = self._advance(sequence, step, result, run, logprobs)
                 if told is None:
                     continue
                 output = told
@@ -511,6 +503,26 @@ class Scheduler:
         if self.speculation is not None and (times := self.measurements.times) is not None:
             self.speculation.ran(plan.work, drafted, (ended - began) * 1e3, times)
         return outputs
+
+    def _advance(
+        self,
+        sequence: Sequence,
+        step: SequenceStep,
+        result: StepResult,
+        run: Items[int],
+        logprobs: Items[TokenLogprobs] | None,
+    ) -> TokenOutput | None:
+        """A step has brought it further; None when there is nothing to tell of that."""
+        sequence.computed = step.start + len(step.tokens) - step.sample
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += result.prompt_logprobs.get(sequence.id, ())
+        if step.pool is not None:
+            told = sequence.pool(result.pooled[sequence.id])
+        else:
+            told = self._append(sequence, run, logprobs) if run else None
+        if sequence.computed // BLOCK_TOKENS != sequence.published:
+            self.kv.publish(sequence)
+        return told
 
     def _append(self, sequence: Sequence, run: Items[int], logprobs: Items[TokenLogprobs] | None) -> TokenOutput:
         """Sampled tokens become part of the output; one of them perhaps ends it, and those after it are nothing."""
