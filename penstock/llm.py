@@ -303,9 +303,9 @@ class LLM:
         if salt is not None:
             check_salt(salt)
         plain = _plain(prompt)
-        return (
-            (plain, self.tokenizer.encode(plain), salt or "") if isinstance(plain, str) else (None, plain, salt or "")
-        )
+        if isinstance(plain, str):
+            return plain, self.tokenizer.encode(plain), salt or ""
+        return None, plain, salt or ""
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, whole, salt = self._read(prompt)

@@ -29,6 +29,9 @@ class EmbeddingDefaults:
     normalize: bool = True
 
 
+LAST_TOKEN = EmbeddingDefaults()
+
+
 def read_embedding(directory: Path, asked: Pooling | None = None) -> EmbeddingDefaults:
     """As sentence-transformers' files in the folder say; the last token's, normalised, where there are none.
 
@@ -42,7 +45,7 @@ def read_embedding(directory: Path, asked: Pooling | None = None) -> EmbeddingDe
         return EmbeddingDefaults(asked)
     modules = _read(directory / MODULES, list)
     if modules is None:
-        return EmbeddingDefaults()
+        return LAST_TOKEN
     pooling: Pooling | None = None
     normalize = False
     for module in modules:

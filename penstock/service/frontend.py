@@ -25,7 +25,7 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
-from penstock.service.embedding import EmbeddingDefaults
+from penstock.service.embedding import LAST_TOKEN, EmbeddingDefaults
 from penstock.service.engine_client import TICK, EngineClient, Instance
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
@@ -69,7 +69,7 @@ class Frontend:
         log_format: Format = "text",
         max_requests: int = MAX_REQUESTS,
         max_queued_tokens: int | None = None,
-        embedding: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008
+        embedding: EmbeddingDefaults = LAST_TOKEN,
     ) -> None:
         self.tokenizer = tokenizer
         self.served_names = served_names
