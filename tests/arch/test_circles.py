@@ -3,6 +3,7 @@ types alone. A package's `__init__` counts where it is named; that importing a s
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,13 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in known else node.module
+
+
+@cache
+def importing() -> dict[str, set[str]]:
+    """Module -> those that it imports."""
+    known = modules()
+    return {name: set(imported(path, known)) for name, path in known.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -65,16 +73,14 @@ def test_circles_are_found():
 
 
 def test_no_module_imports_itself_through_others():
-    known = modules()
-    found = circles({name: set(imported(path, known)) for name, path in known.items()})
+    found = circles(importing())
     found = {circle for circle in found if not any(all(n.startswith(room) for n in circle) for room in PENDING)}
     assert not found, [sorted(circle) for circle in found]
 
 
 def test_what_is_loaded_for_one_command_is_imported_by_its_table_alone():
-    known = modules()
     for name, allowed in LAZY.items():
         if f"{name.rpartition('.')[0]}." in PENDING:
             continue
-        importers = {other for other, path in known.items() if name in imported(path, known)}
+        importers = {other for other, names in importing().items() if name in names}
         assert importers <= allowed, importers

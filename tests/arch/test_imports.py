@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def files(room: str) -> list[Path]:
     return sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / f"{room}.py"]
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it, in full."""
     found = set()

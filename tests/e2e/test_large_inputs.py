@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.waiting import eventually
 
-TEXT = "".join(random.Random(1).choices("abcdefghij XYZ.,;-+*", k=7_000_000))
+TEXT = "".join(random.Random(1).choices("abcdefghij XYZ.,;-+*", k=70_000)) * 100
 CONTENT = [{"role": "user", "content": TEXT}]
 TEXTS = {  # what is sent -> route, body, the field that is named
     "text": ("/v1/completions", {"prompt": TEXT}, "prompt"),

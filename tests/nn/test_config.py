@@ -12,8 +12,8 @@ from penstock.nn.packed import dense
 from penstock.nn.rope import frequencies, longest
 from tests.helpers.checkpoints import write_checkpoint
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
+
 
 # what is changed in config.json; None removes the key
 SPELLINGS = [
@@ -40,6 +40,11 @@ SPELLINGS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+    return pytest.importorskip("transformers")
+
+
 def rewrite(directory, changes):
     config = json.loads((directory / "config.json").read_text())
     config = {k: v for k, v in config.items() if k not in changes} | {k: v for k, v in changes.items() if v is not None}
@@ -48,7 +53,7 @@ def rewrite(directory, changes):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "changes"), SPELLINGS)
-def test_spellings_mean_what_transformers_takes_them_for(tmp_path, name, changes):
+def test_spellings_mean_what_transformers_takes_them_for(transformers, tmp_path, name, changes):
     rewrite(write_checkpoint(tmp_path, name), changes)
     ours = load_model(tmp_path, CPU).config
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

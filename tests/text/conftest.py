@@ -108,6 +108,13 @@ def write_config(directory: Path, **config: Any) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def read_by_transformers(directory: Path) -> Any:
+    """Its tokenizer. Whoever does not run these tests need not wait for the import."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint directory per family; not to be written to."""

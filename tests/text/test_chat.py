@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from penstock.core.errors import ConfigError, InvalidRequest, UnsupportedField
 from penstock.text.chat import normalise
 from penstock.text.tokenizer import Tokenizer
 
-from .conftest import write_config
+from .conftest import read_by_transformers, write_config
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}\n"
@@ -69,7 +68,7 @@ def user(content: object) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 def test_agrees_with_transformers(checkpoint: Path, serve, template: str, prompt: bool, tools: list | None) -> None:
     ours = serve(template)
-    theirs = AutoTokenizer.from_pretrained(checkpoint)
+    theirs = read_by_transformers(checkpoint)
     text = theirs.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=prompt, tokenize=False, mood="merry")
     options = {"add_generation_prompt": prompt, "tools": tools, "template_kwargs": {"mood": "merry"}}
     assert ours.render_chat(MESSAGES, **options) == text
@@ -80,7 +79,7 @@ def test_agrees_with_transformers(checkpoint: Path, serve, template: str, prompt
 @pytest.mark.parametrize("content", ["Hello", "Hello ", "Hello\n\n", ""])
 def test_continuing_the_final_message(checkpoint: Path, serve, template: str, content: str) -> None:
     ours = serve(template)
-    theirs = AutoTokenizer.from_pretrained(checkpoint)
+    theirs = read_by_transformers(checkpoint)
     messages = [*MESSAGES[:2], {"role": "assistant", "content": content}]
     text = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     assert ours.render_chat(messages, add_generation_prompt=False, continue_final_message=True) == text

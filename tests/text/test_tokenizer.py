@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import tokenizers
 from tokenizers import decoders
-from transformers import AutoTokenizer
 
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.text.tokenizer import Tokenizer
 
-from .conftest import TEXTS, write_config
+from .conftest import TEXTS, read_by_transformers, write_config
 
 
 def assert_agrees(directory: Path) -> Tokenizer:
-    ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    ours, theirs = Tokenizer(directory), read_by_transformers(directory)
     for text in TEXTS:
         for special in (True, False):
             ids = theirs.encode(text, add_special_tokens=special)
