@@ -427,7 +427,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=25)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def run(engine: Engine) -> None:
@@ -518,6 +518,20 @@ def test_an_urgent_arrival_takes_the_place_of_lower_priority():
     assert [s.request_id for s in engine.step().sequences] == ["high"]
     run(engine)
     assert engine.out["low"] == expected([1] * 200, 30)
+
+
+def test_nobody_gives_way_for_blocks_that_others_hold_too():
+    engine = make(num_blocks=4, budget=400)
+    for name, priority in (("high", 0), ("low", 1)):
+        engine.scheduler.add(request(name, [4] * 150, 20, priority=priority))
+        engine.step()
+    assert engine.scheduler.pool.used == 4  # without "low" one block is free
+    engine.scheduler.add(request("two blocks", [5] * 100, 5))
+    engine.step()
+    assert engine.scheduler.counters.preemptions == 0
+    engine.scheduler.add(request("one block", [6] * 50, 5, priority=-1))
+    run(engine)
+    assert engine.scheduler.counters.preemptions > 0
 
 
 def test_equal_priority_does_not_preempt_to_get_in():
