@@ -5,8 +5,8 @@ import pytest
 
 @pytest.fixture
 def scenario(tmp_path):
-    """A file, beside its trace of 200 requests in ten seconds."""
-    rows = [f"{i * 0.05:.2f},300,{5 + i % 40}" for i in range(200)]
+    """A file, beside its trace of 120 requests in six seconds."""
+    rows = [f"{i * 0.05:.2f},300,{5 + i % 40}" for i in range(120)]
     (tmp_path / "small.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
     file = tmp_path / "scenario.yaml"
     file.write_text(

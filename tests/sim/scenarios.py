@@ -30,12 +30,14 @@ slo: {ttft-ms: 1000, tpot-ms: 50}
 engine: {device: modelled:h200}
 instances: [{count: 2}]
 """
-WORKLOAD = """
+REQUESTS = 240  # of the workload that most tests take: four seconds
+WORKLOAD = f"""
 workload:
-  synthetic: {requests: 300, rate: 60, prompt: 700, prompt-cv: 0.8, output: 60, prefixes: 6, prefix-tokens: 256}
+  synthetic: {{requests: {REQUESTS}, rate: 60, prompt: 700, prompt-cv: 0.8, output: 60,
+    prefixes: 6, prefix-tokens: 256}}
   max-tokens: 600
-slo: {ttft-ms: 400, tpot-ms: 30}
-engine: {max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400, noise: 0.1}
+slo: {{ttft-ms: 400, tpot-ms: 30}}
+engine: {{max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400, noise: 0.1}}
 """
 
 

@@ -34,8 +34,8 @@ def test_run_writes_a_result_that_is_the_same_again(scenario, tmp_path, capsys):
     assert outs[0].read_bytes() == outs[1].read_bytes()
     result = json.loads(outs[0].read_text())
     assert result["attainment"] == 1.0
-    assert result["requests"] == len(result["per_request"]) == 200
-    assert result["output_tokens"] == sum(5 + i % 40 for i in range(200))
+    assert result["requests"] == len(result["per_request"]) == 120
+    assert result["output_tokens"] == sum(5 + i % 40 for i in range(120))
     assert result["rate"] == pytest.approx(20.0)
     assert set(result["timeline"]["instances"]) == {"engine-0", "engine-1"}
     columns = result["timeline"]["instances"]["engine-0"]
@@ -132,7 +132,7 @@ def test_compare_simulates_given_rates(scenario, tmp_path):
     assert [entry["rate"] for entry in row["rates"]] == [5, 200]
     assert row["rates"][0]["attainment"] == 1.0
     assert row["rates"][0]["instance_seconds"] > 20 * row["rates"][1]["instance_seconds"]
-    assert row["rates"][1]["requests"] == 200  # to the end, however many miss
+    assert row["rates"][1]["requests"] == 120  # to the end, however many miss
     assert (tmp_path / "least_loaded-200-seed0.html").exists()
 
 

@@ -11,7 +11,7 @@ from penstock.sched.local.intake import Intake
 from penstock.service.events import FromEngine
 from penstock.service.master import Master
 from penstock.sim import cluster, instance
-from tests.sim.scenarios import SPLIT, WORKLOAD, read, run
+from tests.sim.scenarios import REQUESTS, SPLIT, WORKLOAD, read, run
 
 
 def test_an_instance_measures_its_requests_and_its_steps():
@@ -60,7 +60,7 @@ def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(mo
 
     monkeypatch.setattr(cluster, "Master", Witness)
     died = 4.03
-    workload = WORKLOAD.replace("requests: 300, rate: 60", "requests: 12, rate: 1")
+    workload = WORKLOAD.replace(f"requests: {REQUESTS}, rate: 60", "requests: 12, rate: 1")
     more = f"status-reports: {{every-ms: 100, delay-ms: {late_ms}}}\nfailures: [{{instance: engine-1, at: {died}}}]\n"
     run(read(workload, "instances: [{count: 3}]\n", more))
     assert heard.keys() == {"engine-0", "engine-1", "engine-2"}
