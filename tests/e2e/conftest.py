@@ -23,9 +23,9 @@ def pair():
 
 @pytest.fixture(scope="session")
 def apart():
-    """`penstock up` with prefill apart from decode: every part of the service is in the way. There is memory enough for
-    every request to be handed over."""
-    with deployed(disaggregated(engine=DEMO | {"kv-cache-memory": "256M"})) as running:
+    """`penstock up` with prefill apart from decode: every part of the service is in the way. Two engines decode.
+    There is memory enough for every request to be handed over."""
+    with deployed(disaggregated(decode=2, engine=DEMO | {"kv-cache-memory": "256M"})) as running:
         yield running
 
 

@@ -1,17 +1,15 @@
 """`penstock bench` against the real server and the real engine."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from penstock.cli.main import main
 
 
 def bench(tmp_path, *arguments):
     file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "penstock.cli.main", "bench", *arguments, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main(["bench", *arguments, "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
 

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -126,29 +125,6 @@ def test_ten_times_too_much_is_refused_and_nothing_is_lost(limit):
         eventually(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
         assert httpx.post(server.url + "/v1/completions", json=LONG | {"max_tokens": 2}, timeout=30).status_code == 200
         assert server.stop() == 0
-
-
-def test_a_signal_under_load_loses_nothing():
-    with serving("demo", *QUICK) as server:
-        ends = {}
-
-        def ask(number):
-            body = LONG | {"max_tokens": 100}
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
-                ends[number] = [line for line in answer.iter_lines() if line][-1]
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        eventually(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 12)
-        server.process.send_signal(signal.SIGTERM)
-        server.wait_for("draining")
-        refused = httpx.get(server.url + "/ready", timeout=10)
-        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (503, True)
-        for thread in threads:
-            thread.join()
-        assert list(ends.values()) == ["data: [DONE]"] * 12
-        assert server.process.wait(60) == 0
 
 
 # --- clients that do not read, and such that do not ask

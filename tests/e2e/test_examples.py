@@ -1,6 +1,7 @@
 """The programs of examples/, run as they are. Their deployment file is checked with the recipes, in test_up."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,33 +17,34 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_chat_stream(server):
+def test_chat_stream(alone):
     assert re.search(
-        r"\S.*\n\n\d+ prompt tokens, \d+ completion tokens\n$", run("chat_stream.py", server.url + "/v1"), re.S
+        r"\S.*\n\n\d+ prompt tokens, \d+ completion tokens\n$", run("chat_stream.py", alone.url + "/v1"), re.S
     )
 
 
-def test_slo_classes(server):
-    shown = run("slo_classes.py", server.url + "/v1")
+def test_slo_classes(apart):
+    shown = run("slo_classes.py", apart.url + "/v1")
     assert re.search(r"^offline: 12 requests, mean TTFT \d+ ms", shown, re.M)
     assert re.search(r"^interactive: 4 requests, mean TTFT \d+ ms", shown, re.M)
 
 
-def test_deployment_client(server):
-    shown = run("deployment_client.py", server.url + "/v1")
+def test_deployment_client(apart):
+    shown = run("deployment_client.py", apart.url + "/v1")
     prompt, cached = map(int, re.fullmatch(r"4 conversations: (\d+) prompt tokens, (\d+) .*\n", shown).groups())
     assert 0 < cached < prompt
 
 
-def test_embeddings(server):
-    *rows, last = run("embeddings.py", server.url + "/v1").splitlines()
+def test_embeddings(apart):
+    *rows, last = run("embeddings.py", apart.url + "/v1").splitlines()
     scores = [float(row.split()[0]) for row in rows]
     assert len(scores) == 4
     assert scores == sorted(scores, reverse=True)
     assert re.fullmatch(r"\d+ tokens, 256 numbers each", last)
 
 
-def test_offline_batch():
-    shown = run("offline_batch.py")
+def test_offline_batch(capsys):
+    runpy.run_path(str(EXAMPLES / "offline_batch.py"), run_name="__main__")
+    shown = capsys.readouterr().out
     assert shown == run("offline_batch.py"), "seeded"
     assert len(shown.splitlines()) == 7

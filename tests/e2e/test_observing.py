@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from tests.helpers.deployments import PACED
 from tests.helpers.documented import CHECKS
 from tests.helpers.servers import QUICK, serving
 from tests.helpers.traces import receiving
@@ -23,8 +24,7 @@ def commands(command, url, folder):
     flags = {"api-key": "one,two", "metrics-compat": "vllm", "log-format": "json", "otlp-traces-endpoint": url}
     if command == "serve":
         return ["demo", *QUICK, *(word for name, value in flags.items() for word in (f"--{name}", value))]
-    settings = {"model": "demo", **flags, "instances": [{"count": 1}], "engine": {"max-num-batched-tokens": 512}}
-    settings["engine"] |= {"kv-cache-memory": "64M", "max-model-len": 4096}
+    settings = {"model": "demo", **flags, "instances": [{"count": 1}], "engine": PACED}
     (folder / "deployment.yaml").write_text(json.dumps(settings))  # JSON is YAML
     return [str(folder / "deployment.yaml")]
 

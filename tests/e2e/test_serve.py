@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -108,17 +108,25 @@ def test_leaving_cancels_the_work(server):
 
 
 @pytest.mark.parametrize("hints", [{}, {"slo": {"ttft_ms": 2000}}], ids=["no hints", "targets"])
-def test_what_is_short_goes_between_the_chunks_of_a_long_prompt(server, hints):
-    first = 200 + len(hints)  # so that nothing of it is cached
-    long = {"model": "demo", "prompt": [first, *(100 + i % 900 for i in range(3999))], "max_tokens": 2}
-    with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(long), {"content-type": "application/json"})
-        eventually(lambda: server.metric("num_requests_running") == 1)
+def test_what_is_short_goes_between_the_chunks_of_long_prompts(alone, hints):
+    """Two come after three that take 24 steps, and are answered before the last of these."""
+    with ExitStack() as stack:
+        connections = []
+        for i in range(3):
+            prompt = [
+                200 + 3 * len(hints) + i,
+                *(100 + k % 900 for k in range(3999)),
+            ]  # so that nothing of it is cached
+            long = {"model": "demo", "prompt": prompt, "max_tokens": 2}
+            connection = stack.enter_context(closing(http.client.HTTPConnection(alone.url.removeprefix("http://"))))
+            connection.request("POST", "/v1/completions", json.dumps(long), {"content-type": "application/json"})
+            connections.append(connection.sock)
+        eventually(lambda: alone.metric("num_requests_running") + alone.metric("num_requests_waiting") == 3)
         for _ in range(2):
             short = {"model": "demo", "prompt": "import os", "max_tokens": 2, **hints}
-            httpx.post(server.url + "/v1/completions", json=short, timeout=60).raise_for_status()
-        assert not select.select([connection.sock], [], [], 0)[0], "the long one was answered before"
-    eventually(lambda: server.metric("num_requests_running") == 0)
+            httpx.post(alone.url + "/v1/completions", json=short, timeout=60).raise_for_status()
+        assert len(select.select(connections, [], [], 0)[0]) < 3, "the long ones were answered before"
+    eventually(lambda: alone.metric("num_requests_running") == 0)
 
 
 def test_many_at_once(client, server):
@@ -152,8 +160,26 @@ def test_the_log_has_one_line_a_request_and_no_prompts(client, server):
 
 
 def test_while_it_drains_it_answers_503_and_finishes_what_runs():
-    with serving("demo", *QUICK) as server:
-        refuses_while_it_drains(server)
+    """Whoever has sent the signal to all of its processes, as a terminal does."""
+    with serving("demo", *QUICK, new_group=True) as server:
+        begun, ends = set(), {}
+
+        def ask(number):
+            body = {"model": "demo", "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+                for line in filter(None, answer.iter_lines()):
+                    begun.add(number)
+                    ends[number] = line
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(begun) == 12)
+        os.kill(server.engine_pid(), signal.SIGTERM)  # which is in a group of its own
+        refuses_while_it_drains(server, lambda: os.killpg(server.process.pid, signal.SIGTERM))
+        for thread in threads:
+            thread.join()
+        assert list(ends.values()) == ["data: [DONE]"] * 12
         assert server.process.wait(60) == 0
         assert not any("Traceback" in line for line in server.lines)
 
@@ -182,26 +208,6 @@ def test_a_second_signal_ends_what_runs_at_once():
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
-        assert server.process.wait(60) == 0
-
-
-def test_the_engine_does_not_outlive_its_server():
-    with serving("demo", *QUICK) as server:
-        engine = server.engine_pid()
-        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-        eventually(lambda: not alive(engine))
-
-
-def test_a_signal_to_all_processes_still_drains():
-    with serving("demo", *QUICK, new_group=True) as server:
-        ask = {"model": "demo", "prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            os.kill(server.engine_pid(), signal.SIGTERM)  # which is in a group of its own
-            os.killpg(server.process.pid, signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
         assert server.process.wait(60) == 0
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -132,14 +132,14 @@ class Server(Served):
         return total
 
 
-def refuses_while_it_drains(server: Served) -> None:
-    """Sends SIGTERM in the middle of a stream: new connections get a 503, /health
+def refuses_while_it_drains(server: Served, send: Callable[[], object] | None = None) -> None:
+    """Sends SIGTERM, or calls `send`, in the middle of a stream: new connections get a 503, /health
     says what happens, and the stream goes on to its end."""
     ask = {"model": "demo", "prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        send() if send is not None else server.process.send_signal(signal.SIGTERM)
         server.wait_for("draining")
         for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", "/v1/completions")):
             refused = httpx.request(method, server.url + path, json={"prompt": "a"}, timeout=10)
