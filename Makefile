@@ -13,7 +13,7 @@ test: .venv/.dev
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: .venv/.dev
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(ARGS)
 
 check: .venv/.dev
 	.venv/bin/ruff check $(SOURCES)

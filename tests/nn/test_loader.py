@@ -251,6 +251,7 @@ def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path_factory: py
     assert load_model(folder, CPU).config.vocab_size == 32
 
 
+@pytest.mark.slow
 def test_the_command_line_says_one_line_and_exits_with_2(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(DEMO, folder)

@@ -96,7 +96,7 @@ def parameter(name, how, variant, quick):
     [parameter(*case) for case in cases()],
     indirect=["model", "make_engine"],
 )
-def test_same_tokens_however_it_runs(model, make_engine, variant):
+def test_same_tokens_however_it_runs(request, model, make_engine, variant):
     def mine(**changes):
         return make_request("mine", PROMPT, seed=7, **VARIANTS[variant], **changes)
 
@@ -106,7 +106,8 @@ def test_same_tokens_however_it_runs(model, make_engine, variant):
     others = [make_request(f"r{i}", prompt(7 + 23 * i, i), seed=i, **SAMPLED) for i in range(15)]
     assert Collector(make_engine(model)).run(*others[:8], mine(), *others[8:])["mine"] == alone
 
-    for budget in (1, 7, 64, 129):
+    slow = request.node.callspec.params["model"].endswith(":torch")  # 200 steps of a token each take a second there
+    for budget in (7, 64, 129) if slow else (1, 7, 64, 129):
         chunked = make_engine(model, budget=budget, sequences=1)
         assert Collector(chunked).run(mine())["mine"] == alone
 

@@ -39,7 +39,7 @@ def busy(name, seconds, **values):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_places_everything_once_where_it_fits(name, data):
     instances = data.draw(clusters())
