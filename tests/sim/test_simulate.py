@@ -5,6 +5,7 @@ import json
 from itertools import accumulate
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.sched.local import Scheduler
 from penstock.sim.result import request_rows
@@ -238,6 +239,14 @@ def test_failed_instances_come_back():
     assert lifetimes == [(0.0, 3.0)]
 
 
+def test_only_what_failed_is_avoided():
+    shape = "instances: [{role: prefill, count: 2}, {role: decode}]\nfailures: [{instance: prefill-0, at: 0.02}]\n"
+    _, cluster = run(read(ONE, shape), trace=trace(*((0.0, 3000, 5) for _ in range(4))))
+    assert any(record.recoveries for record in cluster.records)
+    for record in cluster.records:
+        assert (record.prefill, record.decode, record.error) == ("prefill-1", "decode-0", "")
+
+
 def test_nobody_left_is_an_error_for_everybody_who_comes_later():
     scenario = read(WORKLOAD, "instances: [{count: 1}]\nfailures: [{instance: engine-0, at: 1}]\n")
     result, cluster = run(scenario)
@@ -258,3 +267,10 @@ def test_a_simulation_that_misses_too_much_is_given_up():
     assert whole["attainment"] < 0.9
     assert not part["complete"]
     assert part["requests"] < REQUESTS
+
+
+def test_what_may_miss_is_a_share_of_those_that_have_targets():
+    """All ten miss, of which three may."""
+    requests = [replace(work(i, 0.01 * i, 200), offline=i % 10 > 0) for i in range(100)]
+    part, _ = run(read(ONE.replace("1000", "1"), "instances: [{count: 1}]\n"), trace=requests, allowed_misses=0.3)
+    assert not part["complete"]
