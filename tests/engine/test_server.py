@@ -375,6 +375,11 @@ def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
         server._on_clock(clock.now())
         assert master.until(lambda e: isinstance(e, Snapshot)).sequence == 1
         assert server._patience(stalled=False) == pytest.approx(REPORT_INTERVAL - SNAPSHOT)
+        server._tell_masters(clock.now())  # nothing, until there is something new
+        engine.add(make_request("r", [1]))
+        server._tell_masters(clock.now())
+        changed = master.until(lambda e: isinstance(e, Snapshot))
+        assert (changed.sequence, changed.waiting) == (2, 1)
     master.socket.close()
 
 
