@@ -124,7 +124,7 @@ def test_same_tokens_however_it_runs(request, model, make_engine, variant):
         drafted = make_engine(model, speculation=guessing(lambda t, n: known[len(t) : len(t) + n], wrong, most))
         assert Collector(drafted).run(*others[:3], mine(), *others[3:6])["mine"] == alone
         counters = drafted.scheduler.speculation.counters
-        assert (counters.accepted_tokens > 0) == (wrong < 1.0)
+        assert (counters.accepted_tokens > 5) == (wrong < 1.0), "of the wrong ones chance makes few right"
         assert counters.draft_tokens > counters.accepted_tokens
 
     for prefix_cache in (True, False):
