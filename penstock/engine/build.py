@@ -137,9 +137,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         check_asked(asked, device)
     weights = WeightCache() if options.weight_cache else None
     model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
-    model.graph_mode = options.graph_mode
     mode = options.graph_mode
-    if mode in ("partial", "full") and (reason := obstacle(model.model, cast(Mode, mode))) is not None:
+    if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
         raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
     model_len = _model_len(model, options.max_model_len)
     limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
@@ -179,7 +178,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         offload=offload,
         speculation=speculation,
     )
-    runner = Runner(model, cache)
+    runner = Runner(model, cache, options.graph_mode)
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
         "steps up to %d tokens",

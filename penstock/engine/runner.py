@@ -14,6 +14,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
 from penstock.engine.sampling import Drawn, each_row, filled, likeliest, plain_sampling, sample, score
 from penstock.nn.batch import Batch, Scratch
+from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
@@ -23,10 +24,15 @@ ALONE = 16384  # elements that torch handles on one thread: other threads would 
 
 
 class Runner:
-    """A model and its KV cache."""
+    """A model and its KV cache.
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    Args:
+        graph_mode: how steps are computed, as `Forward` has it.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, graph_mode: str = "auto") -> None:
         self.model = model
+        self._forward = Forward(model, graph_mode)
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
@@ -69,7 +75,7 @@ class Runner:
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
-        hidden = self.model(batch, self.cache.slots)
+        hidden = self._forward(batch, self.cache.slots)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]

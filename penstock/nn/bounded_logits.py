@@ -14,12 +14,14 @@ class BoundedLogits:
     """What `native/bounded_logits.h` has of a weight, which must not change afterwards.
 
     Attributes:
+        weight: itself.
         codes: [outs, ins] whole numbers.
         bounds: [3, outs rounded up] float32: scales, what codes leave of a row, and how long it is.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
         outs, ins = weight.shape
+        self.weight = weight
         self.codes = PackedWeight(outs, ins, torch.uint8, weight.device)
         self.codes.prepare()
         self.bounds = torch.zeros(3, self.codes.groups * LANES)

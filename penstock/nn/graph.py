@@ -1,6 +1,8 @@
-"""A step as one call, or as two for each layer: ops chained in C++ (native/layer.h), bit for bit what they compute one
-by one. That is what a graph is for on a CPU, where a step costs little besides its kernels but dispatching them. It is
-captured once for every shape: nothing in it depends on how many rows there are.
+"""How a model's steps are computed: op by op, or as one call, or as two for each layer.
+
+The calls are ops chained in C++ (native/layer.h), bit for bit what they compute one by one. That is what a graph is for
+on a CPU, where a step costs little besides its kernels but dispatching them. It is captured once for every shape:
+nothing in it depends on how many rows there are.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ from ctypes import addressof
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.nn import native
 from penstock.nn.batch import Batch
-from penstock.nn.config import DecoderConfig
-from penstock.nn.layers import Layer, Linear, RMSNorm, Stack
+from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm
+from penstock.nn.linear import Linear
+from penstock.nn.methods import PACKED
+from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache
 from penstock.nn.ops import OPS
-from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.packed import Weight
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
@@ -77,71 +81,91 @@ class _Rows(ctypes.Structure):
     )
 
 
-def obstacle(stack: Stack, mode: Mode) -> str | None:
-    """Why a model's steps cannot be computed so here, or None."""
-    if mode == "eager":
-        return None
-    if not isinstance(weight := _layers(stack)[0].mlp.down_proj.weight, PackedWeight):
-        dtype = str(weight.dtype).removeprefix("torch.")
-        return native.missing() or f"there are no kernels for {dtype} on {weight.device.type}"
-    other = [op.name for op, kernel in CHAINED[mode] if op["cpu"] is not kernel]
-    return f"{', '.join(other)} computed by other backends" if other else None
-
-
-def mode_of(stack: Stack, asked: str, batch: Batch) -> Mode:
-    """How a step is computed: as asked for, where it can be, and else by the next that can.
+class Forward:
+    """A model's forward pass, as a runner calls it. The model's weights must not move while this is used.
 
     Args:
-        asked: one of `MODES`.
+        mode: how it is to be computed, one of `MODES`: "eager" computes op by op, "full" a step as one call, "partial"
+            in two calls a layer all of it but attention, "auto" as one call where it can be. The result is the same, to
+            the bit. A step that cannot be computed as asked for is computed by the next that can.
     """
-    if asked in ("auto", "full") and not batch.branches and obstacle(stack, "full") is None:
-        return "full"
-    return "partial" if asked != "eager" and obstacle(stack, "partial") is None else "eager"
+
+    def __init__(self, model: Decoder, mode: str = "auto") -> None:
+        assert mode in MODES
+        self.model, self.mode = model, mode
+        self._unchained = unchained(model)
+        self._graph: Graph | None = None
+
+    def __call__(self, batch: Batch, cache: Tensor) -> Tensor:
+        """As `Decoder.forward` of nn/models/decoder.py."""
+        mode = self.mode_of(batch)
+        if mode == "eager":
+            return self.model(batch, cache)
+        self._graph = self._graph or Graph(self.model)
+        return self._graph(mode, batch, self.model.rotation(batch), cache)
+
+    def mode_of(self, batch: Batch) -> Mode:
+        """How a step is computed."""
+        if self.mode == "eager" or self._unchained is not None:
+            return "eager"
+        if self.mode != "partial" and not batch.branches and not _others("full"):
+            return "full"
+        return "eager" if _others("partial") else "partial"
+
+
+def obstacle(model: Decoder, mode: Mode) -> str | None:
+    """Why a model's steps cannot be computed so, or None."""
+    if mode == "eager":
+        return None
+    other = _others(mode)
+    return unchained(model) or (f"{', '.join(other)} computed by other backends" if other else None)
+
+
+def unchained(model: Decoder) -> str | None:
+    """Why a model is not one of those that are chained, or None."""
+    if (reason := PACKED.missing(model.device, model.dtype)) is not None:
+        return reason
+    blocks = _blocks(model)
+    kinds = {type(part) for block in blocks for part in (block.mixer, block.feed_forward)}
+    if other := sorted(kind.__name__ for kind in kinds - {Attention, GatedMLP}):
+        return f"{', '.join(other)} computed op by op"
+    linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
+    if other := sorted({linear.method.name for linear in linears} - {PACKED.name}):
+        return f"there are no kernels for {', '.join(other)} weights"
+    return None
+
+
+def _others(mode: Mode) -> list[str]:
+    """Ops that something else than their kernel computes."""
+    return [op.name for op, kernel in CHAINED[mode] if op["cpu"] is not kernel]
 
 
 class Graph:
     """Where a model's weights are, in the order in which a step reads them. They must not move afterwards."""
 
-    def __init__(self, config: DecoderConfig, stack: Stack) -> None:
-        layers = _layers(stack)
-        self._heads = config.num_heads
-        self._layers = (_Layer * config.num_layers)(
-            *(
-                _Layer(
-                    _norm(layer.input_layernorm),
-                    _projection(layer.self_attn.qkv_proj),
-                    _norm(layer.self_attn.q_norm),
-                    _norm(layer.self_attn.k_norm),
-                    _projection(layer.self_attn.o_proj),
-                    _norm(layer.post_attention_layernorm),
-                    _projection(layer.mlp.gate_up_proj),
-                    _projection(layer.mlp.down_proj),
-                    layer.self_attn.window or 0,
-                )
-                for layer in layers
-            )
-        )
-        embedding = stack.embed_tokens.weight
+    def __init__(self, model: Decoder) -> None:
+        config, stack, blocks = model.config, model.model, _blocks(model)
+        mixers = [cast(Attention, block.mixer) for block in blocks]
+        self._heads = mixers[0].heads
+        self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
+        embedding = stack.embed_tokens
         self._decoder = _Decoder(
             self._layers,
-            config.num_layers,
-            _address(embedding),
-            *embedding.shape,
-            isinstance(embedding, PackedWeight),
+            len(blocks),
+            _address(embedding.weight),
+            *embedding.weight.shape,
+            embedding.method is PACKED,
             _norm(stack.norm),
             config.norm_eps,
-            layers[0].self_attn.scale,
+            mixers[0].scale,
         )
-        self._dtype = embedding.dtype
+        self._dtype = model.dtype
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
-        self._attend = [layer.self_attn.attend for layer in layers]
+        self._attend = [mixer.attend for mixer in mixers]
         self._step = native.function("penstock_step", "pppnpppnp")
         self._until = native.function("penstock_until_attention", "pppnppn")
         self._after = native.function("penstock_after_attention", "ppppppn")
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of the model has other weights, and describes them when it needs to."""
 
     def __call__(self, mode: Mode, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
@@ -179,12 +203,29 @@ class Graph:
             self._after(*step, attended.data_ptr(), *places, i)
 
 
-def _layers(stack: Stack) -> list[Layer]:
-    return cast("list[Layer]", stack.layers)
+def _blocks(model: Decoder) -> list[Block]:
+    return cast("list[Block]", model.model.layers)
+
+
+def _layer(block: Block) -> _Layer:
+    mixer, feed_forward = cast(Attention, block.mixer), cast(GatedMLP, block.feed_forward)
+    return _Layer(
+        _norm(block.mixer_norm),
+        _projection(mixer.qkv_proj),
+        _norm(mixer.q_norm),
+        _norm(mixer.k_norm),
+        _projection(mixer.o_proj),
+        _norm(block.feed_forward_norm),
+        _projection(feed_forward.gate_up_proj),
+        _projection(feed_forward.down_proj),
+        mixer.window or 0,
+    )
 
 
 def _address(weight: Weight) -> int:
-    return (weight.memory if isinstance(weight, PackedWeight) else weight).data_ptr()
+    """Of a weight with one parameter."""
+    (parameter,) = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
+    return parameter.data_ptr()
 
 
 def _norm(norm: RMSNorm | None) -> int | None:

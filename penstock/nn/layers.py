@@ -1,6 +1,11 @@
-"""The parts that decoders are built from. Weights are parameters, some of them packed; mathematics is in `nn.ops`."""
+"""The parts that decoders are built from. Weights are parameters, held by methods; mathematics is in `nn.ops`.
+
+A part that has weights of a checkpoint says by `tensors` what they are, and takes what it needs of them by `load`.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -8,24 +13,9 @@ from torch import Tensor, nn
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
-from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
 
-
-class Linear(nn.Module):
-    """One or more projections of the same input, computed as one product.
-
-    Attributes:
-        outs: widths of the projections; `weight` is [sum(outs), in], theirs one after the other.
-    """
-
-    def __init__(self, in_features: int, outs: tuple[int, ...], bias: bool) -> None:
-        super().__init__()
-        self.outs = outs
-        self.weight: Weight = nn.Parameter(torch.empty(sum(outs), in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(outs)), requires_grad=False) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.project(x, self.weight, self.bias)
+Rotation = tuple[Tensor, Tensor]  # cos and sin of a step's rows, [rows, dim / 2]
 
 
 class RMSNorm(nn.Module):
@@ -33,6 +23,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
+
+    def tensors(self, part: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"weight": (len(self.weight),)}
+
+    def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
+        self.weight.copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -42,38 +38,55 @@ class RMSNorm(nn.Module):
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.weight: Weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if isinstance(self.weight, PackedWeight):
-            return ops.packed_rows(self.weight, tokens)
-        return self.weight[tokens]
+Part = Linear | RMSNorm  # what has weights of a checkpoint
 
 
-def hold(module: Linear | Embedding, weight: Weight) -> None:
-    """Replace a module's weight."""
-    del module.weight  # torch puts no module where a parameter is
-    module.weight = weight
+class Mixer(Protocol):
+    """What lets a sequence's rows see each other, through what they leave in the cache."""
+
+    def __call__(self, x: Tensor, rotation: Rotation, cache: Tensor, batch: Batch) -> Tensor:
+        """[rows, hidden], normed -> what to add to the residual stream, the same shape.
+
+        Args:
+            cache: of this layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim].
+        """
+
+
+class FeedForward(Protocol):
+    """What is computed of each row by itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden], normed -> what to add to the residual stream, the same shape."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, optionally with per-head norms of Q and K."""
+    """Grouped-query attention with rotary positions, optionally with per-head norms of Q and K.
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    Attributes:
+        heads: of queries, those of this shard.
+        window: how many positions a row sees, itself included; None is all.
+
+    Args:
+        shard: of the heads. Where there are fewer of K and V than shards, several shards have the same.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, shard: Shard = WHOLE) -> None:
         super().__init__()
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        dim = config.head_dim
+        q, kv, hidden = config.num_heads * dim, config.num_kv_heads * dim, config.hidden_size
+        of_kv = shard
+        if config.num_kv_heads < shard.size:
+            of_kv = Shard(shard.rank * config.num_kv_heads // shard.size, config.num_kv_heads)
+        self.heads = len(shard.of(config.num_heads))
         self.scale = dim**-0.5
         self.eps = config.norm_eps
         self.window = config.windows[layer]
-        self.qkv_proj = Linear(config.hidden_size, (heads * dim, kv_heads * dim, kv_heads * dim), config.qkv_bias)
-        self.o_proj = Linear(heads * dim, (config.hidden_size,), config.o_bias)
+        self.qkv_proj = ColumnLinear(hidden, (q, kv, kv), config.qkv_bias, (shard, of_kv, of_kv))
+        self.o_proj = RowLinear(q, (hidden,), config.o_bias, shard)
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: Tensor, batch: Batch) -> Tensor:
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotation, cache, batch)
         return self.o_proj(self.attend(q, cache, batch).flatten(1))
@@ -88,44 +101,49 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, (config.intermediate_size,) * 2, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, (config.hidden_size,), config.mlp_bias)
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = ColumnLinear(hidden, (width, width), config.mlp_bias, shard)
+        self.down_proj = RowLinear(width, (hidden,), config.mlp_bias, shard)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
 
 
-class Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+class Block(nn.Module):
+    """A mixer and a feed-forward, both of a normed residual stream, to which each adds."""
+
+    def __init__(self, config: DecoderConfig, mixer: Mixer, feed_forward: FeedForward) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = mixer
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = feed_forward
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         cache: Tensor,
         batch: Batch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
-        x, residual = self.input_layernorm.after(x, residual)
-        x = self.self_attn(x, rotation, cache, batch)
+        x, residual = self.mixer_norm.after(x, residual)
+        x = self.mixer(x, rotation, cache, batch)
         if kept is not None:
             x, residual = x[kept], residual[kept]
-        x, residual = self.post_attention_layernorm.after(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.feed_forward_norm.after(x, residual)
+        return self.feed_forward(x), residual
 
 
 class Stack(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    """Blocks between an embedding and a last norm."""
+
+    def __init__(self, config: DecoderConfig, blocks: list[Block]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,26 +22,21 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
 from penstock.nn import rope
-from penstock.nn.layers import Linear
+from penstock.nn.layers import Part
+from penstock.nn.linear import WHOLE, Linear, Shard
+from penstock.nn.methods import method_for
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.packed import PackedWeight, Weight, layout, packs, put
+from penstock.nn.packed import layout
 from penstock.nn.weight_cache import WeightCache
 
-# a checkpoint's projection -> the fused one it is part of, and its place there
-FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
 MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
 MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
@@ -61,13 +57,18 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def load_model(
-    directory: Path, device: torch.device, dtype: torch.dtype | None = None, cache: WeightCache | None = None
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    cache: WeightCache | None = None,
+    shard: Shard = WHOLE,
 ) -> Decoder:
     """Build the architecture that config.json names and fill it.
 
     Args:
         dtype: of the weights; None takes the checkpoint's.
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
+        shard: what of every layer is loaded.
 
     Raises:
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
@@ -93,18 +94,16 @@ def load_model(
     _check_layers(directory, config.num_layers)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
-    packed = packs(device, dtype)
+    method = method_for(device, dtype)
     try:
-        with torch.device("meta"):
-            model = cls(config).to(dtype)
+        with torch.device("meta"), _default_dtype(dtype):
+            model = cls(config, shard)
+            model.hold(method)
         model.headless = headless
-        _check_weights(model, directory)
-        with torch.device("meta"):
-            if packed:
-                model.pack()
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
-    if packed and cache is not None and cache.wants(model):
+    _check_weights(model, directory)
+    if method.kept and shard == WHOLE and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype)
         if cache.read(key, model):
             model.bound_logits()
@@ -112,9 +111,9 @@ def load_model(
     try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
         model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
-        for module in model.modules():
-            if isinstance(module, PackedWeight):
-                module.prepare()
+        for linear in model.modules():
+            if isinstance(linear, Linear):
+                linear.prepare()
     except (RuntimeError, MemoryError) as error:
         raise _no_room(directory, device, error) from None
     fill(model, directory)
@@ -122,6 +121,16 @@ def load_model(
         cache.remember(key, model)
     model.bound_logits()
     return model.eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:
@@ -169,7 +178,7 @@ def _full(name: str) -> str:
 def _headless(directory: Path) -> bool:
     """Whether it was saved without a head, as embedding models are whose config.json has one."""
     names = [name for _, name, _ in _headers(directory)]
-    return "lm_head.weight" not in names and any(name.startswith(BARE) for name in names)
+    return HEAD not in names and any(name.startswith(BARE) for name in names)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -263,95 +272,94 @@ def _check_layers(directory: Path, num_layers: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of a checkpoint belongs.
+
+    Attributes:
+        name: of what the part's `load` is given.
+        number: of the projection in a part that has several; None is all of the part.
+    """
+
+    part: Part
+    name: str
+    number: int | None
+    shape: tuple[int, ...]
+
+    def load(self, tensor: Tensor) -> None:
+        """Raises ValueError where it has not the shape that it was said to have."""
+        if tensor.shape != self.shape:
+            raise ValueError(f"{tensor.shape} is not {self.shape}")
+        self.part.load(self.name, tensor, self.number)
+
+
+def places(model: Decoder) -> dict[str, Place]:
+    """All tensors that a checkpoint must have, by their names."""
+    found: dict[str, Place] = {}
+    for path, part in model.named_modules():
+        if not isinstance(part, Part):
+            continue
+        block = LAYER.match(path)
+        sources = (path,) if block is None else model.weights[path[block.end() :]]
+        for i, source in enumerate(sources):
+            number = i if len(sources) > 1 else None
+            for name, shape in part.tensors(number).items():
+                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, shape)
+    return found
+
+
 def _check_weights(model: Decoder, directory: Path) -> None:
-    """Check that every place has exactly one weight, by the files' headers, before memory is taken. Raises ConfigError.
+    """Check that every place has exactly one tensor, by the files' headers, before memory is taken. Raises ConfigError.
 
     Args:
         model: on "meta".
     """
-    places = _places(model)
-    missing = {(name, part) for name in places for part in range(_parts(model, name))}
+    wanted = places(model)
+    missing = dict.fromkeys(wanted)
     for path, given, shape in _headers(directory):
         name = _full(given)
         if name.endswith(IGNORED):
             continue
-        if name == "lm_head.weight" and model.lm_head is None:
-            wanted = list(model.model.embed_tokens.weight.shape)
-            if shape != wanted:
-                raise ConfigError(f"{path}: 'lm_head.weight' is {shape}, not {wanted}", "model")
+        if name == HEAD and model.lm_head is None:
+            embedding = list(model.model.embed_tokens.weight.shape)
+            if shape != embedding:
+                raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {embedding}", "model")
             continue
-        target, part = _place(name)
-        if target not in places:
+        if name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
-        if (target, part) not in missing:
+        if name not in missing:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        _, rows = _rows(model, target, part, places[target])
-        wanted = [rows, *places[target].shape[1:]]
-        if shape != wanted:
-            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {wanted}", "model")
-        missing.discard((target, part))
+        if shape != list(wanted[name].shape):
+            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(wanted[name].shape)}", "model")
+        del missing[name]
     if missing:
-        names = sorted(name for name, _ in missing)
-        raise ConfigError(f"{directory}: {len(names)} weights are missing, the first is {names[0]!r}", "model")
+        raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {min(missing)!r}", "model")
 
 
 def fill(model: Decoder, directory: Path) -> None:
-    """Copy every weight to its place; that all are there was checked. Raises ConfigError when a file cannot be read."""
-    places = _places(model)
+    """Load every tensor to its place; that all are there was checked. Raises ConfigError when a file cannot be read."""
+    wanted = places(model)
     head = None
     for path, name, tensor in weights(directory):
         if name.endswith(IGNORED):
             continue
-        if name == "lm_head.weight" and model.lm_head is None:
+        if name == HEAD and model.lm_head is None:
             head = tensor
             continue
-        target, part = _place(name)
         try:
-            first, rows = _rows(model, target, part, places[target])
-            if len(tensor) != rows:
-                raise ValueError(name)
-            put(places[target], first, tensor)
+            wanted[name].load(tensor)
         except (RuntimeError, *MALFORMED) as error:
             raise ConfigError(f"{path}: {name!r} was changed while it was read", "model") from error
     if head is not None:
         _untie(model, head)
 
 
-def _places(model: Decoder) -> dict[str, Weight]:
-    """Name -> parameter or packed weight."""
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
-    plain = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] not in packed}
-    return {**plain, **packed}
-
-
-def _untie(model: Decoder, head: Tensor) -> None:
+def _untie(model: Decoder, tensor: Tensor) -> None:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
-    embedding = model.model.embed_tokens.weight
-    head = head.to(embedding.device, embedding.dtype)
-    if isinstance(embedding, PackedWeight):
-        packed = PackedWeight.of(head)
-        same = torch.equal(packed.memory, embedding.memory)
-    else:
-        same = torch.equal(head, embedding)
-    if not same:
-        model.untie(packed if isinstance(embedding, PackedWeight) else torch.nn.Parameter(head, requires_grad=False))
-
-
-def _place(name: str) -> tuple[str, int]:
-    module, _, kind = name.rpartition(".")
-    parent, _, projection = module.rpartition(".")
-    fused, part = FUSED.get(projection, (projection, 0))
-    return f"{parent}.{fused}.{kind}" if parent else name, part
-
-
-def _parts(model: Decoder, name: str) -> int:
-    module = model.get_submodule(name.rpartition(".")[0])
-    return len(module.outs) if isinstance(module, Linear) else 1
-
-
-def _rows(model: Decoder, name: str, part: int, place: Weight) -> tuple[int, int]:
-    """Where in its place a part begins, and how many rows it has."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    if not isinstance(module, Linear):
-        return 0, place.shape[0]
-    return sum(module.outs[:part]), module.outs[part]
+    embedding = model.model.embed_tokens
+    head = model.untie()
+    head._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=model.device))
+    head.prepare()
+    head.load("weight", tensor)
+    if all(map(torch.equal, head.parameters(), embedding.parameters())):
+        model.lm_head = None

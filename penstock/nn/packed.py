@@ -14,11 +14,6 @@ LINE = 64  # bytes
 LAYOUT = 1  # to be counted up with whatever changes what stands where
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for packed weights."""
-    return device.type == "cpu" and dtype in native.DTYPES and native.missing() is None
-
-
 def layout() -> str:
     """Names how weights are packed here, which depends on the processor."""
     return f"{LAYOUT} {native.panel_groups()} {sys.byteorder}"
@@ -86,16 +81,3 @@ class PackedWeight(nn.Module):
 
 
 Weight = nn.Parameter | PackedWeight  # [outs, ins]
-
-
-def put(weight: Weight, first: int, rows: Tensor) -> None:
-    """Set rows [first, first + len(rows)) of a weight."""
-    if isinstance(weight, PackedWeight):
-        weight.put(first, rows)
-    else:
-        weight[first : first + len(rows)] = rows
-
-
-def dense(weight: Weight) -> Tensor:
-    """[outs, ins], a copy where it is packed."""
-    return weight.unpacked() if isinstance(weight, PackedWeight) else weight

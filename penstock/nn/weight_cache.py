@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from penstock.nn.config import DTYPES
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native.build import cache_folder
-from penstock.nn.packed import PackedWeight
 
 log = logging.getLogger("penstock.weights")
 MAGIC = b"penstock weights"
@@ -90,8 +89,7 @@ class WeightCache:
                 path.unlink()
             return False
         if UNTIED in found and model.lm_head is None:
-            weight = model.model.embed_tokens.weight
-            model.untie(PackedWeight(weight.shape[0], weight.shape[1], weight.dtype, weight.device))
+            model.untie()
         for name, place in list(model.named_parameters()):
             offset = found[name]
             values = whole[offset : offset + place.nbytes].view(place.dtype).view(place.shape)

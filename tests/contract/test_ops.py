@@ -18,18 +18,20 @@ from penstock.engine.cache import as_blocks
 from penstock.nn import native, ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.methods import PACKED
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
-from penstock.nn.packed import PackedWeight, packs
+from penstock.nn.packed import PackedWeight
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PACKED = ("packed", "choose")  # names of ops on packed weights
+ON_PACKED = ("packed", "choose")  # names of ops on packed weights
 BACKENDS = [
     (name, backend.name, device)
     for name, op in OPS.items()
     for backend in op.backends
     for device in DEVICES
-    if backend.serves(device) and (not name.startswith(PACKED) or packs(torch.device(device), torch.float32))
+    if backend.serves(device)
+    and (not name.startswith(ON_PACKED) or PACKED.missing(torch.device(device), torch.float32) is None)
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
@@ -353,7 +355,7 @@ def test_nothing_is_chosen_from_what_is_no_number(name, backend, device, wrong):
 
 
 def test_there_are_no_bounds_of_what_is_no_number_or_too_large():
-    if not packs(torch.device("cpu"), torch.float32):
+    if native.missing() is not None:
         pytest.skip("no kernels")
     for wrong in (torch.nan, torch.inf, 1e30):
         weight = torch.ones(20, 33)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from penstock.engine import runner
-from penstock.nn.packed import put
 from tests.helpers.engines import Collector, make_engine, make_request
 
 CLOSE = 2e-5  # logits are float32, and a chunk of one token is computed by other kernels than a long one
@@ -224,7 +223,9 @@ def test_a_prompt_of_one_token_has_nothing_to_report(model):
 def test_a_prompt_whose_scores_are_no_numbers_ends_with_an_error(model):
     spoiled = copy.deepcopy(model)
     with torch.no_grad():
-        put(spoiled.lm_head.weight, 7, torch.full((1, spoiled.config.hidden_size), float("inf")))
+        weight = spoiled.lm_head.dense().clone()
+        weight[7] = float("inf")
+        spoiled.lm_head.load("weight", weight)
     engine = make_engine(spoiled, budget=64)
     engine.add(asked())
     (output,) = engine.step()[0]  # before anything is sampled

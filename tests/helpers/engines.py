@@ -50,6 +50,7 @@ def make_engine(
     policy: LocalPolicy | None = None,
     ahead: bool = True,
     slots: int = 0,
+    graph_mode: str = "auto",
     way: Callable[[Way], Way] = lambda way: way,
     speculation: Speculation | None = None,
 ) -> Engine:
@@ -80,7 +81,7 @@ def make_engine(
     scheduler = Scheduler(
         limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload, speculation=speculation
     )
-    return Engine(scheduler, Runner(model, cache), SystemClock(), mover=mover, ahead=ahead, short=0.0)
+    return Engine(scheduler, Runner(model, cache, graph_mode), SystemClock(), mover=mover, ahead=ahead, short=0.0)
 
 
 def make_request(

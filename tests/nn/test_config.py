@@ -8,7 +8,6 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.nn.loader import load_model
 from penstock.nn.models import architecture
-from penstock.nn.packed import dense
 from penstock.nn.rope import frequencies, longest
 from tests.helpers.checkpoints import write_checkpoint
 
@@ -121,4 +120,4 @@ def test_a_head_of_its_own_goes_before_the_tie(tmp_path):
     save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
     head = load_model(tmp_path, CPU).lm_head
     assert head is not None
-    assert torch.equal(dense(head.weight), embedding + 1)
+    assert torch.equal(head.dense(), embedding + 1)

@@ -18,14 +18,14 @@ from penstock.core.clock import SystemClock
 from penstock.engine import build
 from penstock.nn import native, weight_cache
 from penstock.nn.loader import cache_key, load_model
+from penstock.nn.methods import PACKED
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.packed import packs
 from penstock.nn.weight_cache import WeightCache
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not packs(CPU, torch.float32), reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_the_least_recently_used_go(tmp_path: Path, folder: Path) -> None:
 def on_meta(checkpoint: Path) -> Decoder:
     with torch.device("meta"):
         model = type(load_model(checkpoint, CPU))(load_model(checkpoint, CPU).config)
-        model.pack()
+        model.hold(PACKED)
     return model
 
 

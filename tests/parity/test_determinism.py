@@ -12,6 +12,7 @@ import torch
 
 from penstock.nn import loader, native
 from penstock.nn.loader import load_model
+from penstock.nn.methods import PLAIN
 from penstock.nn.ops import OPS, sdpa
 from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
@@ -38,7 +39,7 @@ def model(request, tmp_path_factory):
     folder, dtype = write_checkpoint(tmp_path_factory.mktemp("model"), name), torch.float32
     with ExitStack() as stack:
         if kind == "torch":
-            stack.enter_context(mock.patch.object(loader, "packs", return_value=False))
+            stack.enter_context(mock.patch.object(loader, "method_for", return_value=PLAIN))
             for op in OPS.values():
                 stack.enter_context(op.using(next(b.name for b in op.backends if b.name != "native")))
         model = load_model(folder, device, torch.bfloat16 if kind == "bfloat16" else dtype)
@@ -47,14 +48,13 @@ def model(request, tmp_path_factory):
 
 
 @pytest.fixture
-def make_engine(request, model, monkeypatch):
+def make_engine(request, monkeypatch):
     """With blocks addressed and laid out as asked; "long" has decoding sequences computed as torch's own ops compute
     long ones, "ahead" schedules a step while another one runs, and "eager" computes op by op."""
     mode, order, length, scheduling, graph = request.param
     if length == "long":
         monkeypatch.setattr(sdpa, "ALONE", 0)
-    monkeypatch.setattr(model, "graph_mode", graph)
-    return partial(engines.make_engine, address_mode=mode, order=order, ahead=scheduling == "ahead")
+    return partial(engines.make_engine, address_mode=mode, order=order, ahead=scheduling == "ahead", graph_mode=graph)
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -1,9 +1,9 @@
-"""A dense decoder over a paged cache: what the Llama family shares. Module names are the checkpoints' own."""
+"""A dense decoder over a paged cache: what the Llama family shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,61 +12,79 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits
 from penstock.nn.config import DecoderConfig
-from penstock.nn.graph import Graph, mode_of
-from penstock.nn.layers import Embedding, Linear, Stack, hold
-from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.layers import Attention, Block, GatedMLP, Stack
+from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
+from penstock.nn.methods.base import LinearMethod
 from penstock.nn.rope import frequencies, longest
+
+# Of a block: where its weights go -> what checkpoints call them. Several names are the projections of one linear, in
+# their order; one name for a linear of several projections is theirs together.
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "mixer_norm": ("input_layernorm",),
+    "mixer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mixer.q_norm": ("self_attn.q_norm",),
+    "mixer.k_norm": ("self_attn.k_norm",),
+    "mixer.o_proj": ("self_attn.o_proj",),
+    "feed_forward_norm": ("post_attention_layernorm",),
+    "feed_forward.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.down_proj": ("mlp.down_proj",),
+}
 
 
 class Decoder(nn.Module):
-    """Base of every dense architecture; a subclass says how to read its config.json.
+    """Base of every dense architecture; a subclass says how to read its config.json, and what differs in its blocks.
 
     Attributes:
-        graph_mode: "eager" computes op by op, "full" a step as one call, "partial" in two calls a layer all of it but
-            attention, "auto" as one call where it can be (nn/graph.py). The result is the same, to the bit.
+        weights: as `WEIGHTS`.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
+
+    Args:
+        shard: of every layer's heads and gates.
     """
+
+    weights: ClassVar[Mapping[str, tuple[str, ...]]] = WEIGHTS
 
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         """Raises ConfigError naming the key that is missing or not supported."""
         raise NotImplementedError
 
-    def __init__(self, config: DecoderConfig) -> None:
+    @staticmethod
+    def block(config: DecoderConfig, layer: int, shard: Shard) -> Block:
+        return Block(config, Attention(config, layer, shard), GatedMLP(config, shard))
+
+    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config = config
-        self.model = Stack(config)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,), bias=False)
-        self.graph_mode = "auto"
+        self.model = Stack(config, [self.block(config, layer, shard) for layer in range(config.num_layers)])
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,))
         self.headless = False
         self._rotation: Rotation | None = None
-        self._graph: Graph | None = None
         self._bounded_logits: BoundedLogits | None = None
 
-    def pack(self) -> None:
-        """Hold what products read in the kernels' layout; what weights held is gone."""
+    def hold(self, method: LinearMethod) -> None:
+        """Have what products read held by a method; what weights held is gone."""
         for module in list(self.modules()):
             # an embedding is only looked up in, unless it is the head too
-            if isinstance(module, Linear) or (isinstance(module, Embedding) and self.lm_head is None):
-                outs, ins = module.weight.shape
-                hold(module, PackedWeight(outs, ins, module.weight.dtype, module.weight.device))
+            if isinstance(module, Linear) and (module is self.head or not isinstance(module, Embedding)):
+                module.hold(method)
 
-    def untie(self, weight: Weight) -> None:
-        """Have a head other than the embedding."""
-        outs, ins = weight.shape
+    def untie(self) -> Linear:
+        """Have a head other than the embedding; it is on "meta"."""
+        embedding = self.model.embed_tokens
         with torch.device("meta"):
-            self.lm_head = Linear(ins, (outs,), bias=False)
-        hold(self.lm_head, weight)
+            self.lm_head = Linear(embedding.ins, embedding.outs).to(self.dtype)
+            self.lm_head.hold(embedding.method)
+        return self.lm_head
 
     def bound_logits(self, least: int = LEAST) -> None:
         """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
-        weight = self._head
-        if isinstance(weight, PackedWeight) and weight.memory.nbytes >= least and not self.headless:
-            self._bounded_logits = BoundedLogits.of(weight)
+        if not self.headless:
+            self._bounded_logits = self.head.method.bounded_logits(self.head.weight, least)
 
     @property
-    def _head(self) -> Weight:
-        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+    def head(self) -> Linear:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,11 +95,11 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._graph = self._bounded_logits = self._rotation = None  # weights move, or change their type
+        self._bounded_logits = self._rotation = None  # weights move, or change their type
         return super()._apply(*args, **kwargs)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
-        """Compute a step's rows and store their K and V.
+        """Compute a step's rows, op by op, and store their K and V.
 
         Args:
             batch: the rows.
@@ -90,12 +108,7 @@ class Decoder(nn.Module):
         Returns:
             [rows, hidden], normed; of `batch.kept`, where only those are wanted.
         """
-        if self._rotation is None:
-            self._rotation = Rotation(self.config, self.dtype, self.device)
-        rotation = self._rotation(batch.positions, batch.reach)
-        if (mode := mode_of(self.model, self.graph_mode, batch)) != "eager":
-            self._graph = self._graph or Graph(self.config, self.model)
-            return self._graph(mode, batch, rotation, cache)
+        rotation = self.rotation(batch)
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
@@ -103,17 +116,23 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, rotation, cache[:, i], batch, kept)
         return self.model.norm.after(x, residual)[0]
 
+    def rotation(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """cos and sin of a step's rows, two of [rows, dim / 2]."""
+        if self._rotation is None:
+            self._rotation = Rotation(self.config, self.dtype, self.device)
+        return self._rotation(batch.positions, batch.reach)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
-        return ops.project(hidden, self._head, dtype=torch.float32)
+        head = self.head
+        return head.method.apply(hidden, head.weight, head.bias, torch.float32)
 
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
         """[rows, hidden] -> [rows] tokens, without computing all logits; None where these are needed."""
-        weight = self._head
-        if self._bounded_logits is None or not ops.choose_pays(draws):
+        bounded = self._bounded_logits
+        if bounded is None or not ops.choose_pays(draws):
             return None
-        assert isinstance(weight, PackedWeight)
-        tokens = ops.choose(hidden, weight, self._bounded_logits, draws)
+        tokens = ops.choose(hidden, bounded.weight, bounded, draws)
         return None if -1 in tokens.tolist() else tokens
 
 

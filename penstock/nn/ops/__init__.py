@@ -10,7 +10,7 @@ from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_pays
-from penstock.nn.ops.linear import linear, packed_linear, packed_rows, project
+from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.qkv_to_cache import qkv_to_cache
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
@@ -32,7 +32,6 @@ __all__ = [
     "linear",
     "packed_linear",
     "packed_rows",
-    "project",
     "qkv_to_cache",
     "rms_norm",
     "rotary",

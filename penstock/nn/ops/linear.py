@@ -9,14 +9,7 @@ from torch.nn import functional
 
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
-from penstock.nn.packed import PackedWeight, Weight
-
-
-def project(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T + bias of a dense or a packed weight, in x's dtype unless another is asked for."""
-    if isinstance(weight, PackedWeight):
-        return packed_linear(x, weight, bias, dtype)
-    return linear(x, weight, bias).to(dtype or x.dtype)
+from penstock.nn.packed import PackedWeight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,137 @@
+"""Linears: projections whose weight is held by a method, whole or as one of several shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nn.methods import PLAIN
+from penstock.nn.methods.base import LinearMethod
+from penstock.nn.packed import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` equal parts of what is split, counted from 0."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+
+    def of(self, width: int) -> range:
+        """Its part of so many outputs, inputs or heads."""
+        assert width % self.size == 0, f"{width} cannot be split by {self.size}"
+        part = width // self.size
+        return range(self.rank * part, (self.rank + 1) * part)
+
+
+WHOLE = Shard()
+
+
+class Linear(nn.Module):
+    """One or more projections of the same input, computed as one product.
+
+    Attributes:
+        ins, outs: widths of the input and of the projections, as a checkpoint has them.
+        own_ins, own_outs: which of these are held here: all, unless a subclass splits them.
+        has_bias: whether the checkpoint has one.
+        method: how the weight is held.
+        weight: [own outs, own ins], that of one projection after the other.
+    """
+
+    def __init__(
+        self,
+        ins: int,
+        outs: Sequence[int],
+        bias: bool = False,
+        *,
+        own_ins: range | None = None,
+        own_outs: Sequence[range] | None = None,
+    ) -> None:
+        super().__init__()
+        self.ins, self.outs, self.has_bias = ins, tuple(outs), bias
+        self.own_ins = own_ins or range(ins)
+        self.own_outs = tuple(own_outs or map(range, outs))
+        self.method: LinearMethod = PLAIN
+        width, empty = sum(map(len, self.own_outs)), torch.empty(0)  # of the default dtype, on the default device
+        self.weight: Weight = PLAIN.create(width, len(self.own_ins), empty.dtype, empty.device)
+        self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
+
+    def hold(self, method: LinearMethod) -> None:
+        """Have the weight held by another method. What it held is gone."""
+        outs, ins = self.weight.shape
+        weight = method.create(outs, ins, self.weight.dtype, self.weight.device)
+        del self.weight  # torch puts no module where a parameter is
+        self.method, self.weight = method, weight
+
+    def prepare(self) -> None:
+        """It has got its memory, and is about to be loaded."""
+        self.method.prepare(self.weight)
+
+    def tensors(self, part: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what a checkpoint has of one projection, or of all of them as one."""
+        width = sum(self.outs) if part is None else self.outs[part]
+        return self.method.tensors(width, self.ins) | ({"bias": (width,)} if self.has_bias else {})
+
+    def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
+        """Take what is held here of one of `tensors`."""
+        start = 0  # of a projection in the tensor
+        for i in range(len(self.outs)) if part is None else (part,):
+            first, own = sum(map(len, self.own_outs[:i])), self.own_outs[i]
+            outs = range(start + own.start, start + own.stop)
+            if name != "bias":
+                self.method.load(self.weight, name, tensor, first, outs, self.own_ins)
+            elif self.bias is not None:
+                self.bias[first : first + len(own)] = tensor[outs.start : outs.stop]
+            start += self.outs[i]
+
+    def dense(self) -> Tensor:
+        """The weight as [own outs, own ins], perhaps a copy."""
+        return self.method.dense(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(x, self.weight, self.bias, x.dtype)
+
+
+class ColumnLinear(Linear):
+    """Its outputs are split: every shard computes some of every projection's.
+
+    Args:
+        shards: one for all projections, or one for each.
+    """
+
+    def __init__(
+        self, ins: int, outs: Sequence[int], bias: bool = False, shards: Shard | Sequence[Shard] = WHOLE
+    ) -> None:
+        each = [shards] * len(outs) if isinstance(shards, Shard) else shards
+        super().__init__(ins, outs, bias, own_outs=[shard.of(width) for shard, width in zip(each, outs, strict=True)])
+
+
+class RowLinear(Linear):
+    """Its inputs are split: every shard computes a summand of each output, the first one with the bias."""
+
+    def __init__(self, ins: int, outs: Sequence[int], bias: bool = False, shard: Shard = WHOLE) -> None:
+        super().__init__(ins, outs, bias, own_ins=shard.of(ins))
+        if shard.rank > 0:
+            self.bias = None
+
+
+class Embedding(Linear):
+    """Rows to be looked up; where it is the head too, also to be multiplied with.
+
+    Args:
+        scale: that rows are multiplied with, rounded to their dtype first.
+    """
+
+    def __init__(self, vocab_size: int, width: int, scale: float = 1.0) -> None:
+        super().__init__(width, (vocab_size,))
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.method.rows(self.weight, tokens)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)

@@ -1,0 +1,123 @@
+"""Every method that holds a linear's weight: what is loaded is what is multiplied with, in any parts and shards."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.nn.linear import ColumnLinear, Embedding, Linear, RowLinear, Shard
+from penstock.nn.methods import METHODS
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = [
+    (name, torch.device(device), dtype)
+    for name, method in METHODS.items()
+    for device in DEVICES
+    for dtype in DTYPES
+    if method.missing(torch.device(device), dtype) is None
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+INS, OUTS = 60, (48, 24, 24)
+
+
+def checkpoint_of(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a weight [outs, ins]."""
+    if name in ("plain", "packed"):
+        return {"weight": weight}
+    raise AssertionError(f"say here what a checkpoint has for {name}")
+
+
+def held(linear: Linear, name: str, device: torch.device, dtype: torch.dtype) -> Linear:
+    """As the loader makes it, with memory that has any values."""
+    linear.to(dtype).hold(METHODS[name])
+    linear._apply(lambda place: torch.full(place.shape, 3.0, dtype=place.dtype, device=device))
+    linear.prepare()
+    return linear
+
+
+def load(linear: Linear, name: str, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
+    """All projections one by one, or as one where there is one weight for all."""
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        part = i if len(weights) > 1 else None
+        tensors = checkpoint_of(name, weight) | ({"bias": bias} if linear.has_bias else {})
+        assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == linear.tensors(part)
+        for key, tensor in tensors.items():
+            linear.load(key, tensor, part)
+    return linear
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}-{str(case[2]).removeprefix('torch.')}")
+def case(request):
+    torch.manual_seed(0)
+    return request.param
+
+
+def parts():
+    return [torch.randn(width, INS) for width in OUTS], [torch.randn(width) for width in OUTS]
+
+
+def test_products_are_those_of_what_was_loaded(case):
+    name, device, dtype = case
+    weights, biases = parts()
+    linear = load(held(Linear(INS, OUTS, bias=True), name, device, dtype), name, weights, biases)
+    together = load(
+        held(Linear(INS, OUTS, bias=True), name, device, dtype), name, [torch.cat(weights)], [torch.cat(biases)]
+    )
+    assert all(map(torch.equal, linear.parameters(), together.parameters()))
+    x = torch.randn(7, INS).to(device, dtype)
+    dense = linear.dense()
+    assert dense.shape == (sum(OUTS), INS)
+    assert torch.allclose(dense.float().cpu(), torch.cat(weights), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    expected = functional.linear(x.double(), dense.double(), torch.cat(biases).to(device, dtype).double())
+    for wanted in (dtype, torch.float32):
+        found = linear.method.apply(x, linear.weight, linear.bias, wanted)
+        assert found.dtype == wanted
+        assert torch.allclose(found.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert wanted != dtype or torch.equal(linear(x), found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_are_the_whole_together(case, size):
+    name, device, dtype = case
+    weights, biases = parts()
+    whole = load(held(Linear(INS, OUTS, bias=True), name, device, dtype), name, weights, biases).dense()
+    shards = [Shard(rank, size) for rank in range(size)]
+    columns = [
+        load(held(ColumnLinear(INS, OUTS, bias=True, shards=shard), name, device, dtype), name, weights, biases)
+        for shard in shards
+    ]
+    for i, own in enumerate(whole.split(OUTS)):
+        each = [linear.dense().split([width // size for width in OUTS])[i] for linear in columns]
+        assert torch.equal(torch.cat(each), own)
+        each = [linear.bias.split([width // size for width in OUTS])[i] for linear in columns]
+        assert torch.equal(torch.cat(each).cpu(), biases[i].to(dtype))
+    one, bias = [torch.cat(weights)], [torch.cat(biases)]
+    rows = [
+        load(held(RowLinear(INS, (sum(OUTS),), bias=True, shard=shard), name, device, dtype), name, one, bias)
+        for shard in shards
+    ]
+    assert torch.equal(torch.cat([linear.dense() for linear in rows], 1), whole)
+    assert [linear.bias is None for linear in rows] == [shard.rank > 0 for shard in shards]
+
+
+def test_a_projection_may_be_split_less_than_the_others(case):
+    """Two heads of K and V for four shards: two of these have the same."""
+    name, device, dtype = case
+    weights, biases = parts()
+    of_kv = [Shard(rank * 2 // 4, 2) for rank in range(4)]
+    found = [
+        load(held(ColumnLinear(INS, OUTS, True, (Shard(rank, 4), kv, kv)), name, device, dtype), name, weights, biases)
+        for rank, kv in enumerate(of_kv)
+    ]
+    keys = [linear.dense().split([12, 12, 12])[1].float().cpu() for linear in found]
+    assert torch.equal(torch.cat(keys[::2]), weights[1].to(dtype).float())
+    assert torch.equal(torch.cat(keys[1::2]), weights[1].to(dtype).float())
+
+
+@pytest.mark.parametrize("scale", [1.0, 7.5])
+def test_rows_are_looked_up(case, scale):
+    name, device, dtype = case
+    embedding = held(Embedding(50, INS, scale), name, device, dtype)
+    load(embedding, name, [torch.randn(50, INS)], [torch.empty(0)])
+    index = torch.tensor([3, 49, 0, 3], device=device)
+    assert torch.equal(embedding(index), embedding.dense()[index] * torch.tensor(scale, dtype=dtype))
