@@ -1,16 +1,22 @@
-"""The rows of one step, as tensors: the input of every model and op besides activations."""
+"""The rows of one step, as tensors: the input of every model and op besides activations.
+
+They are the same for every backend; what an attention backend needs beyond them it prepares itself (`Batch.prepared`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
+
+Metadata = TypeVar("Metadata")
 
 
 class Scratch:
@@ -83,61 +89,6 @@ class BranchSpan:
         return self.prompt.length + self.slots.shape[1]
 
 
-@dataclass
-class DecodeGroup:
-    """Sequences with one row each whose contexts are padded to the same length.
-
-    The padded length, a power of two of blocks, is a function of a sequence's own length, so that which others are in
-    its group changes nothing for it.
-
-    Attributes:
-        spans: of the sequences.
-        padded: length in blocks.
-    """
-
-    spans: list[Span]
-    padded: int
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
-    _parts: dict[int, list[DecodeGroup]] = field(default_factory=dict)
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """[group] rows of the batch, int64."""
-        return torch.tensor([span.row for span in self.spans], device=self.spans[0].device)
-
-    @cached_property
-    def blocks(self) -> Tensor:
-        """[group, blocks] block ids, padded by the sequence's own first block, int64."""
-        ids = [[*span.ids, *[span.ids[0]] * (self.padded - len(span.ids))] for span in self.spans]
-        return torch.tensor(ids, device=self.spans[0].device)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """[group] context lengths with the row itself, int64."""
-        return torch.tensor([span.length for span in self.spans], device=self.spans[0].device)
-
-    def mask(self, window: int | None) -> Tensor:
-        """[group, 1, 1, tokens] bool: what a row may see, at most `window` positions back with itself."""
-        mask = self._masks.get(window)
-        if mask is None:
-            position = torch.arange(self.padded * BLOCK_TOKENS, device=self.lengths.device)
-            mask = position < self.lengths[:, None]
-            if window is not None:
-                mask &= position >= self.lengths[:, None] - window
-            mask = self._masks[window] = mask[:, None, None]
-        return mask
-
-    def parts(self, most: int) -> list[DecodeGroup]:
-        """The same sequences in groups of at most so many."""
-        if len(self.spans) <= most:
-            return [self]
-        parts = self._parts.get(most)
-        if parts is None:
-            starts = range(0, len(self.spans), most)
-            parts = self._parts[most] = [DecodeGroup(self.spans[i : i + most], self.padded) for i in starts]
-        return parts
-
-
 class Batch:
     """Rows of all sequences of a step, one sequence after the other.
 
@@ -172,6 +123,7 @@ class Batch:
         self.branches: list[BranchSpan] = []
         self.reach = 0
         self.scratch = scratch or Scratch()
+        self._prepared: dict[Callable[[Batch], Any], Any] = {}
         for s, ids in zip(sequences, placed or [s.blocks for s in sequences], strict=True):
             row, count = len(tokens), len(s.tokens)
             self.rows.append(range(row, row + count))
@@ -210,14 +162,12 @@ class Batch:
         ends = accumulate(map(len, wanted))
         return [range(end - len(rows), end) for rows, end in zip(wanted, ends, strict=True)]
 
-    @cached_property
-    def decode_groups(self) -> list[DecodeGroup]:
-        """Every span that has one row in this step."""
-        groups: dict[int, list[Span]] = {}
-        for span in self.spans:
-            if span.rows == 1:
-                groups.setdefault(1 << (len(span.ids) - 1).bit_length(), []).append(span)
-        return [DecodeGroup(spans, padded) for padded, spans in sorted(groups.items())]
+    def prepared(self, prepare: Callable[[Batch], Metadata]) -> Metadata:
+        """What an attention backend makes of the rows, once for all layers of the step."""
+        found = self._prepared.get(prepare)
+        if found is None:
+            found = self._prepared[prepare] = prepare(self)
+        return cast(Metadata, found)
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -234,11 +184,6 @@ class Batch:
                 ids += span.ids
         device = self.tokens.device
         return torch.tensor(spans, device=device), torch.tensor(ids, dtype=torch.int64, device=device)
-
-    @property
-    def prefills(self) -> list[Span]:
-        """Every span that has several rows in this step."""
-        return [span for span in self.spans if span.rows > 1]
 
 
 def _branch_span(

@@ -1,19 +1,101 @@
 """On torch's scaled_dot_product_attention: decoding sequences in padded groups or alone, prompts in pieces."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.nn.batch import Batch, DecodeGroup, Scratch, Span
+from penstock.nn.batch import Batch, Scratch, Span
 
 PIECE = 512  # rows of a prompt at a time: bounds the mask, and skips most of the triangle above the diagonal
 # On a CPU, bytes of one layer's K and V as they are computed with. A decoding sequence that has so many (padded) is
 # computed alone, which costs a call and saves the padding; shorter ones share calls that stay within the second.
 ALONE = 1 << 20
 TOGETHER = 4 << 20
+
+
+@dataclass
+class DecodeGroup:
+    """Sequences with one row each whose contexts are padded to the same length.
+
+    The padded length, a power of two of blocks, is a function of a sequence's own length, so that which others are in
+    its group changes nothing for it.
+
+    Attributes:
+        spans: of the sequences.
+        padded: length in blocks.
+    """
+
+    spans: list[Span]
+    padded: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _parts: dict[int, list[DecodeGroup]] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[group] rows of the batch, int64."""
+        return torch.tensor([span.row for span in self.spans], device=self.spans[0].device)
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """[group, blocks] block ids, padded by the sequence's own first block, int64."""
+        ids = [[*span.ids, *[span.ids[0]] * (self.padded - len(span.ids))] for span in self.spans]
+        return torch.tensor(ids, device=self.spans[0].device)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[group] context lengths with the row itself, int64."""
+        return torch.tensor([span.length for span in self.spans], device=self.spans[0].device)
+
+    def mask(self, window: int | None) -> Tensor:
+        """[group, 1, 1, tokens] bool: what a row may see, at most `window` positions back with itself."""
+        mask = self._masks.get(window)
+        if mask is None:
+            position = torch.arange(self.padded * BLOCK_TOKENS, device=self.lengths.device)
+            mask = position < self.lengths[:, None]
+            if window is not None:
+                mask &= position >= self.lengths[:, None] - window
+            mask = self._masks[window] = mask[:, None, None]
+        return mask
+
+    def parts(self, most: int) -> list[DecodeGroup]:
+        """The same sequences in groups of at most so many."""
+        if len(self.spans) <= most:
+            return [self]
+        parts = self._parts.get(most)
+        if parts is None:
+            starts = range(0, len(self.spans), most)
+            parts = self._parts[most] = [DecodeGroup(self.spans[i : i + most], self.padded) for i in starts]
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaMetadata:
+    """A step's sequences, by how they are computed.
+
+    Attributes:
+        decodes: those that have one row.
+        prefills: those that have several.
+    """
+
+    decodes: list[DecodeGroup]
+    prefills: list[Span]
+
+
+def prepare(batch: Batch) -> SdpaMetadata:
+    """Once for a step: see `Batch.prepared`."""
+    groups: dict[int, list[Span]] = {}
+    for span in batch.spans:
+        if span.rows == 1:
+            groups.setdefault(1 << (len(span.ids) - 1).bit_length(), []).append(span)
+    decodes = [DecodeGroup(spans, padded) for padded, spans in sorted(groups.items())]
+    return SdpaMetadata(decodes, [span for span in batch.spans if span.rows > 1])
 
 
 def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -24,7 +106,8 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
     out = torch.empty_like(q)
     q = q.to(dtype)
     per_block = math.prod(cache.shape[1:]) * dtype.itemsize
-    for group in batch.decode_groups:
+    metadata = batch.prepared(prepare)
+    for group in metadata.decodes:
         size = group.padded * per_block
         if cpu and size >= ALONE:
             for span in group.spans:
@@ -32,7 +115,7 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
         else:
             for part in group.parts(max(1, TOGETHER // size) if cpu else len(group.spans)):
                 _decode_together(out, q, cache, part, scale, window, batch.scratch)
-    for span in batch.prefills:
+    for span in metadata.prefills:
         _prefill(out, q, cache, span, scale, window, batch.scratch)
     return out
 
