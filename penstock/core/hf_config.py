@@ -21,6 +21,7 @@ MOST = {
     "original_max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,
     "max_window_layers": 10_000,
+    "sliding_window_pattern": 10_000,
 }
 
 

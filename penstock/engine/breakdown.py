@@ -30,7 +30,7 @@ GROUPS = {
     "store_kv": "rotation and cache",
     "rms_norm": "norms",
     "add_rms_norm": "norms",
-    "silu_mul": "gate",
+    "gate_mul": "gate",
     "packed_rows": "embedding",
     "argmax": "drawing",
     "sample": "drawing",

@@ -136,7 +136,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if asked is not None and not promised:  # without the model, which takes long to load
         check_asked(asked, device)
     weights = WeightCache() if options.weight_cache else None
-    model = load_model(Path(options.model), device, _dtype(options.dtype), weights)
+    model = load_model(Path(options.model), device, _dtype(options.dtype), weights, model_len=options.max_model_len)
     mode = options.graph_mode
     if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
         raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
@@ -146,7 +146,8 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if model.device.type == "cuda":
         _touch_memory(model, budget.high)
     wanted = model_len
-    layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), identity(Path(options.model)))
+    name = "-".join(filter(None, (identity(Path(options.model)), model.config.variant)))
+    layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), name)
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)

@@ -23,6 +23,8 @@ ROPE_NUMBERS = {
     "mscale": FROM_ZERO,
     "mscale_all_dim": FROM_ZERO,
 }
+LISTS = ("short_factor", "long_factor")  # of rope_parameters, a number for each pair
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -31,22 +33,31 @@ class RopeConfig:
     """Rotary frequencies.
 
     Attributes:
-        kind: "default", "linear", "dynamic", "llama3" or "yarn".
+        kind: one of `rope.SCALINGS`.
         theta: base of the frequencies.
+        dim: how many of a head's dimensions are rotated, from the first on.
         options: what else the checkpoint says of this kind (factor, original_max_position_embeddings, ...).
     """
 
     kind: str
     theta: float
+    dim: int
     options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A dense decoder: pre-norm blocks of grouped-query attention and a gated MLP.
+    """A dense decoder: blocks of grouped-query attention and a gated MLP.
 
     Attributes:
+        rope: of every layer; of those without a window, where `window_rope` is there.
         windows: per layer, how many positions a token sees with itself; None is all.
+        scaled_positions: whether `max_positions` counts what a linear scaling adds.
+        variant: which of the models that a checkpoint can be this is, where it can be several (`rope.settled`).
+        window_rope: of layers with a window, where it is another.
+        scale: of attention's scores; None is 1 / sqrt(head_dim).
+        activation: of gates, one of `ops.ACTIVATIONS`.
+        embedding_scale: what embeddings are multiplied with.
         qk_norm: whether queries and keys are normed per head before the rotation.
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
         dtype: of the weights as config.json says, or None when it does not.
@@ -65,49 +76,82 @@ class DecoderConfig:
     tie_embeddings: bool
     dtype: torch.dtype | None
     windows: tuple[int | None, ...]
+    scaled_positions: bool = False
+    variant: str = ""
+    window_rope: RopeConfig | None = None
+    scale: float | None = None
+    activation: str = "silu"
+    embedding_scale: float = 1.0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """All that there are."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def rope_of(self, layer: int) -> int:
+        """Which of `ropes` is a layer's."""
+        return int(self.window_rope is not None and self.windows[layer] is not None)
+
 
 def read_decoder(
-    hf: Mapping[str, Any], *, windows: tuple[int | None, ...] | None = None, **flags: bool
+    hf: Mapping[str, Any],
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    partial_rotary: bool = False,
+    **own: Any,
 ) -> DecoderConfig:
-    """The part of config.json that all dense decoders share; `flags` are the architecture's own. Raises ConfigError.
+    """The part of config.json that all dense decoders share.
 
     Keys that are missing have the architecture's defaults in transformers: `hf` must hold those already.
+
+    Args:
+        partial_rotary: whether the architecture can rotate a part of each head.
+        own: fields that other architectures leave as they are.
+
+    Raises:
+        ConfigError: naming the key.
     """
     heads = count(hf, "num_attention_heads")
     hidden = count(hf, "hidden_size")
     layers = count(hf, "num_hidden_layers")
-    activation = hf.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act is {activation!r}, supported is 'silu'", "hidden_act")
+    head_dim = count(hf, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"config.json: head_dim {head_dim} is odd", "head_dim")
     config = DecoderConfig(
         vocab_size=count(hf, "vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=count(hf, "num_key_value_heads", heads),
-        head_dim=count(hf, "head_dim", hidden // heads),
+        head_dim=head_dim,
         intermediate_size=count(hf, "intermediate_size"),
         norm_eps=number(hf, "rms_norm_eps", 1e-6, 0.0, 1.0),
-        rope=_rope(hf),
+        rope=read_rope(hf, head_dim, partial=partial_rotary),
         max_positions=count(hf, "max_position_embeddings"),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=_dtype(hf),
         windows=windows or (None,) * layers,
-        **flags,
+        activation=_activation(hf),
+        **own,
     )
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {config.num_kv_heads}",
             "num_key_value_heads",
         )
-    if config.head_dim % 2:
-        raise ConfigError(f"config.json: head_dim {config.head_dim} is odd", "head_dim")
     return config
+
+
+def _activation(hf: Mapping[str, Any]) -> str:
+    name = "hidden_activation" if hf.get("hidden_activation") else "hidden_act"
+    asked = hf.get(name, "silu")
+    if not isinstance(asked, str) or asked not in ACTIVATIONS:
+        raise ConfigError(f"config.json: {name} is {asked!r}, supported are {', '.join(ACTIVATIONS)}", name)
+    return ACTIVATIONS[asked]
 
 
 def late_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -118,8 +162,16 @@ def late_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     if kinds is None:
         first = count(hf, "max_window_layers", 28, least=0)
         return tuple(window if i >= first else None for i in range(layers))
-    if len(kinds) != layers:
-        raise ConfigError(f"config.json: layer_types names {len(kinds)} layers of {layers}", "layer_types")
+    return typed_windows(hf, window)
+
+
+def typed_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
+    """Per-layer windows out of `layer_types`. Raises ConfigError."""
+    layers, kinds = count(hf, "num_hidden_layers"), hf["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"config.json: layer_types must name {layers} layers", "layer_types")
+    if other := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
+        raise ConfigError(f"config.json: layer_types: {', '.join(other)} is not supported", "layer_types")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -132,18 +184,37 @@ def _dtype(hf: Mapping[str, Any]) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _rope(hf: Mapping[str, Any]) -> RopeConfig:
+def read_rope(hf: Mapping[str, Any], head_dim: int, *, partial: bool = False) -> RopeConfig:
     """Reads both spellings: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which goes before the other."""
     options = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
     options.pop("type", None)
     theta = options.pop("rope_theta", None) or hf.get("rope_theta")
-    if any((source.get("partial_rotary_factor") or 1.0) != 1.0 for source in (options, hf)):
+    share = options.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor")
+    share = number({"partial_rotary_factor": share}, "partial_rotary_factor", 1.0, 0.0, 1.0)
+    if share != 1.0 and not partial:
         raise ConfigError("config.json: partial_rotary_factor is not supported", "partial_rotary_factor")
+    dim = int(head_dim * share)
+    if dim % 2 or dim == 0:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {share} rotates {dim} of {head_dim} dimensions, which are no pairs",
+            "partial_rotary_factor",
+        )
     original = hf.get("original_max_position_embeddings") or options.get("original_max_position_embeddings")
     given = {"original_max_position_embeddings": original or count(hf, "max_position_embeddings")}
     options |= {name: count(given, name) for name in given}
     for name, between in ROPE_NUMBERS.items():
         if options.get(name) is not None:
             options[name] = number(options, name, 1.0, *between, within="rope_parameters")
-    return RopeConfig(kind=kind, theta=number({"rope_theta": theta}, "rope_theta", 10000.0, *THETA), options=options)
+    for name in LISTS:
+        if options.get(name) is not None:
+            options[name] = _numbers(options, name, dim // 2)
+    theta = number({"rope_theta": theta}, "rope_theta", 10000.0, *THETA)
+    return RopeConfig(kind=kind, theta=theta, dim=dim, options=options)
+
+
+def _numbers(options: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
+    values, field = options[name], f"rope_parameters.{name}"
+    if not isinstance(values, list) or len(values) != length:
+        raise ConfigError(f"config.json: {field} must be a list of {length} numbers", field)
+    return tuple(number({name: value}, name, 0.0, *POSITIVE, within="rope_parameters") for value in values)

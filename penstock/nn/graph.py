@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from penstock.nn import native
 from penstock.nn.batch import Batch
-from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm
+from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
 from penstock.nn.linear import Linear
 from penstock.nn.methods import PACKED
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache
-from penstock.nn.ops import OPS
+from penstock.nn.ops import ACTIVATIONS, OPS
 from penstock.nn.packed import Weight
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
-SIMPLE = ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "silu_mul")
+SIMPLE = ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "gate_mul")
 CHAINED = {
     mode: [(OPS[name], OPS[name].backend("native").function) for name in names]
     for mode, names in {"partial": SIMPLE, "full": (*SIMPLE, "attention")}.items()
@@ -42,15 +42,18 @@ class _Projection(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("input_norm", _POINTER),
+        ("mixer_norm", _POINTER),
         ("qkv", _Projection),
         ("q_norm", _POINTER),
         ("k_norm", _POINTER),
         ("o", _Projection),
-        ("post_norm", _POINTER),
+        ("mixer_post_norm", _POINTER),
+        ("feed_forward_norm", _POINTER),
         ("gate_up", _Projection),
         ("down", _Projection),
+        ("feed_forward_post_norm", _POINTER),
         ("window", _NUMBER),
+        ("rotation", _NUMBER),
     )
 
 
@@ -63,9 +66,16 @@ class _Decoder(ctypes.Structure):
         ("hidden", _NUMBER),
         ("embedding_is_packed", _NUMBER),
         ("norm", _POINTER),
+        ("wide_norms", _NUMBER),
+        ("activation", _NUMBER),
         ("eps", _FLOAT),
         ("scale", _FLOAT),
+        ("embedding_scale", _FLOAT),
     )
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("turned", _NUMBER))
 
 
 class _Rows(ctypes.Structure):
@@ -74,8 +84,7 @@ class _Rows(ctypes.Structure):
         ("tokens", _POINTER),
         ("blocks", _POINTER),
         ("offsets", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
+        ("rotations", _Rotation * 2),
         ("kept_count", _NUMBER),
         ("kept", _POINTER),
     )
@@ -102,7 +111,7 @@ class Forward:
         if mode == "eager":
             return self.model(batch, cache)
         self._graph = self._graph or Graph(self.model)
-        return self._graph(mode, batch, self.model.rotation(batch), cache)
+        return self._graph(mode, batch, self.model.rotations(batch), cache)
 
     def mode_of(self, batch: Batch) -> Mode:
         """How a step is computed."""
@@ -156,8 +165,11 @@ class Graph:
             *embedding.weight.shape,
             embedding.method is PACKED,
             _norm(stack.norm),
+            stack.norm.weight.dtype != model.dtype,
+            ACTIVATIONS.index(config.activation),
             config.norm_eps,
             mixers[0].scale,
+            torch.tensor(embedding.scale, dtype=model.dtype).item(),
         )
         self._dtype = model.dtype
         self._hidden = config.hidden_size
@@ -167,17 +179,18 @@ class Graph:
         self._until = native.function("penstock_until_attention", "pppnppn")
         self._after = native.function("penstock_after_attention", "ppppppn")
 
-    def __call__(self, mode: Mode, batch: Batch, rotation: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+    def __call__(self, mode: Mode, batch: Batch, rotations: Rotations, cache: Tensor) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
         count, kept = len(batch.tokens), batch.kept
-        cos, sin = (x.contiguous() for x in rotation)
         *strides, element = cache.stride()
         assert element == 1, cache.stride()
-        assert cache.dtype == cos.dtype == self._dtype
+        assert cache.dtype == self._dtype
+        assert all(x.dtype == self._dtype and x.is_contiguous() for rotation in rotations for x in rotation)
         described = Cache(cache.data_ptr(), *strides, cache.shape[3], cache.shape[5], cache.dtype == torch.bfloat16)
         rows = _Rows(
             count,
-            *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets, cos, sin)),
+            *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets)),
+            (_Rotation * 2)(*(_Rotation(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in rotations)),
             0 if kept is None else len(kept),
             None if kept is None else kept.data_ptr(),
         )
@@ -215,10 +228,13 @@ def _layer(block: Block) -> _Layer:
         _norm(mixer.q_norm),
         _norm(mixer.k_norm),
         _projection(mixer.o_proj),
+        _norm(block.mixer_post_norm),
         _norm(block.feed_forward_norm),
         _projection(feed_forward.gate_up_proj),
         _projection(feed_forward.down_proj),
+        _norm(block.feed_forward_post_norm),
         mixer.window or 0,
+        mixer.rotation,
     )
 
 

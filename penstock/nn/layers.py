@@ -5,6 +5,7 @@ A part that has weights of a checkpoint says by `tensors` what they are, and tak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,10 +16,12 @@ from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
 from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin of a step's rows, [rows, dim / 2]
+Rotations = Sequence[tuple[Tensor, Tensor]]  # cos and sin of a step's rows, [rows, dim / 2]
 
 
 class RMSNorm(nn.Module):
+    """Its weight is as `ops.rms_norm` has it."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
@@ -39,15 +42,17 @@ class RMSNorm(nn.Module):
 
 
 Part = Linear | RMSNorm  # what has weights of a checkpoint
+Norm = type[RMSNorm]  # which is made of a width and an epsilon
 
 
 class Mixer(Protocol):
     """What lets a sequence's rows see each other, through what they leave in the cache."""
 
-    def __call__(self, x: Tensor, rotation: Rotation, cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, rotations: Rotations, cache: Tensor, batch: Batch) -> Tensor:
         """[rows, hidden], normed -> what to add to the residual stream, the same shape.
 
         Args:
+            rotations: of the config's `ropes`.
             cache: of this layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim].
         """
 
@@ -65,12 +70,14 @@ class Attention(nn.Module):
     Attributes:
         heads: of queries, those of this shard.
         window: how many positions a row sees, itself included; None is all.
+        rotation: which of the config's `ropes` is this layer's.
 
     Args:
         shard: of the heads. Where there are fewer of K and V than shards, several shards have the same.
+        norm: of Q and K.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, shard: Shard = WHOLE) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, shard: Shard = WHOLE, norm: Norm = RMSNorm) -> None:
         super().__init__()
         dim = config.head_dim
         q, kv, hidden = config.num_heads * dim, config.num_kv_heads * dim, config.hidden_size
@@ -78,17 +85,18 @@ class Attention(nn.Module):
         if config.num_kv_heads < shard.size:
             of_kv = Shard(shard.rank * config.num_kv_heads // shard.size, config.num_kv_heads)
         self.heads = len(shard.of(config.num_heads))
-        self.scale = dim**-0.5
+        self.scale = dim**-0.5 if config.scale is None else config.scale
         self.eps = config.norm_eps
         self.window = config.windows[layer]
+        self.rotation = config.rope_of(layer)
         self.qkv_proj = ColumnLinear(hidden, (q, kv, kv), config.qkv_bias, (shard, of_kv, of_kv))
         self.o_proj = RowLinear(q, (hidden,), config.o_bias, shard)
-        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = norm(dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = norm(dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, cache: Tensor, batch: Batch) -> Tensor:
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotation, cache, batch)
+        q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotations[self.rotation], cache, batch)
         return self.o_proj(self.attend(q, cache, batch).flatten(1))
 
     def attend(self, q: Tensor, cache: Tensor, batch: Batch) -> Tensor:
@@ -104,46 +112,65 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
         self.gate_up_proj = ColumnLinear(hidden, (width, width), config.mlp_bias, shard)
         self.down_proj = RowLinear(width, (hidden,), config.mlp_bias, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(ops.gate_mul(self.gate_up_proj(x), self.activation))
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward, both of a normed residual stream, to which each adds."""
+    """A mixer and a feed-forward, both of a normed residual stream, to which each adds.
 
-    def __init__(self, config: DecoderConfig, mixer: Mixer, feed_forward: FeedForward) -> None:
+    Args:
+        norm: of both, and of what they add.
+        post_norms: whether what is added is normed too.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mixer: Mixer,
+        feed_forward: FeedForward,
+        norm: Norm = RMSNorm,
+        post_norms: bool = False,
+    ) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        shape = config.hidden_size, config.norm_eps
+        self.mixer_norm = norm(*shape)
         self.mixer = mixer
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer_post_norm = norm(*shape) if post_norms else None
+        self.feed_forward_norm = norm(*shape)
         self.feed_forward = feed_forward
+        self.feed_forward_post_norm = norm(*shape) if post_norms else None
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor,
-        rotation: Rotation,
+        rotations: Rotations,
         cache: Tensor,
         batch: Batch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
         x, residual = self.mixer_norm.after(x, residual)
-        x = self.mixer(x, rotation, cache, batch)
+        x = self.mixer(x, rotations, cache, batch)
         if kept is not None:
             x, residual = x[kept], residual[kept]
+        if self.mixer_post_norm is not None:
+            x = self.mixer_post_norm(x)
         x, residual = self.feed_forward_norm.after(x, residual)
-        return self.feed_forward(x), residual
+        x = self.feed_forward(x)
+        return (x if self.feed_forward_post_norm is None else self.feed_forward_post_norm(x)), residual
 
 
 class Stack(nn.Module):
     """Blocks between an embedding and a last norm."""
 
-    def __init__(self, config: DecoderConfig, blocks: list[Block]) -> None:
+    def __init__(self, config: DecoderConfig, blocks: list[Block], norm: Norm) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm(config.hidden_size, config.norm_eps)

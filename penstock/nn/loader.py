@@ -62,6 +62,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     cache: WeightCache | None = None,
     shard: Shard = WHOLE,
+    model_len: int | None = None,
 ) -> Decoder:
     """Build the architecture that config.json names and fill it.
 
@@ -69,6 +70,7 @@ def load_model(
         dtype: of the weights; None takes the checkpoint's.
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
         shard: what of every layer is loaded.
+        model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
 
     Raises:
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
@@ -81,7 +83,7 @@ def load_model(
         raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
     try:
         cls = architecture(hf)
-        config = cls.read_config(hf)
+        config = rope.settled(cls.read_config(hf), model_len)
         rope.check(config)
         headless = not config.tie_embeddings and _headless(directory)
         if headless:

@@ -118,6 +118,9 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     def rand(*shape):
         return torch.randn(*shape).to(device, dtype)
 
+    def weight_of(size):  # of a norm: of what is normed, or wide
+        return torch.randn(size).to(device, data.draw(st.sampled_from([dtype, torch.float32])))
+
     rows, width = data.draw(st.integers(1, 9)), 2 * data.draw(st.integers(1, 33))
     if name == "linear":
         return (rand(rows, width), rand(7, width), data.draw(st.sampled_from([None, rand(7)]))), []
@@ -130,13 +133,14 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
         return (weight, torch.randint(0, 150, (rows,))), []
     if name == "rms_norm":
-        return (rand(rows, width), rand(width), 1e-6), []
+        return (rand(rows, width), weight_of(width), 1e-6), []
     if name == "add_rms_norm":
-        return (rand(rows, width), rand(rows, width), rand(width), 1e-6), []
+        return (rand(rows, width), rand(rows, width), weight_of(width), 1e-6), []
     if name == "rotary":
-        return (rand(rows, 3, width), rand(rows, width // 2), rand(rows, width // 2)), []
-    if name == "silu_mul":
-        return (rand(rows, width),), []
+        half = data.draw(st.integers(1, width // 2))
+        return (rand(rows, 3, width), rand(rows, half), rand(rows, half)), []
+    if name == "gate_mul":
+        return (3 * rand(rows, width), data.draw(st.sampled_from(ops.ACTIVATIONS))), []
     if name == "argmax":
         return (torch.randn(rows, data.draw(st.sampled_from([1, 15, 16, 33, 40000]))).to(device),), []
     if name == "sample":
@@ -167,8 +171,10 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     cache = cache_of(order, kv_heads, dim, padding, device, dtype)
     total = sum(n for _, n in lengths)
     if name == "qkv_to_cache":
-        norms = data.draw(st.sampled_from([None, (rand(dim), rand(dim))]))
-        rotation = rand(total, dim // 2), rand(total, dim // 2)
+        wide = data.draw(st.sampled_from([dtype, torch.float32]))
+        norms = data.draw(st.sampled_from([None, (rand(dim).to(wide), rand(dim).to(wide))]))
+        half = data.draw(st.sampled_from([dim // 2, dim // 4]))
+        rotation = rand(total, half), rand(total, half)
         return (rand(total, kv_heads * (group + 2) * dim), norms, 1e-6, rotation, cache, batch), [4]
     if name == "store_kv":
         return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
@@ -274,15 +280,17 @@ def test_threads_change_no_bit(name, backend, device, data, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("normed", [False, True])
-def test_one_pass_is_the_same_to_the_bit_as_its_parts(normed, dtype):
+@pytest.mark.parametrize("normed", [None, "alike", "wide"])
+@pytest.mark.parametrize("half", [12, 9])
+def test_one_pass_is_the_same_to_the_bit_as_its_parts(half, normed, dtype):
     if native.missing():
         pytest.skip("no kernels")
     torch.manual_seed(0)
     batch = batch_of([(0, 100), (63, 1)], "cpu", consecutive=False)
     qkv = torch.randn(101, (6 + 2 * 2) * 24).to(dtype)
-    rotation = torch.randn(101, 12).to(dtype), torch.randn(101, 12).to(dtype)
-    norms = (torch.randn(24).to(dtype), torch.randn(24).to(dtype)) if normed else None
+    rotation = torch.randn(101, half).to(dtype), torch.randn(101, half).to(dtype)
+    weight = torch.float32 if normed == "wide" else dtype
+    norms = (torch.randn(24).to(weight), torch.randn(24).to(weight)) if normed else None
     cache = cache_of("block", 2, 24, 0, "cpu", dtype)
     other = cache.clone()
     q, k, v = qkv.clone().unflatten(1, (10, 24)).split((6, 2, 2), dim=1)

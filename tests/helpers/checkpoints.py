@@ -17,6 +17,18 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.2, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0],
+}
+GEMMA3 = {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 100}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SCALED = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 # name -> (model_type, what differs from SIZE)
@@ -29,8 +41,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
+    "gemma": ("gemma", {"head_dim": 24}),
+    "gemma3": ("gemma3_text", {**GEMMA3, **MIXED}),
+    "gemma3-scaled": ("gemma3_text", {**GEMMA3, **MIXED, "rope_parameters": SCALED, "attention_bias": True}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 100}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 100, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "phi3-longrope": ("phi3", {"rope_parameters": {**LONG, "factor": 4.0}, "original_max_position_embeddings": 1024}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
@@ -46,6 +65,7 @@ SIZE = {
     "max_position_embeddings": 1024,
     "bos_token_id": None,
     "eos_token_id": 0,
+    "pad_token_id": None,
 }
 
 
@@ -75,7 +95,7 @@ def write_checkpoint(
         if parameter_name.endswith("bias"):
             parameter.data.normal_(std=0.1)
         elif parameter.ndim == 1:
-            parameter.data.normal_(mean=1.0, std=0.2)
+            parameter.data.normal_(mean=0.0 if model_type.startswith("gemma") else 1.0, std=0.2)
         else:
             parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
     whole = model.to(dtype)

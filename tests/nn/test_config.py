@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import KVCache, make_layout
+from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.nn.models import architecture
 from penstock.nn.rope import frequencies, longest
@@ -13,7 +17,7 @@ from tests.helpers.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 
-
+LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
 # what is changed in config.json; None removes the key
 SPELLINGS = [
     ("llama", {"rope_parameters": None, "rope_theta": 5000.0}),
@@ -36,6 +40,9 @@ SPELLINGS = [
     ("qwen2-window", {"sliding_window": None, "layer_types": None, "use_sliding_window": True}),
     ("qwen2", {"max_position_embeddings": None}),
     ("mistral-window", {"max_position_embeddings": None}),
+    ("gemma", {"hidden_act": "gelu", "num_key_value_heads": 2}),
+    ("phi3-longrope", {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": LONG}),
+    ("phi3-partial", {"rope_parameters": None, "partial_rotary_factor": 0.75, "rope_theta": 5000.0}),
 ]
 
 
@@ -56,12 +63,74 @@ def test_spellings_mean_what_transformers_takes_them_for(transformers, tmp_path,
     rewrite(write_checkpoint(tmp_path, name), changes)
     ours = load_model(tmp_path, CPU).config
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    base, factor = frequencies(ours)
+    base, factor = frequencies(ours.rope, ours.max_positions)
     assert torch.allclose(base, theirs.model.rotary_emb.inv_freq, rtol=1e-6)
     assert factor == pytest.approx(theirs.model.rotary_emb.attention_scaling)
     assert ours.max_positions == theirs.config.max_position_embeddings
     if name.startswith("qwen2"):
         assert ours.windows == tuple(layer.self_attn.sliding_window for layer in theirs.model.layers)
+
+
+OLD = {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None, "_sliding_window_pattern": None}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**OLD, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {**OLD, "sliding_window_pattern": 2},
+        {"rope_parameters": None},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7e4}}},
+    ],
+)
+def test_spellings_of_gemma3(tmp_path, changes):
+    rewrite(write_checkpoint(tmp_path, "gemma3"), changes)
+    ours = load_model(tmp_path, CPU).config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model
+    assert ours.windows == tuple(layer.self_attn.sliding_window for layer in theirs.layers)
+    for layer, window in enumerate(ours.windows):
+        kind = "full_attention" if window is None else "sliding_attention"
+        base, _ = frequencies(ours.ropes[ours.rope_of(layer)], ours.max_positions)
+        assert torch.allclose(base, getattr(theirs.rotary_emb, f"{kind}_inv_freq"), rtol=1e-6)
+    assert longest(ours) == 1024, "it counts what is scaled"
+
+
+@torch.inference_mode()
+def test_longrope_has_the_frequencies_of_the_longest_sequence_that_there_may_be(tmp_path):
+    """transformers has those of each sequence as long as it happens to be."""
+    write_checkpoint(tmp_path, "phi3-longrope", original_max_position_embeddings=100)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for model_len, length, variant in ((None, 300, "long"), (101, 101, "long"), (100, 100, "short")):
+        model = load_model(tmp_path, CPU, model_len=model_len)
+        tokens = torch.randint(1, 320, (length,), generator=torch.Generator().manual_seed(0))
+        step = SequenceStep("r", 0, tokens.tolist(), range(-(-length // BLOCK_TOKENS)), 1, SamplingParams(), 0)
+        cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU).slots
+        logits = model.logits(model(Batch([step], CPU), cache))
+        assert (logits - theirs(tokens[None]).logits[0]).abs().max() < 1e-4
+        assert model.config.variant == variant
+        assert longest(model.config) == 1024
+    hf = json.loads((tmp_path / "config.json").read_text())
+    formerly = {**hf, "rope_parameters": {**hf["rope_parameters"], "rope_type": "su"}}
+    assert architecture(hf).read_config(formerly) == architecture(hf).read_config(hf)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, supported is none"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration; supported"),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation is 'relu', supported are silu, swish, gelu_py"),
+        ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope"}}, "needs 'short_factor and long_factor'"),
+        ("phi3-longrope", {"rope_parameters": {"rope_type": "su", "short_factor": [1.0]}}, "list of 8 numbers"),
+        ("phi3-partial", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "rotates 11 of 16 dimensions"),
+    ],
+)
+def test_what_other_architectures_cannot_is_named(tmp_path, name, changes, says):
+    rewrite(write_checkpoint(tmp_path, name), changes)
+    with pytest.raises(ConfigError, match=says):
+        load_model(tmp_path, CPU)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +140,7 @@ def test_spellings_mean_what_transformers_takes_them_for(transformers, tmp_path,
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', supported are default, linear"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope_type is 'ntk', supported are default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),

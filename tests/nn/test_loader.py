@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
 from penstock.nn.loader import INDEX, load_model
+from penstock.nn.models import MODELS
 from penstock.service.checkpoint import DEMO
 
 CPU = torch.device("cpu")
@@ -119,6 +120,13 @@ def test_a_configuration_that_is_none(folder: Path, content: str) -> None:
         {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 10**9},
         {"rope_scaling": {"rope_type": "llama3", "factor": 0, "low_freq_factor": 1, "high_freq_factor": 4}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1},
+        {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 0},
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 0},
+        {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["chunked_attention"]},
+        {"architectures": ["Gemma3ForCausalLM"], "rope_local_base_freq": -1.0},
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.4},
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": 3}},
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su", "short_factor": [0, 1, 1, 1]}},
     ],
 )
 def test_configurations_with_values_that_cannot_be(folder: Path, change: dict[str, Any]) -> None:
@@ -134,7 +142,9 @@ NASTY = st.one_of(
 )  # fmt: skip
 FIELDS = [*CONFIG, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window"]
 FIELDS += ["layer_types", "use_sliding_window", "max_window_layers", "hidden_act", "quantization_config", "model_type"]
-ARCHITECTURES = st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+FIELDS += ["partial_rotary_factor", "original_max_position_embeddings", "rope_local_base_freq", "hidden_activation"]
+FIELDS += ["query_pre_attn_scalar", "sliding_window_pattern", "attn_logit_softcapping", "tie_word_embeddings"]
+ARCHITECTURES = st.sampled_from(sorted(MODELS))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -235,7 +245,7 @@ def test_an_index_that_is_none(folder: Path, weight_map: object) -> None:
 
 def test_an_architecture_that_nobody_wrote_names_those_that_there_are(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["T5ForConditionalGeneration"]}))
-    assert "T5ForConditionalGeneration; supported are LlamaForCausalLM, Mistral" in refused(folder)
+    assert "T5ForConditionalGeneration; supported are Gemma3ForCausalLM, Gemma" in refused(folder)
 
 
 def test_a_shard_that_is_missing(folder: Path) -> None:

@@ -22,7 +22,7 @@ def layer_of(model, x):
     step = SequenceStep("", 0, list(range(len(x))), (0,), 1, SamplingParams(), 0)
     batch = Batch([step], CPU)
     kv_heads = len(block.mixer.qkv_proj.own_outs[1]) // model.config.head_dim
-    return block.mixer(x, model.rotation(batch), cache[:, 1, :, :kv_heads], batch), block.feed_forward(x)
+    return block.mixer(x, model.rotations(batch), cache[:, 1, :, :kv_heads], batch), block.feed_forward(x)
 
 
 @torch.inference_mode()

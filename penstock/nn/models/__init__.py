@@ -7,14 +7,20 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.models.gemma import Gemma
+from penstock.nn.models.gemma3 import Gemma3
 from penstock.nn.models.llama import Llama
 from penstock.nn.models.mistral import Mistral
+from penstock.nn.models.phi3 import Phi3
 from penstock.nn.models.qwen2 import Qwen2
 from penstock.nn.models.qwen3 import Qwen3
 
 MODELS: dict[str, type[Decoder]] = {
+    "Gemma3ForCausalLM": Gemma3,
+    "GemmaForCausalLM": Gemma,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
 }

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits
-from penstock.nn.config import DecoderConfig
-from penstock.nn.layers import Attention, Block, GatedMLP, Stack
+from penstock.nn.config import DecoderConfig, RopeConfig
+from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.rope import frequencies, longest
 
 # Of a block: where its weights go -> what checkpoints call them. Several names are the projections of one linear, in
 # their order; one name for a linear of several projections is theirs together.
-WEIGHTS: Mapping[str, tuple[str, ...]] = {
+WeightMap = Mapping[str, tuple[str, ...]]
+
+WEIGHTS: WeightMap = {
     "mixer_norm": ("input_layernorm",),
     "mixer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mixer.q_norm": ("self_attn.q_norm",),
@@ -36,30 +38,32 @@ class Decoder(nn.Module):
 
     Attributes:
         weights: as `WEIGHTS`.
+        norm: the kind that all are of.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
 
     Args:
         shard: of every layer's heads and gates.
     """
 
-    weights: ClassVar[Mapping[str, tuple[str, ...]]] = WEIGHTS
+    weights: ClassVar[WeightMap] = WEIGHTS
+    norm: ClassVar[Norm] = RMSNorm
 
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         """Raises ConfigError naming the key that is missing or not supported."""
         raise NotImplementedError
 
-    @staticmethod
-    def block(config: DecoderConfig, layer: int, shard: Shard) -> Block:
-        return Block(config, Attention(config, layer, shard), GatedMLP(config, shard))
+    @classmethod
+    def block(cls, config: DecoderConfig, layer: int, shard: Shard) -> Block:
+        return Block(config, Attention(config, layer, shard, cls.norm), GatedMLP(config, shard), cls.norm)
 
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config = config
-        self.model = Stack(config, [self.block(config, layer, shard) for layer in range(config.num_layers)])
+        self.model = Stack(config, [self.block(config, layer, shard) for layer in range(config.num_layers)], self.norm)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,))
         self.headless = False
-        self._rotation: Rotation | None = None
+        self._rotations: list[Rotation] = []
         self._bounded_logits: BoundedLogits | None = None
 
     def hold(self, method: LinearMethod) -> None:
@@ -95,7 +99,8 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._bounded_logits = self._rotation = None  # weights move, or change their type
+        self._bounded_logits = None  # weights move, or change their type
+        self._rotations = []
         return super()._apply(*args, **kwargs)
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
@@ -108,19 +113,19 @@ class Decoder(nn.Module):
         Returns:
             [rows, hidden], normed; of `batch.kept`, where only those are wanted.
         """
-        rotation = self.rotation(batch)
+        rotations = self.rotations(batch)
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
             kept = batch.kept if i == self.config.num_layers - 1 else None
-            x, residual = layer(x, residual, rotation, cache[:, i], batch, kept)
+            x, residual = layer(x, residual, rotations, cache[:, i], batch, kept)
         return self.model.norm.after(x, residual)[0]
 
-    def rotation(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """cos and sin of a step's rows, two of [rows, dim / 2]."""
-        if self._rotation is None:
-            self._rotation = Rotation(self.config, self.dtype, self.device)
-        return self._rotation(batch.positions, batch.reach)
+    def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of a step's rows, two of [rows, dim / 2] for each of the config's `ropes`."""
+        if not self._rotations:
+            self._rotations = [Rotation(self.config, rope, self.dtype, self.device) for rope in self.config.ropes]
+        return [rotation(batch.positions, batch.reach) for rotation in self._rotations]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
@@ -137,10 +142,10 @@ class Decoder(nn.Module):
 
 
 class Rotation:
-    """cos and sin of a step's positions, for all layers; out of tables, which grow as far as positions reach."""
+    """cos and sin of a step's positions, out of tables, which grow as far as positions reach."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        base, self._factor = frequencies(config)
+    def __init__(self, config: DecoderConfig, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+        base, self._factor = frequencies(rope, config.max_positions)
         self._longest = longest(config)
         self._base = base.to(device)
         self._dtype = dtype

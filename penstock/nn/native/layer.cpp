@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "gemm.h"
-#include "rows.h"
 
 namespace penstock {
 namespace {
@@ -20,12 +19,13 @@ void project(const Projection& p, const T* x, int64_t rows, T* out) {
 template <class T>
 void embed(const Decoder& decoder, const Rows& rows, T* out) {
     const int64_t width = decoder.hidden;
-    if (decoder.embedding_is_packed) {
+    if (decoder.embedding_is_packed)
         gather<T>({static_cast<const Line*>(decoder.embedding), decoder.vocab, width}, rows.tokens, rows.rows, out);
-        return;
-    }
-    for (int64_t r = 0; r < rows.rows; r++)
-        std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + rows.tokens[r] * width, width * sizeof(T));
+    else
+        for (int64_t r = 0; r < rows.rows; r++)
+            std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + rows.tokens[r] * width,
+                        width * sizeof(T));
+    if (decoder.embedding_scale != 1) scale(IS_BF16<T>, out, decoder.embedding_scale, rows.rows, width);
 }
 
 // Moves rows to the front.
@@ -48,8 +48,15 @@ struct Progress {
     T* qkv() const { return residual + rows.rows * decoder.hidden; }
     T* heads(const Layer& layer) const { return qkv() + rows.rows * layer.qkv.outs; }
 
+    Norm norm(const void* weight) const { return {weight, decoder.wide_norms}; }
+
     void normed(const void* weight, int64_t count) const {
-        add_rms_norm(IS_BF16<T>, x, residual, weight, decoder.eps, x, residual, count, decoder.hidden);
+        add_rms_norm(IS_BF16<T>, x, residual, norm(weight), decoder.eps, x, residual, count, decoder.hidden);
+    }
+
+    void post_normed(const void* weight, int64_t count) const {
+        const int64_t width = decoder.hidden;
+        if (weight) rms_norm(IS_BF16<T>, x, width, norm(weight), decoder.eps, x, width, count, width);
     }
 
     void until_attention(int64_t i, const Cache& cache, int64_t query_heads) const {
@@ -58,10 +65,10 @@ struct Progress {
             embed(decoder, rows, x);
             std::fill_n(residual, rows.rows * decoder.hidden, T{});
         }
-        normed(layer.input_norm, rows.rows);
+        normed(layer.mixer_norm, rows.rows);
         project(layer.qkv, x, rows.rows, qkv());
-        qkv_to_cache(cache, i, qkv(), layer.qkv.outs, query_heads, layer.q_norm, layer.k_norm, decoder.eps, rows.cos,
-                     rows.sin, rows.blocks, rows.offsets, rows.rows);
+        qkv_to_cache(cache, i, qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
+                     rows.rotations[layer.rotation], rows.blocks, rows.offsets, rows.rows);
     }
 
     // `attended`: [rows, o.ins], which is overwritten.
@@ -74,11 +81,13 @@ struct Progress {
             keep(rows, residual, decoder.hidden);
         }
         project(layer.o, attended, count, x);
-        normed(layer.post_norm, count);
+        post_normed(layer.mixer_post_norm, count);
+        normed(layer.feed_forward_norm, count);
         T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
-        silu_mul(IS_BF16<T>, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
+        gate_mul(IS_BF16<T>, decoder.activation, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
         project(layer.down, gated, count, x);
+        post_normed(layer.feed_forward_post_norm, count);
         if (last) normed(decoder.norm, count);
     }
 };

@@ -1,7 +1,7 @@
 // All layers of a step, one after the other: the functions that ops call one by one, in the same order.
 #pragma once
 
-#include "attention.h"
+#include "rows.h"
 
 namespace penstock {
 
@@ -12,15 +12,18 @@ struct Projection {
     const void* bias;
 };
 
-// Of norms, [width] weights; those of q and k are null where heads are not normed.
+// Of norms, [width] weights; those of q and k are null where heads are not normed, and post norms where what is computed
+// is added as it is.
 struct Layer {
-    const void* input_norm;
+    const void* mixer_norm;
     Projection qkv;
     const void *q_norm, *k_norm;
     Projection o;
-    const void* post_norm;
+    const void *mixer_post_norm, *feed_forward_norm;
     Projection gate_up, down;
-    int64_t window;  // 0 is none
+    const void* feed_forward_post_norm;
+    int64_t window;    // 0 is none
+    int64_t rotation;  // which of the step's
 };
 
 struct Decoder {
@@ -29,15 +32,19 @@ struct Decoder {
     const void* embedding;  // [vocab, hidden], or packed
     int64_t vocab, hidden, embedding_is_packed;
     const void* norm;
-    float eps, scale;
+    int64_t wide_norms;  // all weights of norms are float32
+    int64_t activation;  // of gates
+    float eps, scale, embedding_scale;
 };
 
-// The rows of a step: [rows] tokens and where their k and v belong, [rows, dim / 2] cos and sin; and which of them are
+constexpr int ROTATIONS = 2;
+
+// The rows of a step: [rows] tokens and where their k and v belong, and how heads are turned; and which of them are
 // wanted, [kept], rising, or null for all.
 struct Rows {
     int64_t rows;
     const int64_t *tokens, *blocks, *offsets;
-    const void *cos, *sin;
+    Rotation rotations[ROTATIONS];
     int64_t kept_count;
     const int64_t* kept;
 };

@@ -69,11 +69,18 @@ float inverse_rms(const E* x, float eps, int64_t width) {
     return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-template <class E>
-void norm(const E* x, const E* weight, float eps, E* out, int64_t width) {
+// With a weight of float32 it is rounded only then.
+template <class E, class W>
+f32x16 weighed(f32x16 normed, f32x16 weight) {
+    if constexpr (sizeof(W) == sizeof(E)) return rounded<E>(normed) * weight;
+    return normed * weight;
+}
+
+template <class E, class W>
+void norm(const E* x, const W* weight, float eps, E* out, int64_t width) {
     const f32x16 scale = splat(inverse_rms(x, eps, width));
     each_sixteen(width, [&](int64_t d, auto get, auto put) {
-        put(out + d, rounded<E>(get(x + d) * scale) * get(weight + d));
+        put(out + d, weighed<E, W>(get(x + d) * scale, get(weight + d)));
     });
 }
 
@@ -84,7 +91,8 @@ void add(const E* x, const E* y, E* sum, int64_t width) {
 
 // One head. Each product is rounded, as when they are computed one after the other.
 template <class E>
-void turn(const E* x, const E* cos, const E* sin, E* out, int64_t half) {
+void turn(const E* x, const E* cos, const E* sin, E* out, int64_t half, int64_t dim) {
+    if (2 * half < dim && x != out) std::memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(E));
     each_sixteen(half, [&](int64_t d, auto get, auto put) {
         const f32x16 first = get(x + d), second = get(x + half + d), c = get(cos + d), s = get(sin + d);
         put(out + d, rounded<E>(first * c) - rounded<E>(second * s));
@@ -93,21 +101,32 @@ void turn(const E* x, const E* cos, const E* sin, E* out, int64_t half) {
 }
 
 // The same of a head that is normed first.
-template <class E>
-void norm_and_turn(const E* x, const E* weight, f32x16 scale, const E* cos, const E* sin, E* out, int64_t half) {
+template <class E, class W>
+void norm_and_turn(const E* x, const W* weight, f32x16 scale, const E* cos, const E* sin, E* out, int64_t half,
+                   int64_t dim) {
+    if (2 * half < dim)
+        each_sixteen(dim - 2 * half, [&](int64_t d, auto get, auto put) {
+            const int64_t at = 2 * half + d;
+            put(out + at, weighed<E, W>(get(x + at) * scale, get(weight + at)));
+        });
     each_sixteen(half, [&](int64_t d, auto get, auto put) {
-        const auto normed = [&](int64_t at) { return rounded<E>(rounded<E>(get(x + at) * scale) * get(weight + at)); };
+        const auto normed = [&](int64_t at) {
+            return rounded<E>(weighed<E, W>(get(x + at) * scale, get(weight + at)));
+        };
         const f32x16 first = normed(d), second = normed(half + d), c = get(cos + d), s = get(sin + d);
         put(out + d, rounded<E>(first * c) - rounded<E>(second * s));
         put(out + half + d, rounded<E>(second * c) + rounded<E>(first * s));
     });
 }
 
-template <class E>
+template <class E, bool IS_GELU>
 void gate(const E* gates, const E* ups, E* out, int64_t width) {
+    // (1 + tanh(y)) / 2 is 1 / (1 + e^-2y)
+    constexpr float LINEAR = 2 * 0.7978845608f * LOG2_E, CUBIC = 0.044715f * LINEAR;
     each_sixteen(width, [&](int64_t d, auto get, auto put) {
         const f32x16 x = get(gates + d);
-        const f32x16 power = -max(splat(-126.0f), x * splat(LOG2_E));  // e^-x is 2^power; where x is less nothing is left
+        const f32x16 y = IS_GELU ? x * fma(x * x, splat(CUBIC), splat(LINEAR)) : x * splat(LOG2_E);
+        const f32x16 power = -max(splat(-126.0f), y);  // of 2; where y is less nothing is left
         put(out + d, rounded<E>(x / (splat(1.0f) + exp2(power))) * get(ups + d));
     });
 }
@@ -120,6 +139,17 @@ void with_type(bool is_bf16, F&& f) {
         f(float{});
 }
 
+// The same, with the type of norms' weights.
+template <class F>
+void with_types(bool is_bf16, bool wide, F&& f) {
+    with_type(is_bf16, [&](auto type) {
+        if (wide)
+            f(type, float{});
+        else
+            f(type, type);
+    });
+}
+
 // Where a row's K of head 0 belongs.
 template <class E>
 E* place(const Cache& cache, int64_t layer, int64_t block, int64_t offset) {
@@ -128,9 +158,9 @@ E* place(const Cache& cache, int64_t layer, int64_t block, int64_t offset) {
 
 // All of a row, normed first where there is a weight. What heads are scaled by is known before any is needed: so many
 // square roots and divisions take little longer than one.
-template <class E>
-void turn_heads(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t out_head, int64_t heads,
-                int64_t dim) {
+template <class E, class W>
+void turn_heads(const E* x, const W* weight, float eps, const E* cos, const E* sin, int64_t half, E* out, int64_t out_head,
+                int64_t heads, int64_t dim) {
     constexpr int64_t TOGETHER = 8;
     float scales[TOGETHER];
     for (int64_t first = 0; first < heads; first += TOGETHER) {
@@ -140,9 +170,9 @@ void turn_heads(const E* x, const E* weight, float eps, const E* cos, const E* s
         for (int64_t h = first; h < end; h++) {
             E* to = out + h * out_head;
             if (weight)
-                norm_and_turn(x + h * dim, weight, splat(scales[h - first]), cos, sin, to, dim / 2);
+                norm_and_turn(x + h * dim, weight, splat(scales[h - first]), cos, sin, to, half, dim);
             else
-                turn(x + h * dim, cos, sin, to, dim / 2);
+                turn(x + h * dim, cos, sin, to, half, dim);
         }
     }
 }
@@ -155,50 +185,68 @@ void put_heads(const Cache& cache, const E* from, E* to) {
 
 }  // namespace
 
-void rms_norm(bool is_bf16, const void* x, int64_t x_stride, const void* weight, float eps, void* out,
-              int64_t out_stride, int64_t rows, int64_t width) {
-    with_type(is_bf16, [&](auto type) {
+void rms_norm(bool is_bf16, const void* x, int64_t x_stride, Norm by, float eps, void* out, int64_t out_stride,
+              int64_t rows, int64_t width) {
+    with_types(is_bf16, by.wide, [&](auto type, auto weight_type) {
         using E = decltype(type);
+        using W = decltype(weight_type);
         each_row(rows, width, [&](int64_t row) {
-            norm(static_cast<const E*>(x) + row * x_stride, static_cast<const E*>(weight), eps,
+            norm(static_cast<const E*>(x) + row * x_stride, static_cast<const W*>(by.weight), eps,
                  static_cast<E*>(out) + row * out_stride, width);
         });
     });
 }
 
-void add_rms_norm(bool is_bf16, const void* x, const void* residual, const void* weight, float eps, void* out,
-                  void* sum, int64_t rows, int64_t width) {
-    with_type(is_bf16, [&](auto type) {
+void add_rms_norm(bool is_bf16, const void* x, const void* residual, Norm by, float eps, void* out, void* sum,
+                  int64_t rows, int64_t width) {
+    with_types(is_bf16, by.wide, [&](auto type, auto weight_type) {
         using E = decltype(type);
+        using W = decltype(weight_type);
         each_row(rows, width, [&](int64_t row) {
             const int64_t at = row * width;
             E* total = static_cast<E*>(sum) + at;
             add(static_cast<const E*>(x) + at, static_cast<const E*>(residual) + at, total, width);
-            norm(total, static_cast<const E*>(weight), eps, static_cast<E*>(out) + at, width);
+            norm(total, static_cast<const W*>(by.weight), eps, static_cast<E*>(out) + at, width);
         });
     });
 }
 
-void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, const void* cos, const void* sin,
-            void* out, int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim) {
+void scale(bool is_bf16, void* x, float factor, int64_t rows, int64_t width) {
+    with_type(is_bf16, [&](auto type) {
+        using E = decltype(type);
+        each_row(rows, width, [&](int64_t row) {
+            E* at = static_cast<E*>(x) + row * width;
+            each_sixteen(width, [&](int64_t d, auto get, auto put) { put(at + d, get(at + d) * splat(factor)); });
+        });
+    });
+}
+
+void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, Rotation rotation, void* out,
+            int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim) {
     with_type(is_bf16, [&](auto type) {
         using E = decltype(type);
         each_row(rows, heads * dim, [&](int64_t row) {
-            const int64_t at = row * (dim / 2);
+            const int64_t half = rotation.turned / 2;
+            const E* cos = static_cast<const E*>(rotation.cos) + row * half;
+            const E* sin = static_cast<const E*>(rotation.sin) + row * half;
             for (int64_t h = 0; h < heads; h++)
-                turn(static_cast<const E*>(x) + row * x_stride + h * head_stride, static_cast<const E*>(cos) + at,
-                     static_cast<const E*>(sin) + at, static_cast<E*>(out) + row * out_stride + h * out_head_stride,
-                     dim / 2);
+                turn(static_cast<const E*>(x) + row * x_stride + h * head_stride, cos, sin,
+                     static_cast<E*>(out) + row * out_stride + h * out_head_stride, half, dim);
         });
     });
 }
 
-void silu_mul(bool is_bf16, const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t width) {
+void gate_mul(bool is_bf16, int64_t activation, const void* gate_up, int64_t stride, void* out, int64_t rows,
+              int64_t width) {
     with_type(is_bf16, [&](auto type) {
         using E = decltype(type);
         each_row(rows, width, [&](int64_t row) {
             const E* from = static_cast<const E*>(gate_up) + row * stride;
-            gate(from, from + width, static_cast<E*>(out) + row * width, width);
+            E* to = static_cast<E*>(out) + row * width;
+            if (activation == GELU_TANH)
+                gate<E, true>(from, from + width, to, width);
+            else
+                gate<E, false>(from, from + width, to, width);
         });
     });
 }
@@ -215,19 +263,20 @@ void store_kv(const Cache& cache, int64_t layer, const void* k, int64_t k_stride
     });
 }
 
-void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, int64_t heads, const void* q_weight,
-                  const void* k_weight, float eps, const void* cos, const void* sin, const int64_t* blocks,
-                  const int64_t* offsets, int64_t rows) {
-    with_type(cache.is_bf16, [&](auto type) {
+void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, int64_t heads, Norm q_norm, Norm k_norm,
+                  float eps, Rotation rotation, const int64_t* blocks, const int64_t* offsets, int64_t rows) {
+    with_types(cache.is_bf16, q_norm.wide, [&](auto type, auto weight_type) {
         using E = decltype(type);
-        const int64_t dim = cache.dim, half = dim / 2;
+        using W = decltype(weight_type);
+        const int64_t dim = cache.dim, half = rotation.turned / 2;
         each_row(rows, (heads + 2 * cache.kv_heads) * dim, [&](int64_t row) {
             E* q = static_cast<E*>(qkv) + row * stride;
             E* k = q + heads * dim;
-            const E *c = static_cast<const E*>(cos) + row * half, *s = static_cast<const E*>(sin) + row * half;
+            const E* cos = static_cast<const E*>(rotation.cos) + row * half;
+            const E* sin = static_cast<const E*>(rotation.sin) + row * half;
             E* to = place<E>(cache, layer, blocks[row], offsets[row]);
-            turn_heads(q, static_cast<const E*>(q_weight), eps, c, s, q, dim, heads, dim);
-            turn_heads(k, static_cast<const E*>(k_weight), eps, c, s, to, cache.head, cache.kv_heads, dim);
+            turn_heads(q, static_cast<const W*>(q_norm.weight), eps, cos, sin, half, q, dim, heads, dim);
+            turn_heads(k, static_cast<const W*>(k_norm.weight), eps, cos, sin, half, to, cache.head, cache.kv_heads, dim);
             put_heads(cache, k + cache.kv_heads * dim, to + cache.kind);
         });
     });
@@ -239,23 +288,24 @@ using penstock::Cache;
 
 extern "C" {
 
-void penstock_rms_norm(int64_t is_bf16, const void* x, int64_t x_stride, const void* weight, float eps, void* out,
-                       int64_t rows, int64_t width) {
-    penstock::rms_norm(is_bf16, x, x_stride, weight, eps, out, width, rows, width);
+void penstock_rms_norm(int64_t is_bf16, const void* x, int64_t x_stride, const void* weight, int64_t wide, float eps,
+                       void* out, int64_t rows, int64_t width) {
+    penstock::rms_norm(is_bf16, x, x_stride, {weight, wide}, eps, out, width, rows, width);
 }
 
-void penstock_add_rms_norm(int64_t is_bf16, const void* x, const void* residual, const void* weight, float eps,
-                           void* out, void* sum, int64_t rows, int64_t width) {
-    penstock::add_rms_norm(is_bf16, x, residual, weight, eps, out, sum, rows, width);
+void penstock_add_rms_norm(int64_t is_bf16, const void* x, const void* residual, const void* weight, int64_t wide,
+                           float eps, void* out, void* sum, int64_t rows, int64_t width) {
+    penstock::add_rms_norm(is_bf16, x, residual, {weight, wide}, eps, out, sum, rows, width);
 }
 
 void penstock_rotary(int64_t is_bf16, const void* x, int64_t x_stride, int64_t head_stride, const void* cos,
-                     const void* sin, void* out, int64_t rows, int64_t heads, int64_t dim) {
-    penstock::rotary(is_bf16, x, x_stride, head_stride, cos, sin, out, heads * dim, dim, rows, heads, dim);
+                     const void* sin, int64_t turned, void* out, int64_t rows, int64_t heads, int64_t dim) {
+    penstock::rotary(is_bf16, x, x_stride, head_stride, {cos, sin, turned}, out, heads * dim, dim, rows, heads, dim);
 }
 
-void penstock_silu_mul(int64_t is_bf16, const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t width) {
-    penstock::silu_mul(is_bf16, gate_up, stride, out, rows, width);
+void penstock_gate_mul(int64_t is_bf16, int64_t activation, const void* gate_up, int64_t stride, void* out, int64_t rows,
+                       int64_t width) {
+    penstock::gate_mul(is_bf16, activation, gate_up, stride, out, rows, width);
 }
 
 void penstock_store_kv(const Cache* cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
@@ -264,8 +314,9 @@ void penstock_store_kv(const Cache* cache, const void* k, int64_t k_stride, cons
 }
 
 void penstock_qkv_to_cache(const Cache* cache, void* qkv, int64_t stride, int64_t heads, const void* q_weight,
-                           const void* k_weight, float eps, const void* cos, const void* sin, const int64_t* blocks,
-                           const int64_t* offsets, int64_t rows) {
-    penstock::qkv_to_cache(*cache, 0, qkv, stride, heads, q_weight, k_weight, eps, cos, sin, blocks, offsets, rows);
+                           const void* k_weight, int64_t wide, float eps, const void* cos, const void* sin,
+                           int64_t turned, const int64_t* blocks, const int64_t* offsets, int64_t rows) {
+    penstock::qkv_to_cache(*cache, 0, qkv, stride, heads, {q_weight, wide}, {k_weight, wide}, eps, {cos, sin, turned},
+                           blocks, offsets, rows);
 }
 }

@@ -10,15 +10,16 @@ from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_pays
+from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.qkv_to_cache import qkv_to_cache
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
 from penstock.nn.ops.sample import Draw, argmax, gumbel_noise, row_key, sample
-from penstock.nn.ops.silu_mul import silu_mul
 from penstock.nn.ops.store_kv import store_kv
 
 __all__ = [
+    "ACTIVATIONS",
     "OPS",
     "Draw",
     "Op",
@@ -28,6 +29,7 @@ __all__ = [
     "branch_attention",
     "choose",
     "choose_pays",
+    "gate_mul",
     "gumbel_noise",
     "linear",
     "packed_linear",
@@ -37,6 +39,5 @@ __all__ = [
     "rotary",
     "row_key",
     "sample",
-    "silu_mul",
     "store_kv",
 ]

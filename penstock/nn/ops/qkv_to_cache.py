@@ -2,6 +2,7 @@
 
 from ctypes import addressof
 
+import torch
 from torch import Tensor
 
 from penstock.nn.batch import Batch
@@ -21,9 +22,9 @@ def qkv_to_cache(
 
     Args:
         qkv: [rows, (heads + 2 * kv_heads) * dim]: Q, K, then V; may be overwritten.
-        norms: [dim] weights of the norms of Q's and of K's heads, where there are such.
+        norms: [dim] weights of the norms of Q's and of K's heads, both as `rms_norm` has them, where there are such.
         eps: of the norms.
-        rotation: cos and sin, [rows, dim / 2] in qkv's dtype.
+        rotation: cos and sin, as `rotary` has them.
         cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim].
         batch: says which block and place each row belongs to.
 
@@ -48,21 +49,23 @@ def _reference(
 def _native(
     qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
 ) -> Tensor:
-    if not computable(qkv, *(norms or ()), *rotation, cache):
+    if not computable(qkv, *rotation, cache) or any(x.dtype not in (qkv.dtype, torch.float32) for x in norms or ()):
         return _reference(qkv, norms, eps, rotation, cache, batch)
     qkv, layer = dense_rows(qkv), of_layer(cache)
     cos, sin = (x.contiguous() for x in rotation)
     weights = tuple(x.contiguous() for x in norms) if norms else ()
     heads = qkv.shape[1] // layer.dim - 2 * layer.kv_heads
-    function("penstock_qkv_to_cache", "ppnnppfppppn")(
+    function("penstock_qkv_to_cache", "ppnnppnfppnppn")(
         addressof(layer),
         qkv.data_ptr(),
         qkv.stride(0),
         heads,
         *([x.data_ptr() for x in weights] or (None, None)),
+        bool(weights) and weights[0].dtype != qkv.dtype,
         eps,
         cos.data_ptr(),
         sin.data_ptr(),
+        2 * sin.shape[1],
         batch.slot_blocks.data_ptr(),
         batch.slot_offsets.data_ptr(),
         len(qkv),

@@ -8,7 +8,12 @@ from penstock.nn.ops.backends import Backend, Op
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32; x's shape and dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean in float32; x's shape and dtype.
+
+    Args:
+        weight: of x's dtype, and then what is normed is rounded to it before it is multiplied (Llama); or float32, and
+            then only after (Gemma).
+    """
     return OP[x.device.type](x, weight, eps)
 
 
@@ -20,7 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed * weight).to(x.dtype) if weight.dtype == torch.float32 else normed.to(x.dtype) * weight
 
 
 def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -28,16 +33,21 @@ def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> t
     return reference(total, weight, eps), total
 
 
+def _computable(x: Tensor, weight: Tensor) -> bool:
+    return computable(x) and weight.dtype in (x.dtype, torch.float32)
+
+
 def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if not computable(x, weight):
+    if not _computable(x, weight):
         return reference(x, weight, eps)
     rows, weight = dense_rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    function("penstock_rms_norm", "npnpfpnn")(
+    function("penstock_rms_norm", "npnpnfpnn")(
         is_bf16(x),
         rows.data_ptr(),
         rows.stride(0),
         weight.data_ptr(),
+        weight.dtype != x.dtype,
         eps,
         out.data_ptr(),
         *rows.shape,
@@ -46,15 +56,16 @@ def _native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not computable(x, residual, weight):
+    if x.dtype != residual.dtype or not _computable(x, weight):
         return _add_reference(x, residual, weight, eps)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
-    function("penstock_add_rms_norm", "npppfppnn")(
+    function("penstock_add_rms_norm", "npppnfppnn")(
         is_bf16(x),
         x.data_ptr(),
         residual.data_ptr(),
         weight.data_ptr(),
+        weight.dtype != x.dtype,
         eps,
         out.data_ptr(),
         total.data_ptr(),

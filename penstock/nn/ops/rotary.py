@@ -8,19 +8,20 @@ from penstock.nn.ops.backends import Backend, Op
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + dim/2) of every head.
+    """Rotate pairs (i, i + turned / 2) of every head's first `turned` dimensions; the others stay as they are.
 
     Args:
         x: [rows, heads, dim].
-        cos, sin: [rows, dim / 2], in x's dtype.
+        cos, sin: [rows, turned / 2], in x's dtype.
     """
     return OP[x.device.type](x, cos, sin)
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
+    half = cos.shape[1]
+    first, second, rest = x.split((half, half, x.shape[2] - 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def _native(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,13 +31,14 @@ def _native(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    function("penstock_rotary", "npnnpppnnn")(
+    function("penstock_rotary", "npnnppnpnnn")(
         is_bf16(x),
         x.data_ptr(),
         x.stride(0),
         x.stride(1),
         cos.data_ptr(),
         sin.data_ptr(),
+        2 * sin.shape[1],
         out.data_ptr(),
         *x.shape,
     )
