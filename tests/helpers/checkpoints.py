@@ -95,7 +95,7 @@ def write_checkpoint(
         if parameter_name.endswith("bias"):
             parameter.data.normal_(std=0.1)
         elif parameter.ndim == 1:
-            parameter.data.normal_(mean=0.0 if model_type.startswith("gemma") else 1.0, std=0.2)
+            parameter.data.normal_(mean=1.0, std=0.2)
         else:
             parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
     whole = model.to(dtype)
