@@ -26,7 +26,7 @@ from penstock.nn.packed import Weight
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
-SIMPLE = ("packed_linear", "packed_rows", "add_rms_norm", "qkv_to_cache", "gate_mul")
+SIMPLE = ("packed_linear", "packed_rows", "rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul")
 CHAINED = {
     mode: [(OPS[name], OPS[name].backend("native").function) for name in names]
     for mode, names in {"partial": SIMPLE, "full": (*SIMPLE, "attention")}.items()

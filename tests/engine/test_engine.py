@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.engine.memory import size_cache
 from penstock.nn.loader import identity, load_model
 from penstock.nn.native import missing
 from penstock.service.checkpoint import find_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 
 
@@ -229,6 +231,18 @@ def test_a_checkpoint_is_known_by_what_is_in_it(checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "turned")
     (tmp_path / "turned" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert identity(tmp_path / "turned") != identity(checkpoint)
+
+
+def test_engines_that_rotate_otherwise_share_no_kv(tmp_path):
+    write_checkpoint(tmp_path, "phi3-longrope", original_max_position_embeddings=128)
+    keys, models = set(), set()
+    for model_len in (128, 129, None):
+        options = EngineOptions(model=str(tmp_path), max_model_len=model_len, kv_cache_memory=16 << 20, max_num_seqs=4)
+        with closing(build_engine(options, SystemClock())) as built:
+            keys.add(built.engine.scheduler.root)
+            models.add(built.layout.model)
+    assert len(keys) == len(models) == 2
+    assert models == {f"{identity(tmp_path)}-{name}" for name in ("short", "long")}
 
 
 @pytest.mark.parametrize(
