@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,12 @@ class Linear(nn.Module):
         self.ins, self.outs, self.has_bias = ins, tuple(outs), bias
         self.own_ins = own_ins or range(ins)
         self.own_outs = tuple(own_outs or map(range, outs))
-        self.method: LinearMethod = PLAIN
+        self.method: LinearMethod[Any] = PLAIN
         width, empty = sum(map(len, self.own_outs)), torch.empty(0)  # of the default dtype, on the default device
         self.weight: Weight = PLAIN.create(width, len(self.own_ins), empty.dtype, empty.device)
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
-    def hold(self, method: LinearMethod) -> None:
+    def hold(self, method: LinearMethod[Any]) -> None:
         """Have the weight held by another method. What it held is gone."""
         outs, ins = self.weight.shape
         weight = method.create(outs, ins, self.weight.dtype, self.weight.device)

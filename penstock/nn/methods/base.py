@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.packed import Weight
 
+W = TypeVar("W", bound=Weight)
 
-class LinearMethod(ABC):
+
+class LinearMethod(ABC, Generic[W]):
     """How weights [outs, ins] are held: created, loaded from what a checkpoint has of them, and multiplied with.
 
     It has no state: a weight is a parameter, or a module with parameters, and says all about itself.
@@ -33,15 +36,15 @@ class LinearMethod(ABC):
         return {"weight": (outs, ins)}
 
     @abstractmethod
-    def create(self, outs: int, ins: int, dtype: torch.dtype, device: torch.device) -> Weight:
+    def create(self, outs: int, ins: int, dtype: torch.dtype, device: torch.device) -> W:
         """A weight whose values are not there yet."""
 
     @abstractmethod
-    def prepare(self, weight: Weight) -> None:
+    def prepare(self, weight: W) -> None:
         """It has got its memory, and is about to be loaded."""
 
     @abstractmethod
-    def load(self, weight: Weight, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
+    def load(self, weight: W, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
         """Fill outputs [first, first + len(outs)) of a weight.
 
         Args:
@@ -51,17 +54,17 @@ class LinearMethod(ABC):
         """
 
     @abstractmethod
-    def apply(self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def apply(self, x: Tensor, weight: W, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """x @ weight.T + bias: [rows, ins] -> [rows, outs] of `dtype`, which is x's, or float32."""
 
     @abstractmethod
-    def rows(self, weight: Weight, index: Tensor) -> Tensor:
+    def rows(self, weight: W, index: Tensor) -> Tensor:
         """Rows of the weight, as an embedding looks them up: [rows] int64 -> [rows, ins]."""
 
     @abstractmethod
-    def dense(self, weight: Weight) -> Tensor:
+    def dense(self, weight: W) -> Tensor:
         """[outs, ins], perhaps a copy."""
 
-    def bounded_logits(self, weight: Weight, least: int) -> BoundedLogits | None:
+    def bounded_logits(self, weight: W, least: int) -> BoundedLogits | None:
         """What tells tokens from few logits, where there is such, of a head of at least so many bytes."""
         return None

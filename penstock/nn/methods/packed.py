@@ -8,10 +8,10 @@ from torch import Tensor
 from penstock.nn import native, ops
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed import PackedWeight, Weight
+from penstock.nn.packed import PackedWeight
 
 
-class Packed(LinearMethod):
+class Packed(LinearMethod[PackedWeight]):
     """A `PackedWeight`. It is packed while it is loaded, and held in no other form."""
 
     name = "packed"
@@ -22,29 +22,20 @@ class Packed(LinearMethod):
             return f"there are no kernels for {str(dtype).removeprefix('torch.')} on {device.type}"
         return native.missing()
 
-    def create(self, outs: int, ins: int, dtype: torch.dtype, device: torch.device) -> Weight:
+    def create(self, outs: int, ins: int, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         return PackedWeight(outs, ins, dtype, device)
 
-    def prepare(self, weight: Weight) -> None:
-        _packed(weight).prepare()
+    def prepare(self, weight: PackedWeight) -> None:
+        weight.prepare()
 
-    def load(self, weight: Weight, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
-        _packed(weight).put(first, tensor[outs.start : outs.stop, ins.start : ins.stop])
+    def load(self, weight: PackedWeight, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
+        weight.put(first, tensor[outs.start : outs.stop, ins.start : ins.stop])
 
-    def apply(self, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return ops.packed_linear(x, _packed(weight), bias, dtype)
+    apply = staticmethod(ops.packed_linear)  # the ops themselves: one call less for each product
+    rows = staticmethod(ops.packed_rows)
 
-    def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        return ops.packed_rows(_packed(weight), index)
+    def dense(self, weight: PackedWeight) -> Tensor:
+        return weight.unpacked()
 
-    def dense(self, weight: Weight) -> Tensor:
-        return _packed(weight).unpacked()
-
-    def bounded_logits(self, weight: Weight, least: int) -> BoundedLogits | None:
-        packed = _packed(weight)
-        return BoundedLogits.of(packed) if packed.memory.nbytes >= least else None
-
-
-def _packed(weight: Weight) -> PackedWeight:
-    assert isinstance(weight, PackedWeight)
-    return weight
+    def bounded_logits(self, weight: PackedWeight, least: int) -> BoundedLogits | None:
+        return BoundedLogits.of(weight) if weight.memory.nbytes >= least else None

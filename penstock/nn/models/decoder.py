@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         self._rotations: list[Rotation] = []
         self._bounded_logits: BoundedLogits | None = None
 
-    def hold(self, method: LinearMethod) -> None:
+    def hold(self, method: LinearMethod[Any]) -> None:
         """Have what products read held by a method; what weights held is gone."""
         for module in list(self.modules()):
             # an embedding is only looked up in, unless it is the head too
