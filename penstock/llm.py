@@ -174,8 +174,7 @@ class LLM:
         self.embedding_size = built.runner.embedding_size
         self._generates = built.runner.generates
         scheduler = self._engine.scheduler
-        decoder = built.runner.model
-        device = known_device(decoder.device) or calibrated(decoder, built.shape, SystemClock())
+        device = known_device(built.runner.device) or calibrated(built.runner.forward, built.shape, SystemClock())
         if times := scheduler.measurements.learn(device, built.shape):
             scheduler.predict_by(times)
         self._limits = ModelLimits(

@@ -175,7 +175,7 @@ def device_model(built: Built | BuiltModelled) -> DeviceModel:
     from penstock.core.clock import SystemClock
     from penstock.engine.calibration import calibrated
 
-    return known_device(built.runner.device) or calibrated(built.runner.model, built.shape, SystemClock())
+    return known_device(built.runner.device) or calibrated(built.runner.forward, built.shape, SystemClock())
 
 
 def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:

@@ -17,21 +17,22 @@ from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import KVCache, make_layout
 from penstock.engine.runner import Runner
-from penstock.nn.models.decoder import Decoder
+from penstock.nn.graph import Forward
 from penstock.sched.local.sequence import blocks_for
 
 ROWS = (1, 1, 16, 64)  # of one step after the other; the first also reads the weights from disk
 SECONDS = 0.05  # once a step takes longer, more rows would tell no more
 
 
-def calibrated(model: Decoder, shape: ModelShape, clock: Clock) -> DeviceModel:
-    """The model's own device. Takes as long as a few decode steps and the prefill of a short prompt."""
+def calibrated(forward: Forward, shape: ModelShape, clock: Clock) -> DeviceModel:
+    """The device that a model is on. Takes as long as a few decode steps and the prefill of a short prompt."""
+    model = forward.model
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
     blocks = tuple(range(blocks_for(ROWS[-1])))
     layout = make_layout(model.config, model.dtype, "block", "")
-    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device))
+    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device), forward.mode)
     weights = (shape.layer_params + shape.head_params) * shape.bytes_per_value
     bandwidth = peak = 0.0
     for rows in ROWS:

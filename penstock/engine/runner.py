@@ -26,13 +26,16 @@ ALONE = 16384  # elements that torch handles on one thread: other threads would 
 class Runner:
     """A model and its KV cache.
 
+    Attributes:
+        forward: the model's pass.
+
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graph_mode: str = "auto") -> None:
         self.model = model
-        self._forward = Forward(model, graph_mode)
+        self.forward = Forward(model, graph_mode)
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
@@ -75,7 +78,7 @@ class Runner:
     def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
-        hidden = self._forward(batch, self.cache.slots)
+        hidden = self.forward(batch, self.cache.slots)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]

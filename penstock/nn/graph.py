@@ -135,13 +135,15 @@ def unchained(model: Decoder) -> str | None:
     if (reason := PACKED.missing(model.device, model.dtype)) is not None:
         return reason
     blocks = _blocks(model)
-    kinds = {type(part) for block in blocks for part in (block.mixer, block.feed_forward)}
-    if other := sorted(kind.__name__ for kind in kinds - {Attention, GatedMLP}):
+    kinds = {type(part) for block in blocks for part in (block, block.mixer, block.feed_forward)}
+    if other := sorted(kind.__name__ for kind in kinds - {Block, Attention, GatedMLP}):
         return f"{', '.join(other)} computed op by op"
     linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
     if other := sorted({linear.method.name for linear in linears} - {PACKED.name}):
         return f"there are no kernels for {', '.join(other)} weights"
-    return None
+    norms = {part.weight.dtype for part in model.modules() if isinstance(part, RMSNorm)}
+    parts = {(_mixer(block).scale, _mixer(block).heads, _feed_forward(block).activation) for block in blocks}
+    return "layers differ in more than windows and rotations" if len(norms) > 1 or len(parts) > 1 else None
 
 
 def _others(mode: Mode) -> list[str]:
@@ -154,7 +156,7 @@ class Graph:
 
     def __init__(self, model: Decoder) -> None:
         config, stack, blocks = model.config, model.model, _blocks(model)
-        mixers = [cast(Attention, block.mixer) for block in blocks]
+        mixers = [_mixer(block) for block in blocks]
         self._heads = mixers[0].heads
         self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
         embedding = stack.embed_tokens
@@ -163,10 +165,10 @@ class Graph:
             len(blocks),
             _address(embedding.weight),
             *embedding.weight.shape,
-            embedding.method is PACKED,
+            embedding.method.name == PACKED.name,
             _norm(stack.norm),
             stack.norm.weight.dtype != model.dtype,
-            ACTIVATIONS.index(config.activation),
+            ACTIVATIONS.index(_feed_forward(blocks[0]).activation),
             config.norm_eps,
             mixers[0].scale,
             torch.tensor(embedding.scale, dtype=model.dtype).item(),
@@ -220,8 +222,16 @@ def _blocks(model: Decoder) -> list[Block]:
     return cast("list[Block]", model.model.layers)
 
 
+def _mixer(block: Block) -> Attention:
+    return cast(Attention, block.mixer)
+
+
+def _feed_forward(block: Block) -> GatedMLP:
+    return cast(GatedMLP, block.feed_forward)
+
+
 def _layer(block: Block) -> _Layer:
-    mixer, feed_forward = cast(Attention, block.mixer), cast(GatedMLP, block.feed_forward)
+    mixer, feed_forward = _mixer(block), _feed_forward(block)
     return _Layer(
         _norm(block.mixer_norm),
         _projection(mixer.qkv_proj),

@@ -59,8 +59,8 @@ class Linear(nn.Module):
         self.own_ins = own_ins or range(ins)
         self.own_outs = tuple(own_outs or map(range, outs))
         self.method: LinearMethod[Any] = PLAIN
-        width, empty = sum(map(len, self.own_outs)), torch.empty(0)  # of the default dtype, on the default device
-        self.weight: Weight = PLAIN.create(width, len(self.own_ins), empty.dtype, empty.device)
+        width, defaults = sum(map(len, self.own_outs)), (torch.get_default_dtype(), torch.get_default_device())
+        self.weight: Weight = PLAIN.create(width, len(self.own_ins), *defaults)
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
     def hold(self, method: LinearMethod[Any]) -> None:

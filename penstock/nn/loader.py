@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -98,8 +97,8 @@ def load_model(
     key = None
     method = method_for(device, dtype)
     try:
-        with torch.device("meta"), _default_dtype(dtype):
-            model = cls(config, shard)
+        with torch.device("meta"):
+            model = cls(config, shard).to(dtype)
             model.hold(method)
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
@@ -123,16 +122,6 @@ def load_model(
         cache.remember(key, model)
     model.bound_logits()
     return model.eval()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:

@@ -54,6 +54,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "seed-oss": ("seed_oss", {"head_dim": 24, "residual_dropout": 0.0}),
 }
 SIZE = {
     "vocab_size": 320,

@@ -128,6 +128,9 @@ def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
         assert obstacle(model, "partial") == "gate_mul computed by other backends"
         run(other, "block", consecutive=True)
         assert other._graph is None
+    scale, model.model.layers[1].mixer.scale = model.model.layers[1].mixer.scale, 0.5
+    assert obstacle(model, "full") == "layers differ in more than windows and rotations"
+    model.model.layers[1].mixer.scale = scale
     model.hold(PLAIN)
     assert obstacle(model, "full") == "there are no kernels for plain weights"
     model.model.layers[1].feed_forward = torch.nn.Identity()

@@ -14,6 +14,7 @@ from penstock.nn.models.mistral import Mistral
 from penstock.nn.models.phi3 import Phi3
 from penstock.nn.models.qwen2 import Qwen2
 from penstock.nn.models.qwen3 import Qwen3
+from penstock.nn.models.seed_oss import SeedOss
 
 MODELS: dict[str, type[Decoder]] = {
     "Gemma3ForCausalLM": Gemma3,
@@ -23,6 +24,7 @@ MODELS: dict[str, type[Decoder]] = {
     "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "SeedOssForCausalLM": SeedOss,
 }
 
 

@@ -22,11 +22,18 @@ DEFAULTS = {
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Checkpoints have how far weights are from 1; they are multiplied with in float32."""
+    """Checkpoints have how far weights are from 1; what they are stays in float32, whatever the model is made of."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> RMSNorm:
+        before = self.weight
+        super()._apply(*args, **kwargs)
+        if self.weight.dtype != before.dtype:
+            self.weight = nn.Parameter(before.to(self.weight.device), requires_grad=False)
+        return self
 
     def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
         self.weight.copy_(tensor).add_(1.0)
