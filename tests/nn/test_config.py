@@ -16,7 +16,6 @@ from penstock.nn.rope import frequencies, longest
 from tests.helpers.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
-
 LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
 # what is changed in config.json; None removes the key
 SPELLINGS = [
@@ -84,7 +83,7 @@ OLD = {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None, "_slidin
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7e4}}},
     ],
 )
-def test_spellings_of_gemma3(tmp_path, changes):
+def test_spellings_of_gemma3(transformers, tmp_path, changes):
     rewrite(write_checkpoint(tmp_path, "gemma3"), changes)
     ours = load_model(tmp_path, CPU).config
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model
@@ -97,7 +96,7 @@ def test_spellings_of_gemma3(tmp_path, changes):
 
 
 @torch.inference_mode()
-def test_longrope_has_the_frequencies_of_the_longest_sequence_that_there_may_be(tmp_path):
+def test_longrope_has_the_frequencies_of_the_longest_sequence_that_there_may_be(transformers, tmp_path):
     """transformers has those of each sequence as long as it happens to be."""
     write_checkpoint(tmp_path, "phi3-longrope", original_max_position_embeddings=100)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

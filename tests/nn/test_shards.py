@@ -11,7 +11,6 @@ from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
 
-pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 
@@ -28,6 +27,7 @@ def layer_of(model, x):
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "size"), [("qwen3", 2), ("llama-bias", 2), ("qwen2", 4)])
 def test_shards_sum_up_to_the_whole(tmp_path, name, size):
+    pytest.importorskip("transformers")
     write_checkpoint(tmp_path, name)
     whole, x = load_model(tmp_path, CPU), torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     shards = [load_model(tmp_path, CPU, shard=Shard(rank, size)) for rank in range(size)]
