@@ -37,7 +37,7 @@ FURTHEST = 4.0  # times what was predicted, or that part of it: a step that miss
 BUBBLE = 1.03  # how much longer a step is when the device waits for its plan, because none was scheduled ahead
 GAIN = 1.1  # predictions are not that good
 SURE = 0.5  # the chance from which on drafts are made where nothing predicts steps
-EACH = 4  # one in so many of a step's sequences looks at its tokens for a proposal while it has none
+EACH = 2  # sequences of a step for each token that one of them without a proposal is not looked at
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of drafts in a step that are compared
 LEAST, UNLIKELY = 0.05, 4  # chances below that, or so many times below what pays by itself, are not looked at
 
