@@ -23,6 +23,7 @@ from penstock.engine.loop import Engine
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
 from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
+from penstock.text import grammar
 from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
@@ -314,6 +315,8 @@ class LLM:
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         bad_words = self.tokenizer.encode_bad_words(params.bad_words)
+        if params.structured_outputs is not None:
+            grammar.check(params.structured_outputs)
         sequences = make_sequences(name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt)
         return _Job(
             {s.id: i for i, s in enumerate(sequences)}, sequences, streams, RequestOutput(text, tokens, outputs)

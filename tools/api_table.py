@@ -76,8 +76,13 @@ SECTIONS = {
         ("logits_processors", VLLM, ""),
         ("repetition_detection", VLLM, ""),
         ("watermarking", VLLM, ""),
-        ("response_format", OPENAI, "`text` only"),
-        ("structured_outputs", VLLM, ""),
+        ("response_format", OPENAI, "`text`, `json_object` or `json_schema`; see below"),
+        (
+            "structured_outputs",
+            VLLM,
+            "exactly one of `json`, `json_object`, `regex`, `choice`, `grammar`; with JSON also "
+            "`disable_any_whitespace` or `whitespace_pattern`",
+        ),
         ("tools", OPENAI, ""),
         ("tool_choice", OPENAI, "with `none` `tools` are accepted; the model is not shown them"),
         ("parallel_tool_calls", OPENAI, "changes nothing without tools"),

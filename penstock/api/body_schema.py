@@ -2,8 +2,9 @@
 
 What no schema can say stays with the server: that prompt and output fit the model's context together, that
 `min_tokens` is at most `max_tokens`, that some token is left to draw, that the tokens of `logit_bias` are in the
-vocabulary, and what the chat template makes of the messages. Offline work without targets (`service_tier`, `slo`) is
-left out, too, as one condition more than generators can take.
+vocabulary, what the chat template makes of the messages, and which schemas, expressions and grammars can be compiled.
+Offline work without targets (`service_tier`, `slo`), and structured outputs beside a `response_format`, are left out,
+too, as conditions more than generators can take.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from penstock.core.sampling import (
     NOT_WITH_BEAMS,
     SEED_BITS,
 )
+from penstock.core.structured_outputs import MAX_BYTES
 from penstock.service.intake import MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -144,11 +146,40 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
     fields["bad_words"] = {"anyOf": [{"type": "array", "items": word, "maxItems": MAX_BAD_WORDS}, NULL]}
     fields["stop_token_ids"] = {"anyOf": [tokens, NULL]}
     fields["allowed_token_ids"] = {"anyOf": [tokens | {"minItems": 1}, NULL]}
+    fields["response_format"] = {"anyOf": [NULL, *_formats()]}
+    fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
     bias = {"type": "number", "minimum": -100, "maximum": 100}
     names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
     fields["logit_bias"] = {"anyOf": [{"type": "object", "propertyNames": names, "additionalProperties": bias}, NULL]}
     options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
     fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}
+
+
+def _formats() -> list[Schema]:
+    said = {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]}
+    schema = {"type": {"const": "json_schema"}, "json_schema": said}
+    return [
+        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+        {"type": "object", "properties": {"type": {"const": "json_object"}, "schema": NULL}, "required": ["type"]},
+        {"type": "object", "properties": schema, "required": [*schema]},
+    ]
+
+
+def _structures() -> list[Schema]:
+    text: Schema = {"type": "string", "maxLength": MAX_BYTES}
+    space: Schema = {"disable_any_whitespace": {"type": ["boolean", "null"]}}
+    choices = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+    kinds: dict[str, Schema] = {
+        "json": {"json": {"anyOf": [{"type": "object"}, text]}} | space,
+        "json_object": {"json_object": TRUE} | space,
+        "regex": {"regex": text},
+        "choice": {"choice": choices},
+        "grammar": {"grammar": text},
+    }
+    return [
+        {"type": "object", "properties": fields, "required": [kind], "additionalProperties": False}
+        for kind, fields in kinds.items()
+    ]
 
 
 def _messages() -> Schema:
@@ -188,6 +219,7 @@ def _conditions(model: type[Body]) -> list[Schema]:
     empty = {"anyOf": [NULL, {"type": "object", "maxProperties": 0}]}
     with_beams = {name: {"enum": [None, *_json(unused)]} for name, unused in NOT_WITH_BEAMS.items()}
     without = {name: {"enum": [None, *_json(unused)]} for name, unused in BEAMS_ONLY.items()}
+    with_beams["response_format"] = {"anyOf": [NULL, _formats()[0]]}
     if issubclass(model, ChatBody):
         with_beams["top_logprobs"] = {"anyOf": [NULL, {"type": "integer", "minimum": 0}]}
     found = [

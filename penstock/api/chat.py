@@ -14,6 +14,7 @@ from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
+from penstock.api.structured import check_grammar
 from penstock.core.errors import InvalidRequest, UserError
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
@@ -38,6 +39,8 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     model = frontend.served_model(body.model)
     frontend.check_ready()
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
+    if params.structured_outputs is not None:
+        await check_grammar(frontend, params, body.named)
     prompt = await frontend.encode_chat(
         body.messages,
         size=body.size,

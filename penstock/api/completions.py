@@ -17,6 +17,7 @@ from penstock.api.openai import Envelope, usage_body
 from penstock.api.prompts import encoded
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
+from penstock.api.structured import check_grammar
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
@@ -41,6 +42,8 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     model = frontend.served_model(body.model)
     frontend.check_ready()
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
+    if params.structured_outputs is not None:
+        await check_grammar(frontend, params, body.named)
     max_model_len = longest_whole(params, frontend.max_model_len)
     given = prompts_of(body.prompt, frontend.vocab_size, max_model_len)
     whole = await encoded(frontend, given, body.add_special_tokens, max_model_len)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
+from penstock.api import structured
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.core.service_level import ServiceLevel
@@ -50,9 +51,7 @@ Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Known fields that are not served yet -> the values that would change nothing (null never does).
 NOT_YET: dict[str, tuple[object, ...]] = {
-    # structured output, tools
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    # tools
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -244,6 +243,8 @@ class GenerationBody(ServedBody):
     min_tokens: Int32 | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: Int32 | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -268,7 +269,14 @@ class GenerationBody(ServedBody):
 
     def wishes(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the body speaks of; None where it does not."""
-        return {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        wishes = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if self.response_format is not None:
+            wishes["structured_outputs"] = structured.wanted(self.response_format, self.structured_outputs)
+        return wishes
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """An error by the names of the fields that came."""
+        return error if self.structured_outputs is not None else structured.renamed(error)
 
     def check(self) -> None:
         super().check()
@@ -532,7 +540,10 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
         check_token_ids(given.get(name, []), vocab_size, name)
     if given.get("use_beam_search"):
         defaults = {name: value for name, value in defaults.items() if name not in NOT_WITH_BEAMS}
-    return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
+    try:
+        return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
+    except InvalidRequest as error:
+        raise body.named(error) from None
 
 
 def service_level(body: ServedBody, headers: Mapping[str, str]) -> ServiceLevel:

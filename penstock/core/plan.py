@@ -48,11 +48,12 @@ class SequenceStep:
             end of the sequence, one where they do, and one more for each draft behind that. Drafts are guesses, and
             part of the sequence only as far as they are what is drawn before them (`verified`).
         params, seed: how to draw.
-        history: with `sample`, and only where `params` have a penalty: every token so far but drafts; the last as in
-            `tokens`.
-        prompt_tokens: how many of `history` are the prompt.
+        generated: with `sample`, and only where it matters for what is drawn, beyond what the model computes: all of
+            the output so far but drafts; the last as in `tokens`, until the runner puts the real one in its place.
+        prompt: all tokens before the output.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
-        banned: with one to `sample`: token ids that must not be sampled; something else is always left.
+        stop_ids: with `generated`: token ids that end the output.
+        bad_words: with `generated`: token sequences that the output never completes.
         targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
             wanted.
         candidates: where no token is sampled but so many of the likeliest are wanted: of the last row, or of every one
@@ -70,10 +71,11 @@ class SequenceStep:
     sample: int
     params: SamplingParams
     seed: int
-    history: Sequence[int] | None = None
-    prompt_tokens: int = 0
+    generated: list[int] | None = None
+    prompt: Sequence[int] = ()
     ahead: Sequence[int] = ()
-    banned: Collection[int] = ()
+    stop_ids: Collection[int] = ()
+    bad_words: Sequence[tuple[int, ...]] = ()
     targets: Sequence[int] = ()
     candidates: int = 0
     branches: Branches | None = None
@@ -150,7 +152,7 @@ class StepResult:
         prompt_logprobs: request id -> one for each of the step's `targets`.
         candidates: request id -> for each row that was asked about, (token, log-probability) of the likeliest tokens in
             falling order; of equal ones the least first.
-        broken: ids of requests whose rows are not all finite; nothing of this step may be used for them, nor shared.
+        broken: id of a request that cannot go on -> why; nothing of this step may be used for it, nor shared.
         pooled: request id -> [hidden], of hidden states after the model's final norm: that of the last token; or the
             sum over this step's tokens in whole numbers, POOLED_ONE for 1.0 and each state rounded by itself. Sums of
             whole numbers are the same in whatever pieces and order they are taken.
@@ -159,7 +161,7 @@ class StepResult:
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
-    broken: frozenset[str] = frozenset()
+    broken: Mapping[str, str] = field(default_factory=dict)
     candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
 

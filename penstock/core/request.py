@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string; or the prompt is embedded
     LENGTH = "length"  # max_tokens, or the model's length
     ABORT = "abort"  # cancelled; or lost with a hand-off, so that it can continue elsewhere
-    ERROR = "error"  # the model computed infinities or NaNs, and would again
+    ERROR = "error"  # it cannot go on, here or elsewhere: the model computed infinities or NaNs, or a grammar is stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class TokenOutput:
         start: how many tokens the output had before these.
         generation: which attempt to run the request this comes from.
         prompt_logprobs: with the first token, when asked for: one for every token of the prompt but the first.
+        error: why it cannot go on, when `finish` is `ERROR`.
         hypotheses: with `finish`, of a beam search: all its results, the best first. It brings no tokens besides, but
             says with none at all that its prefill is over.
         embedding: with `finish`, where there is `pooling`: [hidden], neither cut nor normalised. It brings no tokens.
@@ -164,3 +165,4 @@ class TokenOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     hypotheses: list[Hypothesis] | None = None
     embedding: list[float] | None = None
+    error: str = ""

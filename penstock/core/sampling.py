@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # as many as the vocabulary has
@@ -34,6 +35,7 @@ NOT_WITH_BEAMS: dict[str, object] = {
     "bad_words": (),
     "allowed_token_ids": None,
     "prompt_logprobs": None,
+    "structured_outputs": None,
 }
 BEAMS_ONLY: dict[str, object] = {"length_penalty": 1.0, "early_stopping": False}
 
@@ -63,6 +65,8 @@ class SamplingParams:
         bad_words: the output never completes one of these, as the tokenizer spells them with and without a space in
             front. Another spelling of the same text is not noticed.
         allowed_token_ids: draw from these alone; None is all.
+        structured_outputs: what form the output has, also as an object with its fields; None is any. Where that allows
+            nothing but an end, the output ends, whatever `ignore_eos` and `min_tokens` say.
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
         n: how many independent outputs; output i is sampled with seed + i. Of a beam search: how many beams live at a
@@ -98,6 +102,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: StructuredOutputs | None = None
     max_tokens: int | None = 16
     seed: int | None = None
     n: int = 1
@@ -121,6 +126,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _tuple(self.allowed_token_ids, "allowed_token_ids", "a list of token ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _number(self, "temperature", 0.0, math.inf)
@@ -222,7 +229,8 @@ class SamplingParams:
         for name, unused in NOT_WITH_BEAMS.items():
             value = getattr(self, name)
             if value != unused:
-                raise InvalidRequest(f"{name}: {_short(value)}, allowed only without use_beam_search: true", name)
+                shown = "given" if name == "structured_outputs" else _short(value)
+                raise InvalidRequest(f"{name}: {shown}, allowed only without use_beam_search: true", name)
         if self.logprobs == ALL_LOGPROBS:
             raise InvalidRequest("logprobs: -1, allowed with use_beam_search: true is 0 to 20", "logprobs")
 

@@ -37,6 +37,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.local.speculation import make_speculation
+from penstock.text.grammar import Grammars
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 log = logging.getLogger("penstock.engine")
@@ -179,7 +180,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         offload=offload,
         speculation=speculation,
     )
-    runner = Runner(model, cache, options.graph_mode)
+    runner = Runner(model, cache, options.graph_mode, Grammars(Path(options.model), model.config.vocab_size))
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
         "steps up to %d tokens",

@@ -13,6 +13,7 @@ from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
+from penstock.engine.masks import MaskCosts
 from penstock.engine.mover import Moved
 from penstock.engine.step_thread import StepThread
 from penstock.kv.pool import Published
@@ -30,6 +31,9 @@ class Computes(Protocol):
     """What an engine needs of a runner."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    @property
+    def mask_costs(self) -> MaskCosts: ...
 
     def counts(self) -> dict[str, int]:
         """Its resources and totals, for inspection."""

@@ -28,6 +28,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.loop import Engine
+from penstock.engine.masks import MaskCosts
 from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
@@ -240,6 +241,7 @@ class PacedRunner:
         self.vocab_size = vocab_size
         self.token_ids = token_ids
         self.pacer = StepPacer()
+        self.mask_costs = MaskCosts()  # there are no logits to mask
         self._reported = StepPacer()
         self._arithmetic = DigestArithmetic(positions, vocab_size)
         words = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(memory.num_blocks, -1)
@@ -358,7 +360,7 @@ def _pooled(step: SequenceStep, context: int) -> list[float]:
     values = digest.embedding(context)
     if step.pool == "last":
         return values
-    return [round(x * POOLED_ONE) * end if end == step.prompt_tokens else 0 for x in values]
+    return [round(x * POOLED_ONE) * end if end == len(step.prompt) else 0 for x in values]
 
 
 # --- reading what was asked for

@@ -1,9 +1,9 @@
 """The runner: a plan to tensors, through the model, to sampled tokens. Its only state between steps is the KV cache and
-the last step's samples."""
+the last step's samples; what grammars have come to is kept, too, and follows from the tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -12,10 +12,21 @@ from torch import Tensor
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.sampling import Drawn, each_row, filled, likeliest, plain_sampling, sample, score
+from penstock.engine.masks import MaskCosts, Masks, PendingMasks
+from penstock.engine.sampling import (
+    NOT_FINITE,
+    Drawn,
+    each_row,
+    filled,
+    likeliest,
+    plain_sampling,
+    sample,
+    score,
+)
 from penstock.nn.batch import Batch, Scratch
 from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
+from penstock.text.grammar import Grammars
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
 POOLED_ROWS = 2048  # of a prompt at once, on a device that computes large tensors as well
@@ -31,16 +42,21 @@ class Runner:
 
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
+        grammars: for structured outputs; without them requests for these end with an error.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, graph_mode: str = "auto") -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, graph_mode: str = "auto", grammars: Grammars | None = None
+    ) -> None:
         self.model = model
         self.forward = Forward(model, graph_mode)
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
+        self._masks = Masks(model.config.vocab_size, grammars)
         self._sampled = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
+        self._ids: list[int] = []  # the same
 
     @property
     def vocab_size(self) -> int:
@@ -54,9 +70,13 @@ class Runner:
     def generates(self) -> bool:
         return not self.model.headless
 
+    @property
+    def mask_costs(self) -> MaskCosts:
+        return self._masks.costs
+
     def counts(self) -> dict[str, int]:
-        """Of the cache: ranges by state and mapped slots, where it has them."""
-        return self.cache.counts()
+        """Of the cache: ranges by state and mapped slots, where it has them; and requests with a grammar."""
+        return {**self.cache.counts(), "grammars": len(self._masks.states)}
 
     def check(self) -> None:
         """Raise AssertionError unless all of the cache is accounted for."""
@@ -65,17 +85,20 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         cache = self.cache
+        masks = None
+        if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
+            masks = self._masks.begin(plan, self._each_row(plan.sequences))
         placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
         batch = Batch(plan.sequences, self.device, placed, self._scratch)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
             batch.tokens = filled(batch.tokens, self._sampled)
         try:
-            return self._compute(plan, batch)
+            return self._compute(plan, batch, masks)
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
 
-    def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
+    def _compute(self, plan: StepPlan, batch: Batch, masks: PendingMasks | None) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         hidden = self.forward(batch, self.cache.slots)
@@ -84,9 +107,9 @@ class Runner:
         sampled = [s for s, _ in steps if s.sample]
         result = StepResult([], [])
         if sampled:
-            last = [row for s, rows in steps if s.sample for row in rows[-s.sample :]]
-            drawn = self._draw(_rows(hidden, last), sampled)
-            self._sampled, result = drawn.tokens, drawn.result(sampled)
+            last = [row for s, own in steps if s.sample for row in own[-s.sample :]]
+            drawn = self._draw(_rows(hidden, last), sampled, masks)
+            self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
         if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
@@ -95,16 +118,20 @@ class Runner:
             result = replace(result, pooled=pooled)
         if not wrong:
             return result
-        broken = {s.request_id for s, rows in steps if not wrong.isdisjoint(rows)}
-        return replace(result, broken=result.broken | broken)
+        broken = {s.request_id: NOT_FINITE for s, rows in steps if not wrong.isdisjoint(rows)}
+        return replace(result, broken={**result.broken, **broken})
 
-    def _draw(self, hidden: Tensor, steps: list[SequenceStep]) -> Drawn:
+    def _each_row(self, steps: Iterable[SequenceStep]) -> list[SequenceStep]:
+        return [row for step in steps if step.sample for row in each_row(step, self._ids)]
+
+    def _draw(self, hidden: Tensor, steps: list[SequenceStep], masks: PendingMasks | None) -> Drawn:
         """One token per row; from logits only where these are needed."""
-        rows = [row for step in steps for row in each_row(step)]
-        how = plain_sampling(rows)
+        rows = self._each_row(steps) if masks is None else masks.rows
+        allowed = None if masks is None else self._masks.end(masks, self.device)
+        how = plain_sampling(rows) if allowed is None else None
         tokens = None if how is None else self.model.choose(hidden, how)
         if tokens is None:
-            return sample(self.model.logits(hidden), rows, self._sampled)
+            return sample(self.model.logits(hidden), rows, allowed)
         return Drawn(tokens, tokens.tolist())
 
     def _candidates(
@@ -128,6 +155,12 @@ class Runner:
             wrong |= {first + i for i in _not_finite(logits)}
             found += score(logits, targets, top)
         return found
+
+
+def _steered(step: SequenceStep) -> bool:
+    """Whether not every token may be drawn, now or later."""
+    p = step.params
+    return step.generated is not None or p.structured_outputs is not None or p.allowed_token_ids is not None
 
 
 def _wanted(step: SequenceStep, rows: range) -> range:

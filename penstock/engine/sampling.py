@@ -6,8 +6,8 @@ the same as drawing from their softmax (Gumbel-max), and can be repeated anywher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from torch import Tensor
 from penstock.core.plan import SequenceStep, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import GREEDY_BELOW
+from penstock.engine.masks import RowMasks
 from penstock.nn import ops
 
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
+NOT_FINITE = "the model computed something that is no number"
 
 
 def filled(tokens: Tensor, sampled: Tensor) -> Tensor:
@@ -25,18 +27,25 @@ def filled(tokens: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(tokens < 0, sampled[(-1 - tokens).clamp_(min=0)], tokens)
 
 
-def each_row(step: SequenceStep) -> list[SequenceStep]:
-    """One for each row after which it draws, with the drafts before it as if they were known to be right."""
+def each_row(step: SequenceStep, before: Sequence[int]) -> list[SequenceStep]:
+    """One for each row after which it draws, with all of `generated` known, and the drafts before it as if they were
+    known to be right.
+
+    Args:
+        before: what the step before this one drew, for a placeholder.
+    """
+    generated = step.generated
+    if generated and generated[-1] < 0:
+        generated[-1] = before[-1 - generated[-1]]
     if step.sample == 1:
         return [step]
     known = len(step.tokens) - step.sample + 1
-    history = step.history
     return [
         replace(
             step,
             tokens=step.tokens[:end],
             sample=1,
-            history=None if history is None else [*history, *step.tokens[known:end]],
+            generated=None if generated is None else [*generated, *step.tokens[known:end]],
         )
         for end in range(known, len(step.tokens) + 1)
     ]
@@ -50,47 +59,58 @@ class Drawn:
         tokens: [rows] on the device, and `ids`, the same as a list.
         logprobs: one each, None where they were not asked for; None where nobody did.
         whole: whether a row's logits are all finite; None where all are.
+        stuck: row -> why nothing may be drawn after it.
     """
 
     tokens: Tensor
     ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     whole: list[bool] | None = None
+    stuck: Mapping[int, str] = field(default_factory=dict)
 
     def result(self, steps: Sequence[SequenceStep]) -> StepResult:
         """Of the steps whose rows they are, in order; what comes after a wrong draft is left out."""
         runs = verified(steps, self.ids)
-        if self.logprobs is None and (self.whole is None or all(self.whole)):
+        if self.logprobs is None and (self.whole is None or all(self.whole)) and not self.stuck:
             return StepResult(runs, [None] * len(runs))
-        reports, broken, row = [], set(), 0
+        reports, broken, row = [], {}, 0
         for step, run in zip(steps, runs, strict=True):
             end = row + len(run)
             own = [report for report in self.logprobs[row:end] if report is not None] if self.logprobs else []
             reports.append(own or None)
+            for place in range(row, end):
+                if why := self.stuck.get(place):
+                    broken[step.request_id] = why
             if self.whole is not None and not all(self.whole[row:end]):
-                broken.add(step.request_id)
+                broken[step.request_id] = NOT_FINITE
             row += step.sample
-        return StepResult(runs, reports, broken=frozenset(broken))
+        return StepResult(runs, reports, broken=broken)
 
 
-def sample(logits: Tensor, steps: Sequence[SequenceStep], before: Tensor) -> Drawn:
+def sample(logits: Tensor, steps: Sequence[SequenceStep], allowed: RowMasks | None = None) -> Drawn:
     """One token per row.
 
     Args:
         logits: [rows, vocab] float32, from the model; changed in place.
-        steps: whose rows they are, one each.
-        before: what the step before this one drew, for placeholders in histories.
+        steps: whose rows they are, one each, as of `each_row`.
+        allowed: which tokens may be drawn.
     """
     reports = _Logprobs(logits, steps)
     tokens, finite = ops.argmax(logits)
-    adjusted = [_adjust(logits[row], step, before) for row, step in enumerate(steps)]
-    rows = [row for row, s in enumerate(steps) if adjusted[row] or s.params.temperature >= GREEDY_BELOW]
+    if allowed is not None:
+        ops.mask_logits(logits, allowed.rows, allowed.masks)
+    adjusted = [row for row, step in enumerate(steps) if _adjusted(step)]
+    for row in adjusted:
+        _adjust(logits[row], steps[row])
+    if adjusted or allowed is not None:
+        tokens, _ = ops.argmax(logits)  # of those that are greedy
+    rows = [row for row, s in enumerate(steps) if s.params.temperature >= GREEDY_BELOW]
     if rows:
         index = torch.tensor(rows, device=logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]
         tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
     ids = tokens.tolist()
-    return Drawn(tokens, ids, reports.of(ids), finite.tolist())
+    return Drawn(tokens, ids, reports.of(ids), finite.tolist(), {} if allowed is None else allowed.stuck)
 
 
 def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
@@ -109,36 +129,28 @@ def _draw(step: SequenceStep) -> ops.Draw:
 
 
 def _adjusted(step: SequenceStep) -> bool:
-    p = step.params
-    return p.allowed_token_ids is not None or bool(step.banned) or bool(p.logit_bias) or step.history is not None
+    return bool(step.params.logit_bias) or _penalised(step)
 
 
-def _adjust(row: Tensor, step: SequenceStep, before: Tensor) -> bool:
-    """Exclusions, bias, then penalties, in place on one row [vocab]. Returns whether there was any of it."""
-    if not _adjusted(step):
-        return False
+def _penalised(step: SequenceStep) -> bool:
     p = step.params
-    if p.allowed_token_ids is not None:
-        index = torch.tensor(p.allowed_token_ids, device=row.device)
-        allowed = row[index]
-        row.fill_(-torch.inf)
-        row[index] = allowed
-    if step.banned:
-        row[torch.tensor(list(step.banned), device=row.device)] = -torch.inf
+    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+
+def _adjust(row: Tensor, step: SequenceStep) -> None:
+    """Bias, then penalties, in place on one row [vocab]."""
+    p = step.params
     if p.logit_bias:
         index = torch.tensor(list(p.logit_bias), device=row.device)
         row[index] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
-    if step.history is not None:
-        history = torch.tensor(step.history, device=row.device)
-        if step.history[-1] < 0:
-            history = filled(history, before)
+    if _penalised(step):
+        history = torch.tensor([*step.prompt, *(step.generated or ())], device=row.device)
         if p.repetition_penalty != 1.0:
             seen = history.unique()
             values = row[seen]
             row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-        generated, counts = history[step.prompt_tokens :].unique(return_counts=True)
+        generated, counts = history[len(step.prompt) :].unique(return_counts=True)
         row[generated] -= p.presence_penalty + p.frequency_penalty * counts
-    return True
 
 
 def score(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:

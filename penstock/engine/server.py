@@ -386,6 +386,7 @@ def stats_of(engine: Engine) -> EngineStats:
     counters, speculation = scheduler.counters, scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
     block_bytes = mover.block_bytes if mover is not None else 0
+    masks = engine.runner.mask_costs
     return EngineStats(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
@@ -403,6 +404,10 @@ def stats_of(engine: Engine) -> EngineStats:
         drafts=drafted.drafts,
         draft_tokens=drafted.draft_tokens,
         accepted_tokens=drafted.accepted_tokens,
+        masked_steps=masks.steps,
+        masking=masks.seconds,
+        grammars=masks.compiled,
+        compiling=masks.compiling,
     )
 
 

@@ -26,6 +26,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from penstock.core.request import FinishReason
+from penstock.core.structured_outputs import KINDS
 from penstock.core.wire.engine import EngineStats
 from penstock.obs.logs import SERVICE_CLASSES, RequestRecord
 
@@ -75,9 +76,16 @@ WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a plac
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
+MASKING = {  # field of the statistics -> metric, and its help
+    "masked_steps": ("masked_steps", "Steps in which it was worked out which tokens may be drawn"),
+    "masking": ("mask_seconds", "Time that these steps waited for it"),
+    "grammars": ("grammars_compiled", "Grammars that were compiled"),
+    "compiling": ("grammar_compile_seconds", "Time that this took, beside steps"),
+}
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
     *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
+    *MASKING,
 )
 totals = attrgetter(*TOTALS)
 
@@ -160,6 +168,7 @@ class _Engine:
     preemptions: Counter
     busy: Counter
     idle: Counter
+    masking: dict[str, Counter]
     up: Gauge
     lost: Counter
     step_tokens: _Buckets
@@ -197,6 +206,8 @@ class _Engine:
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
         self.busy.inc(said.busy - before.busy)
         self.idle.inc(said.idle - before.idle)
+        for total, counter in self.masking.items():
+            counter.inc(getattr(said, total) - getattr(before, total))
         self._counted = said
 
 
@@ -279,6 +290,7 @@ class Metrics:
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
         busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
+        masking = {total: self._by_engine(Counter, name, help) for total, (name, help) in MASKING.items()}
         up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
         lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         step_tokens = _Histogram(
@@ -302,6 +314,7 @@ class Metrics:
                 preemptions=preemptions.labels(model_name, name),
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),
+                masking={total: counter.labels(model_name, name) for total, counter in masking.items()},
                 up=up.labels(model_name, name),
                 lost=lost.labels(model_name, name),
                 step_tokens=step_tokens.labels(model_name, name),
@@ -371,6 +384,13 @@ class Metrics:
             ["model_name", "policy", "reason"],
             registry=self.registry,
         )
+        structured = Counter(
+            PREFIX + "structured_requests",
+            "Prompts whose outputs are to have a form, by what says which",
+            ["model_name", "kind"],
+            registry=self.registry,
+        )
+        self._structured = {kind: structured.labels(model_name, kind) for kind in KINDS}
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
         recoveries = Counter(
             PREFIX + "recoveries",
@@ -406,6 +426,11 @@ class Metrics:
     def observe_routing(self, policy: str, reason: str) -> None:
         """A sequence was placed. `reason` is one of few classes, as it is a label."""
         self._routing.labels(self._model_name, policy, reason).inc()
+
+    @_later
+    def observe_structured(self, kind: str) -> None:
+        """A prompt whose outputs are to have a form was taken in; `kind` is what says which."""
+        self._structured[kind].inc()
 
     @_later
     def observe_handoff(self) -> None:

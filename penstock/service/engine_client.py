@@ -497,7 +497,7 @@ class EngineClient:
                     return  # a stop string ended it, whatever comes after
             if flight.stranded:
                 self._go_on(flight)
-        except EngineFailure as error:
+        except (EngineFailure, InvalidRequest) as error:
             log.warning("request %s: %s", quoted(output.request_id), error)
             flight.owner.fail(error)
         except Exception:  # this request fails; the others continue

@@ -6,9 +6,10 @@ from dataclasses import replace
 from math import inf
 from typing import Generic, TypeVar
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.structured_outputs import FIELD
 from penstock.core.wire.engine import LEASE, Peer
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.kv.keys import extend_keys, salted
@@ -186,6 +187,7 @@ class Flight(Generic[Owner]):
 
         Raises:
             EngineFailure: it cannot end well anywhere.
+            InvalidRequest: the same, for what it asks for.
         """
         source = next((p for p in self.peers if p.incarnation == incarnation and p.name == name), None)
         if output.generation != self.attempt or source is None or self.stranded:
@@ -195,7 +197,9 @@ class Flight(Generic[Owner]):
             if self.handed_over and not decoded:
                 return []  # its hand-off was lost
             if output.finish is FinishReason.ERROR:
-                raise EngineFailure(f"{name} gave this request up: the model computed something that is no number")
+                if output.error.startswith(FIELD):  # so it would end everywhere, for what its client asked
+                    raise InvalidRequest(output.error, FIELD)
+                raise EngineFailure(f"{name} gave this request up: {output.error}")
             self._strand(f"{name} dropped this request", now)
             self.suspect = name if self.decode is None else self.decode.name  # that hand-over was lost
             return []

@@ -7,18 +7,27 @@ import contextlib
 import random
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from penstock.core.clock import Clock
-from penstock.core.errors import InvalidRequest, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.core.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+    UnsupportedField,
+)
 from penstock.core.memory import give_back_memory
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import Pooling, Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
+from penstock.core.structured_outputs import FIELD, StructuredOutputs
 from penstock.core.wire.engine import Ready
 from penstock.kv.keys import extend_keys, salted
 from penstock.obs.logs import Format
@@ -30,11 +39,14 @@ from penstock.service.engine_client import TICK, EngineClient, Instance
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.intake import ModelLimits, make_embedding, make_sequences
+from penstock.text import grammar
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
 AT_ONCE = 2048  # characters or tokens up to which a thread costs more than it saves
 LONG_TEXT = 1 << 18  # bytes from which texts are tokenised one after another, beside the others
+MAX_CHECKING = 64  # grammars that are checked or wait for it
+GRAMMARS_KEPT = 1024  # that were found good
 MAX_TEXT_BYTES = 1 << 26  # of texts that are being tokenised or wait for it
 CACHES_QUEUED = 4  # default limit of queued prompt tokens, in sizes of the KV caches
 MOST_SECONDS = 120.0  # upper bound of Retry-After
@@ -90,6 +102,9 @@ class Frontend:
         self._closed = False
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")  # so it takes no other's
+        self._grammar_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._grammars: OrderedDict[StructuredOutputs, None] = OrderedDict()  # that were found good, the newest last
+        self._checking = 0  # that are looked at or wait for it
 
     # --- start and end
 
@@ -110,7 +125,7 @@ class Frontend:
         self.end_all(Unavailable("the server is shutting down"))
         self._closed = True
         await self.engine_client.close()
-        for workers in (self._workers, self._long_worker):
+        for workers in (self._workers, self._long_worker, self._grammar_worker):
             workers.shutdown(wait=False, cancel_futures=True)
 
     def end_all(self, error: PenstockError) -> None:
@@ -271,6 +286,26 @@ class Frontend:
         if not loop.is_closed():
             loop.call_soon_threadsafe(count)
 
+    async def check_grammar(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest when its structured outputs cannot be had, Overloaded when too many are looked at."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return
+        if any(one.sampled_ids is not None for one in self._said):
+            raise UnsupportedField("structured_outputs: engines of modelled devices have no logits to mask", FIELD)
+        if wanted not in self._grammars:
+            if self._checking >= MAX_CHECKING:
+                raise Overloaded(f"the queue is full: {self._checking} grammars wait to be checked", retry_after=1.0)
+            self._checking += 1
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._grammar_worker, grammar.check, wanted)
+            finally:
+                self._checking -= 1
+        self._grammars[wanted] = None
+        self._grammars.move_to_end(wanted)
+        if len(self._grammars) > GRAMMARS_KEPT:
+            self._grammars.popitem(last=False)
+
     async def decode(self, tokens: list[int]) -> str:
         """All of the text, special tokens too."""
         return await self._in_thread(self.tokenizer.decode, tokens, False)
@@ -350,6 +385,8 @@ class Frontend:
                         prediction=prediction,
                     )
                 first = generation.add(part_id, sequences)
+                if params.structured_outputs is not None:
+                    self.metrics.observe_structured(params.structured_outputs.kind)
                 made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])
             for flights in made:
                 self.engine_client.add(flights)

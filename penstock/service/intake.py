@@ -56,7 +56,8 @@ def make_sequences(
 
     Raises:
         InvalidRequest: the prompt is empty or has a token the model does not know; so have stop ids, biases and the
-            like; a state without any allowed token is possible; or a beam search is too wide or too long.
+            like; a state without any allowed token is possible; a beam search is too wide or too long; or no token
+            ends structured outputs.
         PromptTooLong: it leaves no room for one output token.
     """
     _check_prompt(prompt, limits)
@@ -66,7 +67,15 @@ def make_sequences(
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         _check_ids(field, ids, limits)
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.eos_ids)
+    structured = params.structured_outputs is not None  # then even an output that ignores it ends some time
+    ignored = params.ignore_eos and not structured
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignored else limits.eos_ids)
+    if structured and not stop_ids:
+        raise InvalidRequest(
+            "structured_outputs: given, but nothing could end the output: this model names no end-of-sequence token; "
+            "allowed only with stop_token_ids",
+            "structured_outputs",
+        )
     _check_choice(params, stop_ids, bad_words, limits)
     room = limits.max_model_len - len(prompt)
     if params.use_beam_search:

@@ -312,7 +312,7 @@ class SimInstance:
     def _draw(self, plan: StepPlan) -> StepResult:
         lengths = self._lengths
         tokens = [
-            STOP if s.start + len(s.tokens) + 1 == s.prompt_tokens + lengths[s.request_id] else own_token(s.seed)
+            STOP if s.start + len(s.tokens) + 1 == len(s.prompt) + lengths[s.request_id] else own_token(s.seed)
             for s in plan.sequences
             if s.sample
         ]

@@ -23,6 +23,7 @@ from penstock.obs.metrics import Metrics
 from penstock.service.embedding import EmbeddingDefaults
 from penstock.service.frontend import Frontend
 from penstock.service.generation import Generation, Usage
+from penstock.text import grammar
 from penstock.text.chat import normalise
 from penstock.text.detokenizer import Delta
 
@@ -177,6 +178,10 @@ class ScriptedFrontend:
             text += repr(template_kwargs)
         text = text.rstrip("\n") if continue_final_message else text
         return await self.encode(text + ("assistant:" if add_generation_prompt else ""), False)
+
+    async def check_grammar(self, params: SamplingParams) -> None:
+        assert params.structured_outputs is not None
+        grammar.check(params.structured_outputs)
 
     async def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)

@@ -302,3 +302,21 @@ async def test_a_wrong_prediction_is_named(client: httpx.AsyncClient, prediction
     response = await client.post(URL, json={"messages": HI, "prediction": prediction})
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(message)
+
+
+async def test_a_form_reaches_the_engine_and_what_is_wrong_with_it_its_client(
+    client: httpx.AsyncClient, frontend: Any
+) -> None:
+    def asked(schema: Any) -> Any:
+        return {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+    assert (await client.post(URL, json=asked({"type": "integer"}))).status_code == 200
+    assert frontend.submitted[-1].params.structured_outputs.json == '{"type":"integer"}'
+    wrong = await client.post(URL, json=asked({"properties": {"x": {"type": "strin"}}}))
+    assert wrong.status_code == 400
+    field = "response_format.json_schema.schema.properties.x"
+    assert wrong.json()["error"]["param"] == field
+    assert wrong.json()["error"]["message"] == f"{field}: Invalid type: strin"
+    wrong = await client.post(URL, json={"messages": HI, "structured_outputs": {"regex": "(["}})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "structured_outputs.regex"

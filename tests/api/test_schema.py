@@ -23,6 +23,7 @@ from penstock.api.schema import (
 )
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import SamplingParams
+from penstock.core.structured_outputs import StructuredOutputs
 from penstock.kv.keys import root_key, salted
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -162,6 +163,56 @@ def test_unserved_fields_pass_when_they_change_nothing_and_are_named_when_they_w
 def test_removed_fields_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedField, match=name):
         chat(**{name: "x"})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_formats_are_structured_outputs() -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+    as_schema = SamplingParams(structured_outputs=StructuredOutputs(json=SCHEMA), max_tokens=None)
+    assert params(response_format=asked) == params(structured_outputs={"json": SCHEMA}) == as_schema
+    assert params(response_format={"type": "json_object"}) == params(structured_outputs={"json_object": True})
+    assert params(response_format={"type": "text"}) == params()
+    beside = params(response_format={"type": "text"}, structured_outputs={"choice": ["a", "b"], "regex": None})
+    assert beside.structured_outputs == StructuredOutputs(choice=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type: 'xml', allowed are text"),
+        ({"response_format": {}}, "response_format.type: None, allowed are"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type: 'structural_tag', allowed"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema: missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}},
+            "response_format.json_schema.schema: 70013 bytes, at most",
+        ),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema is not supported"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs: given, allowed only without response_format",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "use_beam_search": True},
+            "response_format: given, allowed only without use_beam_search",
+        ),
+        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "structured_outputs: given, allowed only"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: regex and choice, exactly one"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice: ''"),
+        ({"structured_outputs": 3}, "structured_outputs: 3, allowed is an object"),
+    ],
+)
+def test_a_form_that_is_wrong_is_named_as_it_was_written(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params(**fields)
+    assert str(caught.value).startswith(says)
+    assert says.startswith(str(caught.value.field))
 
 
 def test_whole_numbers_may_be_written_with_a_point() -> None:

@@ -112,6 +112,15 @@ def rows_of(data, rows: int, width: int) -> torch.Tensor:
     return x
 
 
+def masked(data, rows: int, device: str):
+    """Logits, some of their rows, and what is allowed there: all or nothing of a word, or some of it."""
+    vocab = data.draw(st.sampled_from([1, 31, 32, 33, 4000]))
+    which = torch.randperm(rows)[: data.draw(st.integers(1, rows))]
+    masks = torch.randint(-(2**31), 2**31, (len(which), vocab // 32 + 2), dtype=torch.int32)
+    masks[::2, ::3], masks[::3, 1::3] = 0, -1
+    return logits_of(rows, vocab, device), which.to(device), masks.to(device)
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -141,6 +150,8 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (rand(rows, 3, width), rand(rows, half), rand(rows, half)), []
     if name == "gate_mul":
         return (3 * rand(rows, width), data.draw(st.sampled_from(ops.ACTIVATIONS))), []
+    if name == "mask_logits":
+        return masked(data, rows, device), [0]
     if name == "argmax":
         return (torch.randn(rows, data.draw(st.sampled_from([1, 15, 16, 33, 40000]))).to(device),), []
     if name == "sample":

@@ -31,6 +31,7 @@ WORDS = [
     "missing",
 ]
 CLIENTS = 24
+FORM = {"type": "array", "items": {"type": "object", "additionalProperties": {"type": "integer"}}, "minItems": 99}
 ROOMY = DEMO | {"kv-cache-memory": "256M"}  # so that nothing has to stay where it is
 
 
@@ -45,6 +46,8 @@ def make_requests(count):
         )
         body = {"model": "demo", "prompt": prompt, "max_tokens": rng.choice([1, 2, 7, 30, 64]), "ignore_eos": True}
         body |= {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
+        if i % 6 < 2:
+            body["structured_outputs"] = {"json": FORM}
         if i % 8 == 7 and native.missing() is None:  # without our kernels rows round differently in other batches
             body = {"model": "demo", "input": [prompt, "open files"], "priority": i % 3}
         requests.append(body)

@@ -8,23 +8,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.plan import SequenceStep
+from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine import sampling
+from penstock.engine.masks import Masks
 from penstock.engine.sampling import score
 
 VOCAB = 50
 
 
-def sample(rows: torch.Tensor, steps: list[SequenceStep], before=()) -> SimpleNamespace:
-    drawn = sampling.sample(rows, steps, torch.tensor(before, dtype=torch.int64))
+def sample(rows: torch.Tensor, steps: list[SequenceStep]) -> SimpleNamespace:
+    masks = Masks(rows.shape[1])
+    drawn = sampling.sample(rows, steps, masks.end(masks.begin(StepPlan(()), steps), rows.device))
     assert drawn.tokens.tolist() == drawn.ids
     return SimpleNamespace(tokens=drawn.ids, logprobs=drawn.logprobs)
 
 
-def step(seed=0, position=10, history=None, prompt_tokens=0, **params) -> SequenceStep:
+def step(seed=0, position=10, generated=None, prompt=(), **params) -> SequenceStep:
     p = SamplingParams(**params)
-    return SequenceStep("r", position - 1, [0], (0,), 1, p, seed, history, prompt_tokens)
+    return SequenceStep("r", position - 1, [0], (0,), 1, p, seed, generated, prompt)
 
 
 def logits(rows=1, seed=0, vocab=VOCAB) -> torch.Tensor:
@@ -96,17 +98,17 @@ def test_seed_and_position_change_the_draw():
 
 def test_penalties():
     row = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.5]])
-    history = [1, 1, 2, 2, 2, 3]  # the first two are the prompt
 
     def greedy(**params):
-        return sample(row.clone(), [step(history=history, prompt_tokens=2, temperature=0.0, **params)]).tokens[0]
+        spoken = step(generated=[2, 2, 2, 3], prompt=[1, 1], temperature=0.0, **params)
+        return sample(row.clone(), [spoken]).tokens[0]
 
     assert greedy() == 1
     assert greedy(repetition_penalty=4.0) == 0  # 3 -> 0.75 and 2 -> 0.5: the prompt counts
     assert greedy(presence_penalty=2.0) == 1  # the prompt does not
     many = sample(
         torch.tensor([[1.0, 0.0, 2.0, 0.0]]),
-        [step(history=[0, 2, 2, 2], prompt_tokens=1, temperature=0.0, frequency_penalty=0.4)],
+        [step(generated=[2, 2, 2], prompt=[0], temperature=0.0, frequency_penalty=0.4)],
     )
     assert many.tokens == [0]
 

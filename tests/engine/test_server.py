@@ -31,6 +31,7 @@ from penstock.core.wire.engine import (
     decode_event,
 )
 from penstock.engine.loop import Engine
+from penstock.engine.masks import MaskCosts
 from penstock.engine.server import REPORT_INTERVAL, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
@@ -57,6 +58,7 @@ class CountingRunner:
     """The next token is the last one plus one. Once it has sampled `halt` it waits for its pace."""
 
     def __init__(self):
+        self.mask_costs = MaskCosts()
         self.sampled = []
         self.halt = None
         self.pace = threading.Event()

@@ -25,6 +25,7 @@ from penstock.sched.local import Limits, LocalPolicy, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.local.speculation import Speculation
+from penstock.text.grammar import Grammars
 from penstock.transfer.memory import PoolMemory
 
 try:
@@ -52,6 +53,7 @@ def make_engine(
     slots: int = 0,
     graph_mode: str = "auto",
     way: Callable[[Way], Way] = lambda way: way,
+    grammars: Grammars | None = None,
     speculation: Speculation | None = None,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table.
@@ -81,7 +83,9 @@ def make_engine(
     scheduler = Scheduler(
         limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload, speculation=speculation
     )
-    return Engine(scheduler, Runner(model, cache, graph_mode), SystemClock(), mover=mover, ahead=ahead, short=0.0)
+    return Engine(
+        scheduler, Runner(model, cache, graph_mode, grammars), SystemClock(), mover=mover, ahead=ahead, short=0.0
+    )
 
 
 def make_request(

@@ -22,6 +22,8 @@ NAMES = {
     *("goodput_requests_total", "slo_attainment_ratio"),
     *("engine_busy_seconds_total", "engine_idle_seconds_total"),
     *("kv_hit_tokens_total", "kv_bytes_moved_total"),
+    *("masked_steps_total", "mask_seconds_total", "grammars_compiled_total", "grammar_compile_seconds_total"),
+    "structured_requests_total",
 }
 
 
@@ -78,11 +80,16 @@ def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) 
         for step, (more_queries, more_hits) in enumerate(life, 1):
             queries, hits = queries + more_queries, hits + more_hits
             totals = {"prefix_queries": queries, "prefix_hits": hits, "preemptions": step, "busy": step, "idle": hits}
+            totals |= {"masked_steps": step, "masking": hits, "grammars": queries, "compiling": hits}
             metrics.observe_stats("e", stats(step, **totals), 1)
     assert value(metrics, "prefix_cache_queries_total") == sum(q for life in lives for q, _ in life)
     assert value(metrics, "prefix_cache_hits_total") == sum(h for life in lives for _, h in life)
     assert value(metrics, "engine_idle_seconds_total") == sum(h for life in lives for _, h in life)
     assert value(metrics, "engine_busy_seconds_total") == sum(len(life) for life in lives)
+    assert value(metrics, "masked_steps_total") == sum(len(life) for life in lives)
+    assert value(metrics, "grammars_compiled_total") == sum(q for life in lives for q, _ in life)
+    for name in ("mask_seconds_total", "grammar_compile_seconds_total"):
+        assert value(metrics, name) == sum(h for life in lives for _, h in life)
     assert value(metrics, "num_preemptions_total") == sum(len(life) for life in lives)
 
 

@@ -77,16 +77,20 @@ def test_an_id_that_comes_again_gets_nothing_of_its_former_incarnation():
     assert engine.out["a"] == expected([2] * 30, 20)
 
 
-def test_who_is_guided_by_its_tokens_is_not_scheduled_before_they_are_known():
+def test_who_is_guided_by_its_tokens_is_scheduled_before_they_are_known():
     engine = make(ahead=True, budget=64)
     engine.scheduler.add(replace(request("guided", [1] * 100, 6), bad_words=((3, 4),)))
-    assert engine.begin() is not None
-    assert engine.begin() is not None, "its prompt is known"
-    engine.end()
-    assert engine.begin() is None
-    run(engine)
-    assert engine.computed["guided"] == 105, "no token was wasted"
-    assert engine.out["guided"] == expected([1] * 100, 6)
+    plans = [engine.begin(), engine.begin()]
+    while engine.flying:
+        engine.end()
+        plans.append(engine.begin())
+    steps = [plan.sequences[0] for plan in plans if plan]
+    assert [step.generated for step in steps[:2]] == [None, []], "what a prompt's chunks leave does not matter"
+    out = engine.out["guided"]
+    assert out == expected([1] * 100, 6)
+    for step, before in zip(steps[2:], range(len(out)), strict=False):
+        assert step.generated == [*out[:before], -1], "its last token is the runner's to fill in"
+        assert step.bad_words == ((3, 4),)
 
 
 def test_what_depends_on_how_many_tokens_there_are_is_known_beforehand():
@@ -97,7 +101,8 @@ def test_what_depends_on_how_many_tokens_there_are_is_known_beforehand():
     for _ in range(4):
         plans.append(engine.begin())
         engine.scheduler.update(engine.flying.pop(0), StepResult([[5]], [None]))
-    assert [STOP in plan.sequences[0].banned for plan in plans] == [True, True, True, False, False]
+    assert [plan.sequences[0].generated is not None for plan in plans] == [True, True, True, False, False]
+    assert plans[0].sequences[0].stop_ids == {STOP}
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight():

@@ -1,4 +1,4 @@
-"""What a step is told of a sequence: which tokens must not be sampled, and which tokens of the prompt to report."""
+"""What a step is told of a sequence: which tokens of the prompt to report, and what crosses the wire."""
 
 from dataclasses import replace
 
@@ -13,36 +13,8 @@ from penstock.core.wire.handoff import Lease, Reserve, decode_peer
 from penstock.kv.keys import root_key, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
-from penstock.sched.local.sequence import Sequence
 from tests.helpers.engines import make_request
 from tests.helpers.scripted import STATS
-
-TOKENS = st.integers(0, 3)
-WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
-
-
-def completed(output, words):
-    """Last tokens that would make the output end with one of the words, by the definition."""
-    return {word[-1] for word in words if tuple([*output, word[-1]][-len(word) :]) == word}
-
-
-@given(
-    st.lists(TOKENS, min_size=1, max_size=8),
-    st.lists(TOKENS, max_size=8),
-    WORDS,
-    st.sets(TOKENS),
-    st.integers(0, 6),
-    st.data(),
-)
-def test_banned_is_what_would_end_too_early_or_complete_a_bad_word(prompt, output, words, stops, min_tokens, data):
-    request = make_request("r", prompt, stop_ids=stops, min_tokens=min_tokens, max_tokens=20)
-    request = replace(request, bad_words=words)
-    # however many of the output's tokens were sampled elsewhere
-    elsewhere = data.draw(st.integers(0, len(output)))
-    sequence = Sequence(replace(request, generated=tuple(output[:elsewhere])), 0, 0.0)
-    sequence.tokens += output[elsewhere:]
-    assert sequence.banned() == completed(output, words) | (stops if len(output) < min_tokens else set())
-    assert sequence.special or not sequence.banned()
 
 
 @given(st.integers(1, 300), st.integers(1, 100), st.booleans())
@@ -93,12 +65,14 @@ def test_reserved_room_finds_blocks_of_its_own_salt_only():
 
 def test_everything_about_a_request_crosses_the_wire():
     params = {"min_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [1, 2], "prompt_logprobs": 3}
+    params["structured_outputs"] = {"json": {"enum": ["ü", 1]}, "disable_any_whitespace": True}
     request = replace(make_request("r", [1, 2], **params), bad_words=((5, 6), (7,)), cache_salt="s", generated=(1,))
     for back in (
         decode_command(codec.encode(Enqueue(1, request))).request,
         decode_peer(codec.encode(Reserve(Lease("r", 0), request, "f"))).request,
     ):
         assert back.params == request.params
+        assert back.params.structured_outputs.json == '{"enum":["ü",1]}'
         assert (back.bad_words, back.cache_salt, back.stop_ids) == (request.bad_words, "s", request.stop_ids)
     limits = Limits(token_budget=8, max_sequences=1, max_model_len=64)
     scheduler = Scheduler(limits, BlockPool(range(4)))

@@ -1,10 +1,18 @@
 """The frontend against scripted engines: delivery, stop strings, cancellation, mistakes."""
 
 import asyncio
+import threading
 
 import pytest
 
-from penstock.core.errors import EngineFailure, InvalidRequest, PromptTooLong, Unavailable
+from penstock.core.errors import (
+    EngineFailure,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+    UnsupportedField,
+)
 from penstock.core.request import FinishReason, Timing, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Refused
@@ -49,6 +57,49 @@ def test_bad_words_reach_the_engine_as_tokens_and_prompt_logprobs_come_back(toke
         channel.report(TokenOutput(name, [6], start=1))
         assert (await one(generation)).prompt_logprobs is None
         generation.cancel()
+
+    run(tokenizer, scenario)
+
+
+def test_grammars_are_checked_once_beside_the_loop_and_few_at_a_time(tokenizer, monkeypatch):
+    checked, gate = [], threading.Event()
+
+    def check(wanted):
+        checked.append(wanted.regex)
+        assert gate.wait(20)
+        if wanted.regex == "bad":
+            raise InvalidRequest("structured_outputs.regex: bad", "structured_outputs.regex")
+
+    monkeypatch.setattr("penstock.text.grammar.check", check)
+    monkeypatch.setattr("penstock.service.frontend.MAX_CHECKING", 3)
+
+    async def scenario(frontend, channel, clock):
+        def look_at(regex):
+            return frontend.check_grammar(SamplingParams(structured_outputs={"regex": regex}))
+
+        await frontend.check_grammar(SamplingParams())
+        looks = [asyncio.create_task(look_at(regex)) for regex in ("a", "bad", "b")]
+        await until(lambda: checked == ["a"])
+        with pytest.raises(Overloaded, match="3 grammars wait"):
+            await look_at("c")
+        gate.set()
+        found = await asyncio.gather(*looks, return_exceptions=True)
+        assert [type(each) for each in found] == [type(None), InvalidRequest, type(None)]
+        await look_at("a")
+        assert checked == ["a", "bad", "b"], "it is known to be good"
+        await submit(frontend, [1], SamplingParams(structured_outputs={"regex": "a"}))
+        assert value(frontend, "penstock:structured_requests_total", kind="regex") == 1
+
+    run(tokenizer, scenario)
+
+
+def test_who_cannot_go_on_for_what_its_client_asked_is_the_clients_error(tokenizer):
+    async def scenario(frontend, channel, clock):
+        generation, (name,) = await submit(frontend, [1], SamplingParams(structured_outputs={"regex": "a"}))
+        why = "structured_outputs: no token may come next"
+        channel.report(TokenOutput(name, [], finish=FinishReason.ERROR, error=why))
+        with pytest.raises(InvalidRequest, match=f"^{why}$"):
+            await collect(generation)
 
     run(tokenizer, scenario)
 
@@ -171,7 +222,10 @@ def test_the_log_has_the_name_that_the_client_used(tokenizer, caplog, model):
 def test_an_answer_that_fails_harms_no_other(tokenizer, tokens, finish, says):
     async def scenario(frontend, channel, clock):
         (broken, (one,)), (fine, (two,)) = await submit(frontend), await submit(frontend)
-        channel.report(TokenOutput(one, tokens, finish=finish), TokenOutput(two, [5], finish=FinishReason.LENGTH))
+        channel.report(
+            TokenOutput(one, tokens, finish=finish, error="no number"),
+            TokenOutput(two, [5], finish=FinishReason.LENGTH),
+        )
         with pytest.raises(EngineFailure, match=says):
             await collect(broken)
         assert channel.cancelled() == [one]
@@ -293,5 +347,8 @@ def test_modelled_engines_do_not_search(tokenizer):
         with pytest.raises(InvalidRequest, match=r"^use_beam_search: true, ") as caught:
             frontend.submit([[1]], SamplingParams(use_beam_search=True), request_id="r")
         assert caught.value.field == "use_beam_search"
+        with pytest.raises(UnsupportedField, match=r"^structured_outputs: engines of modelled devices") as caught:
+            await frontend.check_grammar(SamplingParams(structured_outputs={"regex": "a"}))
+        assert caught.value.field == "structured_outputs"
 
     run(tokenizer, scenario)

@@ -170,6 +170,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafts: int = 0  # sequences' parts of steps with drafts in them
     draft_tokens: int = 0  # drafts in them
     accepted_tokens: int = 0  # of these, those that were right
+    masked_steps: int = 0  # steps in which it was worked out which tokens may be drawn
+    masking: float = 0.0  # seconds that these waited for it
+    grammars: int = 0  # that were compiled
+    compiling: float = 0.0  # seconds that this took, beside steps
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -252,6 +252,23 @@ void each_row(int64_t rows, int64_t vocab, F&& f) {
 
 }  // namespace
 
+void mask_logits(float* logits, int64_t vocab, const int64_t* rows, int64_t count, const uint32_t* masks,
+                 int64_t words) {
+    each_row(count, vocab, [&](int64_t i) {
+        float* x = logits + rows[i] * vocab;
+        const uint32_t* mask = masks + i * words;
+        for (int64_t id = 0; id < vocab; id += 32) {  // mostly all of them are in, or none
+            const uint32_t bits = mask[id / 32];
+            const int64_t end = std::min<int64_t>(32, vocab - id);
+            if (bits == 0)
+                std::fill(x + id, x + id + end, -INF);
+            else if (bits != ~0u)
+                for (int64_t lane = 0; lane < end; lane++)
+                    if (!(bits >> lane & 1)) x[id + lane] = -INF;
+        }
+    });
+}
+
 void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, uint8_t* finite) {
     each_row(rows, vocab, [&](int64_t row) {
         const float* x = logits + row * vocab;
@@ -288,6 +305,11 @@ int64_t sample(std::vector<Candidate>& likeliest, const Draw& draw) {
 }  // namespace penstock
 
 extern "C" {
+
+void penstock_mask_logits(float* logits, int64_t vocab, const int64_t* rows, int64_t count, const uint32_t* masks,
+                          int64_t words) {
+    penstock::mask_logits(logits, vocab, rows, count, masks, words);
+}
 
 void penstock_argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, uint8_t* finite) {
     penstock::argmax(logits, rows, vocab, tokens, finite);

@@ -21,6 +21,10 @@ struct Candidate {
     }
 };
 
+// In `count` rows of logits [.., vocab], -inf for each token whose bit in that row's mask [count, words] is 0.
+void mask_logits(float* logits, int64_t vocab, const int64_t* rows, int64_t count, const uint32_t* masks,
+                 int64_t words);
+
 // The first largest entry of each row [rows, vocab], a NaN being none, and whether all of the row are finite.
 void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* tokens, uint8_t* finite);
 

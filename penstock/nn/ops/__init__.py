@@ -12,6 +12,7 @@ from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_pays
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
+from penstock.nn.ops.mask_logits import mask_logits
 from penstock.nn.ops.qkv_to_cache import qkv_to_cache
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
@@ -32,6 +33,7 @@ __all__ = [
     "gate_mul",
     "gumbel_noise",
     "linear",
+    "mask_logits",
     "packed_linear",
     "packed_rows",
     "qkv_to_cache",

@@ -184,7 +184,6 @@ class BeamGroup(Sequence):
 
     def __init__(self, request: Request, number: int, now: float, root: bytes, limits: Limits) -> None:
         super().__init__(request, number, now, root)
-        self.guided = True
         self.rows = request.params.n
         self.longest = longest_beam(request, limits)
         self.reached = 0

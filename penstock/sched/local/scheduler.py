@@ -472,8 +472,8 @@ class Scheduler:
             if step.sample > 1 and self.speculation is not None:
                 self.speculation.count(step.sample - 1, len(run) - 1)
                 drafted += 1
-            if step.request_id in result.broken:  # its blocks of this step are not published
-                output = TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated)
+            if why := result.broken.get(step.request_id):  # its blocks of this step are not published
+                output = TokenOutput(sequence.id, [], finish=FinishReason.ERROR, start=sequence.generated, error=why)
             elif step.candidates:
                 assert isinstance(sequence, BeamGroup)
                 told = sequence.advance(step, result)

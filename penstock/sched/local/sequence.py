@@ -60,8 +60,7 @@ class Sequence:
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
             (`sched.local.steps`); when it samples a token, the last of `tokens` is a placeholder.
         special: it has parameters that most sequences' steps do not need.
-        penalised: what is sampled depends on which tokens came before, beyond what the model computes.
-        guided: what may be sampled next depends on which tokens were sampled.
+        steered: what is drawn depends on which tokens came before, beyond what the model computes.
         prompt_logprobs: of the prompt, as far as it was computed; None when they are not wanted, or have left.
         pooling: of the prompt, whose embedding is all that is wanted; None generates.
         pooled: what the runner has brought for that; a sum grows by every step.
@@ -88,7 +87,6 @@ class Sequence:
         "computed",
         "entered",
         "first",
-        "guided",
         "in_flight",
         "kept",
         "keys",
@@ -97,7 +95,6 @@ class Sequence:
         "loaded",
         "loads",
         "migrates",
-        "penalised",
         "pooled",
         "pooling",
         "prompt_logprobs",
@@ -107,6 +104,7 @@ class Sequence:
         "root",
         "special",
         "started",
+        "steered",
         "store_hold",
         "tokens",
         "tpot",
@@ -133,17 +131,13 @@ class Sequence:
         params = request.params
         if params.prompt_logprobs is not None and not request.generated:  # else they left with the first token
             self.prompt_logprobs = []
-        self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        self.steered = bool(penalised or request.bad_words or params.structured_outputs)
         self.pooling: Pooling | None = request.pooling
         self.pooled: list[float] = []
         self.special = bool(
-            self.penalised
-            or params.min_tokens
-            or request.bad_words
-            or self.prompt_logprobs is not None
-            or self.pooling is not None
+            self.steered or params.min_tokens or self.prompt_logprobs is not None or self.pooling is not None
         )
-        self.guided = bool(request.bad_words)
         self.root = salted(root, request.cache_salt) if request.cache_salt else root
         self.tokens = [*request.prompt, *request.generated]
         self.computed = self.in_flight = 0
@@ -252,18 +246,6 @@ class Sequence:
             return self.arrived + self.ttft
         return self.first + self.tpot * self.generated
 
-    def banned(self) -> set[int]:
-        """Tokens that must not be sampled next: they would end the output too early, or complete a bad word."""
-        request, tokens = self.request, self.tokens
-        start = len(request.prompt)
-        generated = len(tokens) - start
-        banned = set(request.stop_ids) if generated < request.params.min_tokens else set()
-        for word in request.bad_words:
-            before = len(word) - 1
-            if before <= generated and tuple(tokens[len(tokens) - before :]) == word[:-1]:
-                banned.add(word[-1])
-        return banned
-
     def targets(self, count: int) -> list[int]:
         """Of the prompt's tokens that follow its next `count`: those whose log-probabilities are wanted."""
         if self.prompt_logprobs is None:
@@ -291,13 +273,13 @@ class Sequence:
             request.params,
             request.seed,
             None,
-            len(request.prompt),
+            request.prompt,
             blocks[used:],
         )
         if self.special:
-            if sample:
-                step.history = tokens[:] if self.penalised else None
-                step.banned = self.banned()
+            if sample and (self.steered or self.generated < request.params.min_tokens):
+                step.generated = tokens[len(request.prompt) :]
+                step.stop_ids, step.bad_words = request.stop_ids, request.bad_words
             step.targets = self.targets(count)
             if self.pooling == "mean" or end == len(tokens):
                 step.pool = self.pooling

@@ -98,10 +98,8 @@ class InFlightSteps:
             return True
         here = flight.sequences
         for step in flight.plan.sequences:
-            if step.sample > 1:
-                return False  # how far it goes on is not known
-            if (step.sample or step.candidates) and step.request_id in here and here[step.request_id].guided:
-                return False  # what may be sampled after it depends on which token it is
+            if step.sample > 1 or step.candidates:
+                return False  # how far it goes on is not known, or which beams do
         flight.counted = True
         row = 0
         for step in flight.plan.sequences:

@@ -167,7 +167,7 @@ class Speculation:
             if draft.behind < self._patience:
                 return
             draft.land(sequence.tokens[-draft.behind :])
-        if not draft.proposal or sequence.guided or sequence.generated < sequence.request.params.min_tokens:
+        if not draft.proposal:
             self.ready.pop(sequence.id, None)
             self.hot.pop(sequence.id, None)
             return

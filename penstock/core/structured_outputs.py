@@ -1,0 +1,145 @@
+"""What form an output is to have: JSON of a schema, a regular expression, one of several texts, a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import InvalidRequest, UnsupportedField
+
+FIELD = "structured_outputs"
+MAX_BYTES = 1 << 16  # of a schema, regular expression or grammar, and of all choices
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+UNSERVED = ("disable_additional_properties", "structural_tag")  # vLLM's other fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one of the first five, which have vLLM's names and meaning. Raises `InvalidRequest` naming what is wrong.
+
+    Whether it can be compiled is seen by `text.grammar`, which knows how.
+
+    Attributes:
+        json: a JSON Schema, as an object or as text; kept as text.
+        json_object: any JSON object.
+        regex: the whole output matches it.
+        choice: the output is one of these texts.
+        grammar: in Lark's syntax, or in GBNF.
+        disable_any_whitespace: JSON has no space between its parts.
+        whitespace_pattern: of JSON: a regular expression of the space that there may be between its parts.
+    """
+
+    json: Any = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not bool:
+                raise _wrong(name, value, "true or false")
+            object.__setattr__(self, name, bool(value))
+        if self.json is False:
+            raise _wrong("json", self.json, "a JSON Schema that something satisfies")
+        given = [kind for kind in KINDS if self._says(kind)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise InvalidRequest(f"{FIELD}: {found}, exactly one of {', '.join(KINDS)} is needed", FIELD)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise _wrong(name, value, "a string")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if not (self.json or self.json_object) and (self.disable_any_whitespace or self.whitespace_pattern is not None):
+            name = "whitespace_pattern" if self.whitespace_pattern is not None else "disable_any_whitespace"
+            raise InvalidRequest(f"{FIELD}.{name}: given, allowed only with json or json_object", f"{FIELD}.{name}")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            name = f"{FIELD}.whitespace_pattern"
+            raise InvalidRequest(f"{name}: given, allowed only without disable_any_whitespace: true", name)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "choice"):
+            value = getattr(self, name)
+            try:
+                size = len("".join(value or ()).encode())
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"{FIELD}.{name}: not valid Unicode", f"{FIELD}.{name}") from None
+            if size > MAX_BYTES:
+                raise InvalidRequest(
+                    f"{FIELD}.{name}: {size} bytes, at most {MAX_BYTES} are allowed", f"{FIELD}.{name}"
+                )
+
+    @property
+    def kind(self) -> str:
+        """Which of the five it is."""
+        return next(kind for kind in KINDS if self._says(kind))
+
+    def _says(self, kind: str) -> bool:
+        value = getattr(self, kind)
+        return value is not None and value is not False
+
+    @classmethod
+    def of(cls, value: Any) -> StructuredOutputs:
+        """Of an object with these fields. Raises InvalidRequest, or UnsupportedField naming a field that vLLM has."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise InvalidRequest(f"{FIELD}: {_short(value)}, allowed is an object", FIELD)
+        given = {name: entry for name, entry in value.items() if entry is not None}
+        for name, entry in given.items():
+            if name in UNSERVED:
+                if entry is False:
+                    continue
+                raise UnsupportedField(f"{FIELD}.{name} is not supported", f"{FIELD}.{name}")
+            if name not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise InvalidRequest(f"{FIELD}.{_short(name)}: no such field, allowed are {known}", FIELD)
+        return cls(**{name: entry for name, entry in given.items() if name not in UNSERVED})
+
+
+def _schema_text(schema: Any) -> str:
+    name = f"{FIELD}.json"
+    if isinstance(schema, str) and len(schema) > 2 * MAX_BYTES:  # also with much space in it
+        raise InvalidRequest(f"{name}: {len(schema)} characters, at most {MAX_BYTES} bytes are allowed", name)
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise InvalidRequest(f"{name}: nested too deeply", name) from None
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{name}: not JSON ({error})", name) from None
+    if not isinstance(schema, dict | bool):
+        raise _wrong("json", schema, "a JSON Schema: an object, true or false")
+    return text
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise _wrong("choice", given, "a list of strings")
+    choices = tuple(given)
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise _wrong("choice", choice, "in it are strings of at least one character")
+    if not choices:
+        raise _wrong("choice", given, "a list of at least one string")
+    return choices
+
+
+def _wrong(name: str, value: object, allowed: str) -> InvalidRequest:
+    return InvalidRequest(f"{FIELD}.{name}: {_short(value)}, allowed is {allowed}", f"{FIELD}.{name}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
