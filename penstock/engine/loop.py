@@ -13,7 +13,6 @@ from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
-from penstock.engine.masks import MaskCosts
 from penstock.engine.mover import Moved
 from penstock.engine.step_thread import StepThread
 from penstock.kv.pool import Published
@@ -25,6 +24,21 @@ SHORT = 5e-3  # seconds; for shorter steps a second thread costs more than it sa
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
+
+
+@dataclass(slots=True)
+class MaskCosts:
+    """What working out which tokens may be drawn has cost, since the start.
+
+    Attributes:
+        steps: with a mask; `seconds`: that these waited for it.
+        compiled: grammars; `compiling`: seconds that it took.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    compiled: int = 0
+    compiling: float = 0.0
 
 
 class Computes(Protocol):

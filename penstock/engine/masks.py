@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock.core.errors import UserError
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
+from penstock.engine.loop import MaskCosts
 from penstock.text.grammar import Grammars, problem_of
 
 if TYPE_CHECKING:
@@ -33,21 +34,6 @@ Words = NDArray[np.int32]
 ALL = np.int32(-1)  # 32 tokens
 MOST_THREADS = 8
 MOST_TEXTS = 64  # sets of stop tokens that are remembered
-
-
-@dataclass(slots=True)
-class MaskCosts:
-    """Since the start.
-
-    Attributes:
-        steps: with a mask; `seconds`: that these waited for it.
-        compiled: grammars; `compiling`: seconds that it took.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    compiled: int = 0
-    compiling: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

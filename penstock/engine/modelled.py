@@ -27,8 +27,7 @@ from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan,
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
-from penstock.engine.loop import Engine
-from penstock.engine.masks import MaskCosts
+from penstock.engine.loop import Engine, MaskCosts
 from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published

@@ -12,7 +12,8 @@ from torch import Tensor
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.masks import MaskCosts, Masks, PendingMasks
+from penstock.engine.loop import MaskCosts
+from penstock.engine.masks import Masks, PendingMasks
 from penstock.engine.sampling import (
     NOT_FINITE,
     Drawn,

@@ -30,8 +30,7 @@ from penstock.core.wire.engine import (
     StepReport,
     decode_event,
 )
-from penstock.engine.loop import Engine
-from penstock.engine.masks import MaskCosts
+from penstock.engine.loop import Engine, MaskCosts
 from penstock.engine.server import REPORT_INTERVAL, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
