@@ -26,6 +26,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     parser.add_argument("--dtype")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="data type of KV: int8, fp8 or auto")
     add_flag(parser, "decode", integer(1, MOST), nargs="*", default=[1, 16, 64], help="sequences of a decode step")
     add_flag(parser, "context", integer(1, MOST), default=128, help="tokens that each of them has")
     add_flag(parser, "prefill", integer(2, MOST), nargs="*", default=[512], help="tokens of a prompt")
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         EngineOptions(
             model=str(find_checkpoint(args.model)),
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_model_len=longest,
             max_num_seqs=max(shape.sequences for shape in shapes),
             max_num_batched_tokens=max(512, *(shape.sequences * shape.tokens for shape in shapes)),

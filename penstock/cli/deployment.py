@@ -23,6 +23,7 @@ MODELLED_TOO = (  # of the engine's options
     "max-num-seqs",
     "max-num-batched-tokens",
     "step-time-limit-ms",
+    "kv-cache-dtype",
     "kv-cache-memory",
     "host-cache-memory",
     "enable-prefix-caching",

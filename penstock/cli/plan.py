@@ -31,6 +31,7 @@ from penstock.cli.plan_report import (
     write_plan,
 )
 from penstock.core.errors import ConfigError
+from penstock.core.layout import KV_DTYPES
 
 if TYPE_CHECKING:
     from penstock.sim.plan import Candidate, Kind, Search, Verdict
@@ -45,6 +46,7 @@ COLOCATED, DISAGGREGATED = "unified", "least_loaded"
 
 FLAGS = (
     Option("geometry", str, None, "the model (default: the scenario's, or llama-3.1-8b)"),
+    Option("kv-cache-dtype", one_of(*KV_DTYPES), None, "data type of KV (default: the scenario's, or auto)"),
     Option("ttft-ms", number(0), None, "time to first token"),
     Option("tpot-ms", number(0), None, "mean time per token after it"),
     Option("rate", number(0, 1e6), None, "requests per second (default: the trace's or the scenario's own)"),
@@ -168,8 +170,9 @@ def _document(args: argparse.Namespace, values: Mapping[str, Any]) -> dict[str, 
     geometry = Option("geometry", one_of(*GEOMETRIES), None, "")
     if values["geometry"] is not None:
         engine["geometry"] = geometry.read(values["geometry"], "--geometry")
-    if values["max_model_len"] is not None:
-        engine["max-model-len"] = values["max_model_len"]
+    for name in ("kv-cache-dtype", "max-model-len"):
+        if (value := values[name.replace("-", "_")]) is not None:
+            engine[name] = value
     document["engine"] = engine
     slo = {str(k).replace("_", "-"): v for k, v in (document.get("slo") or {}).items()}
     slo |= {name: values[name.replace("-", "_")] for name in ("ttft-ms", "tpot-ms") if values[name.replace("-", "_")]}

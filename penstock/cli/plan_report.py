@@ -202,6 +202,7 @@ instances:
             f"    count: {group.count}",
             f"    device: {group.device}",
             *([f"    {PARALLEL}: {part.kind.size}"] if part.kind.size > 1 else []),
+            *([f"    kv-cache-dtype: {group.kv_cache_dtype}"] if group.kv_cache_dtype != "auto" else []),
             f"    max-num-batched-tokens: {group.token_budget}",
             f"    kv-blocks: {group.num_blocks}",
             *([f"    host-cache-memory: {group.host_blocks * group.block_bytes}"] if group.host_blocks else []),

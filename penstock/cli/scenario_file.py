@@ -34,7 +34,10 @@ def modelled(text: str) -> str:
 
 def make_tables() -> ScenarioTables:
     engine = {option.name: option for option in TABLES.modelled if isinstance(option, Option)}
-    names = ("max-num-seqs", "max-num-batched-tokens", "step-time-limit-ms", "kv-blocks", "enable-prefix-caching")
+    names = (
+        *("max-num-seqs", "max-num-batched-tokens", "step-time-limit-ms", "kv-blocks", "kv-cache-dtype"),
+        "enable-prefix-caching",
+    )
     needed = partial(Option, default=None)
     targets = (
         needed("ttft-ms", number(0), help="time to first token"),

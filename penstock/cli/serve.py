@@ -13,6 +13,7 @@ from typing import Any
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
 from penstock.cli.run_folder import run_folder
+from penstock.core.layout import KV_DTYPES
 from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.service.checkpoint import find_checkpoint
 
@@ -31,7 +32,13 @@ ENGINE_OPTIONS = (
         "dtype",
         one_of("auto", "bfloat16", "float16", "float32"),
         "auto",
-        "data type of weights and KV; auto is the checkpoint's",
+        "data type of weights; auto is the checkpoint's",
+    ),
+    Option(
+        "kv-cache-dtype",
+        one_of(*KV_DTYPES),
+        "auto",
+        "data type of KV; auto is that of weights, int8 takes half the memory of bfloat16; fp8 is for GPUs",
     ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),

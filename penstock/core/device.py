@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.core.layout import KV_DTYPES, KVGroup, attention_groups, bytes_per_token
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:
@@ -61,7 +63,8 @@ class ModelShape:
     """The geometry of a dense decoder with a gated MLP, named as in its config.json.
 
     Attributes:
-        bytes_per_value: of weights and KV alike.
+        bytes_per_value: of weights, and of KV unless `kv_dtype` says otherwise.
+        kv_dtype: of stored KV; None is as wide as weights are.
     """
 
     layers: int
@@ -73,6 +76,18 @@ class ModelShape:
     vocab: int
     tied: bool = False
     bytes_per_value: int = 2
+    kv_dtype: str | None = None
+
+    def storing(self, kv_cache_dtype: str) -> ModelShape:
+        """The same with KV of a dtype, a name in KV_DTYPES."""
+        stored = KV_DTYPES[kv_cache_dtype]
+        return self if stored == "auto" else replace(self, kv_dtype=stored)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """What is kept of every token."""
+        dtype = self.kv_dtype or ("float32" if self.bytes_per_value == 4 else "bfloat16")
+        return attention_groups((None,) * self.layers, self.kv_heads, self.head_dim, dtype)
 
     @property
     def layer_params(self) -> int:
@@ -91,4 +106,4 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value
+        return bytes_per_token(self.kv_groups)

@@ -137,7 +137,7 @@ def work_of(name: str, arguments: tuple[Any, ...], result: Any) -> tuple[int, in
     if name == "attention":
         q, cache, window = arguments[0], arguments[1], arguments[4]
         assert batch is not None
-        token = 2 * cache.shape[2] * cache.shape[4] * cache.itemsize
+        token = cache.bytes_per_token
         read = sum(span.length if window is None else min(span.length, window + span.rows) for span in batch.spans)
         pairs = sum(_seen(span.start, span.rows, window) for span in batch.spans)
         return 2 * q.nbytes + read * token, 4 * pairs * q.shape[1] * q.shape[2]

@@ -12,7 +12,7 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KV_DTYPES, KVLayout, window_of
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
@@ -52,6 +52,7 @@ class EngineOptions:
         model: a Hugging Face checkpoint folder.
         device: "cpu", "cuda", "cuda:1"; None takes CUDA where there is one.
         dtype: "bfloat16", "float16" or "float32"; None or "auto" takes the checkpoint's.
+        kv_cache_dtype: that K and V are stored in, a name in `core.layout.KV_DTYPES`; "auto" is `dtype`.
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
@@ -74,6 +75,7 @@ class EngineOptions:
     model: str
     device: str | None = None
     dtype: str | None = None
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
@@ -128,6 +130,11 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     _check(options)
     speculation = make_speculation(options.speculative_config)
     device = _device(options.device)
+    if device.type == "cpu" and KV_DTYPES[options.kv_cache_dtype] == "float8_e4m3fn":
+        raise ConfigError(
+            f"kv-cache-dtype: {options.kv_cache_dtype!r}, there are no kernels for it on a CPU, allowed are auto, int8",
+            "kv-cache-dtype",
+        )
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
@@ -145,10 +152,11 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
     budget = _step_budget(options, model_len, limit)
     if model.device.type == "cuda":
-        _touch_memory(model, budget.high)
+        _touch_memory(model, budget.high, options.kv_cache_dtype)
     wanted = model_len
     name = "-".join(filter(None, (identity(Path(options.model)), model.config.variant)))
-    layout = make_layout(model.config, model.dtype, _chosen(options.kv_layout, "block"), name)
+    order = _chosen(options.kv_layout, "block")
+    layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype)
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     if asked is not None:
         check_asked(asked - asked % layout.block_bytes, model.device, promised)
@@ -165,9 +173,9 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
     cache, pool = _open_cache(options, model, layout, num_blocks, model_len, open_pool)
-    blocks = _block_pool(pool, num_blocks, options.prefix_cache)
+    blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=window_of(layout.groups) is not None)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
-    root = root_key(layout.model, layout.dtype)
+    root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, limit)  # the server says what predicts steps
     mover = open_host_tier(cache, slots) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
@@ -179,16 +187,18 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         policy=policy,
         offload=offload,
         speculation=speculation,
+        window=window_of(layout.groups),
     )
     runner = Runner(model, cache, options.graph_mode, Grammars(Path(options.model), model.config.vocab_size))
     log.info(
-        "%s on %s, %s: %d blocks (%.0f MiB) of KV cache, %s, %d of them restored, sequences up to %d tokens, "
+        "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "
         "steps up to %d tokens",
         type(model).__name__,
         model.device,
         layout.dtype,
         num_blocks,
         num_blocks * layout.block_bytes / 2**20,
+        layout.kv_dtype,
         cache.address_mode,
         blocks.cached,
         model_len,
@@ -202,7 +212,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     )
     if engine.step_thread is not None:
         runner.computing = engine.step_thread.bell.computing
-    return Built(engine, runner, layout, _shape(model), pool)
+    return Built(engine, runner, layout, _shape(model).storing(options.kv_cache_dtype), pool)
 
 
 def _open_cache(
@@ -232,11 +242,11 @@ def _open_cache(
         raise
 
 
-def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool) -> BlockPool:
+def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, windowed: bool) -> BlockPool:
     """A block pool with the blocks inherited from this engine's previous incarnation, if any."""
     if pool is None:
-        return BlockPool(range(num_blocks))
-    blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.client)
+        return BlockPool(range(num_blocks), windowed=windowed)
+    blocks = BlockPool([*(record.block for record in pool.inherited), *pool.blocks], pool.client, windowed=windowed)
     if prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     return blocks
@@ -278,6 +288,7 @@ def _check(options: EngineOptions) -> None:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
     choices = {
         "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
+        "kv-cache-dtype": (options.kv_cache_dtype, tuple(KV_DTYPES)),
         "kv-layout": (options.kv_layout, ("auto", "block", "token")),
         "graph-mode": (options.graph_mode, MODES),
     }
@@ -328,9 +339,9 @@ def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> St
     return StepBudget(low, high, limit.most / 1e3)
 
 
-def _touch_memory(model: Decoder, tokens: int) -> None:
+def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> None:
     """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest."""
-    layout = make_layout(model.config, model.dtype, "block", "")
+    layout = make_layout(model.config, model.dtype, "block", "", kv_cache_dtype)
     blocks = tuple(range(blocks_for(tokens)))
     params = SamplingParams(temperature=0.0)
     plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)

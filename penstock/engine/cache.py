@@ -1,11 +1,11 @@
-"""The KV cache as a tensor for kernels, and its two address modes.
+"""The KV cache as tensors for kernels, and its two address modes.
 
     table        a sequence's blocks lie anywhere; kernels are given their ids
     contiguous   they lie behind consecutive slots of a virtual range; kernels are given the first
 
-Either way the tensor is [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim]. The layout's order decides only its strides:
-"block" keeps a head's tokens together, "token" keeps a token's layers and heads together, at a constant stride from
-token to token as far as blocks are consecutive.
+Either way a layer's K and V are [slots, 2, kv_heads, BLOCK_TOKENS, dim] (nn/kv.py). The layout's order decides only
+their strides: "block" keeps a head's tokens together, "token" keeps a token's layers and heads together, at a constant
+stride from token to token as far as blocks are consecutive.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KV_DTYPES, KVGroup, KVLayout, bytes_per_token
 from penstock.core.plan import BLOCK_TOKENS, StepPlan
 from penstock.engine.arena import Arena, MapCounters, Mapper
 from penstock.engine.memory import MAPPINGS
 from penstock.kv.ranges import Change, Ranges
 from penstock.nn.config import DTYPES, DecoderConfig
+from penstock.nn.kv import KVLayers, LayerKV
 
 if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
@@ -37,38 +38,55 @@ QUIET = 0.05  # seconds without a step: a client that sends its next request at 
 PAGE = 4096  # bytes: a CPU's mapping unit
 MOST_RANGES = 8192
 MOST_ADDRESSES = 16 << 40  # bytes of ranges; a process has 128 TiB of addresses
-# strides' order, from the outermost dimension in memory to the innermost
-ORDERS = {"block": (0, 1, 2, 3, 4, 5), "token": (0, 4, 1, 2, 3, 5)}
+# strides' order of [layer, k|v, head, token], from the outermost in memory to the innermost
+ORDERS = {"block": (0, 1, 2, 3), "token": (3, 0, 1, 2)}
+STORED = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-def make_layout(config: DecoderConfig, dtype: torch.dtype, order: str, model: str) -> KVLayout:
+def make_layout(
+    config: DecoderConfig, dtype: torch.dtype, order: str, model: str, kv_cache_dtype: str = "auto"
+) -> KVLayout:
     """How a model's KV lies in a block.
 
     Args:
+        dtype: that it is computed in.
         model: the checkpoint's digest.
+        kv_cache_dtype: that it is stored in, a name in KV_DTYPES.
     """
-    exact = config.num_layers * 2 * config.num_kv_heads * BLOCK_TOKENS * config.head_dim * dtype.itemsize
-    return KVLayout(
-        model=model,
-        order=order,
-        dtype=str(dtype).removeprefix("torch."),
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_bytes=-(-exact // PAGE) * PAGE,
-    )
+    computed = str(dtype).removeprefix("torch.")
+    stored = KV_DTYPES[kv_cache_dtype]
+    groups = config.kv_groups(computed if stored == "auto" else stored)
+    exact = bytes_per_token(groups) * BLOCK_TOKENS
+    return KVLayout(model=model, order=order, dtype=computed, groups=groups, block_bytes=-(-exact // PAGE) * PAGE)
 
 
-def as_blocks(memory: Tensor, layout: KVLayout) -> Tensor:
-    """[elements] of whole blocks -> [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim], in place."""
-    per_block = layout.block_bytes // memory.itemsize
-    sizes = (memory.numel() // per_block, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-    strides = [per_block, 0, 0, 0, 0, 0]
-    step = 1
-    for dimension in reversed(ORDERS[layout.order][1:]):
+def as_layers(memory: Tensor, layout: KVLayout) -> KVLayers:
+    """[bytes] of whole blocks -> each layer's K and V in them, in place."""
+    found: dict[int, LayerKV] = {}
+    start = 0
+    for group in layout.groups:
+        values = _as_heads(memory, layout, group, start, STORED[group.dtype], group.head_dim)
+        start += group.heads_per_token * BLOCK_TOKENS * group.head_dim * values.itemsize
+        scales = None
+        if group.scale_bytes:
+            scales = _as_heads(memory, layout, group, start, torch.float32, 1)[..., 0]
+            start += group.heads_per_token * BLOCK_TOKENS * group.scale_bytes
+        for place, layer in enumerate(group.layers):
+            found[layer] = LayerKV(values[:, place], None if scales is None else scales[:, place])
+    return KVLayers(found[i] for i in range(len(found)))
+
+
+def _as_heads(memory: Tensor, layout: KVLayout, group: KVGroup, start: int, dtype: torch.dtype, width: int) -> Tensor:
+    """Of a group, [blocks, layers, 2, kv_heads, BLOCK_TOKENS, width], from the byte `start` of every block on."""
+    elements = memory.view(dtype)
+    per_block = layout.block_bytes // dtype.itemsize
+    sizes = (len(group.layers), 2, group.kv_heads, layout.block_tokens)
+    strides, step = [0, 0, 0, 0], width
+    for dimension in reversed(ORDERS[layout.order]):
         strides[dimension] = step
         step *= sizes[dimension]
-    return memory.as_strided(sizes, strides)
+    blocks = elements.numel() // per_block
+    return elements.as_strided((blocks, *sizes, width), (per_block, *strides, 1), start // dtype.itemsize)
 
 
 class KVCache:
@@ -76,7 +94,8 @@ class KVCache:
 
     Attributes:
         layout: of a block.
-        slots: what kernels see, [slots, layers, 2, kv_heads, BLOCK_TOKENS, dim].
+        layers: what kernels see, of each layer all slots.
+        slots: the same as bytes, [slots, bytes].
         blocks: the physical blocks, its first part or all of it.
         direct: kernels find blocks where the plan says they are: a step without fresh blocks needs no `prepare`, and
             one without `computed` no `settle`.
@@ -88,29 +107,28 @@ class KVCache:
     direct = True
 
     def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, prefaulter: Prefaulter | None = None) -> None:
-        """`memory` is [elements], of the layout's dtype."""
+        """`memory` is [bytes]."""
         self.prefaulter = prefaulter
         self.computed: torch.cuda.Event | None = None
         self.layout = layout
-        self.slots = as_blocks(memory, layout)
+        self.layers = as_layers(memory, layout)
+        self.slots = memory.view(-1, layout.block_bytes)
         self.blocks = self.slots[:num_blocks]
-        self._flat = memory.view(len(self.slots), -1)
 
     @classmethod
     def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
         """Memory of its own, which is not cleared: a plan names the blocks that must be before they are used."""
-        dtype = DTYPES[layout.dtype]
-        elements = num_blocks * (layout.block_bytes // dtype.itemsize)
-        return cls(torch.empty(elements, dtype=dtype, device=device), layout, num_blocks)
+        memory = torch.empty(num_blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+        return cls(memory, layout, num_blocks)
 
     @classmethod
     def over_pool(cls, layout: KVLayout, memory: PoolMemory) -> KVCache:
         arena = Arena(memory, 0)
-        return cls(_tensor(arena, layout), layout, memory.num_blocks, Prefaulter(arena))
+        return cls(_tensor(arena), layout, memory.num_blocks, Prefaulter(arena))
 
     def block(self, block: int) -> Tensor:
-        """All of one block, [elements], in place and in whatever order."""
-        return self._flat[block]
+        """All of one block, [bytes], in place."""
+        return self.slots[block]
 
     def prepare(self, plan: StepPlan) -> list[Sequence[int]]:
         """Clear what the plan says. Returns each sequence's slots, as a `range` where they are consecutive."""
@@ -130,7 +148,7 @@ class KVCache:
         """Release the memory; the cache cannot be used afterwards."""
         if self.prefaulter is not None:
             self.prefaulter.close()
-        del self.slots, self.blocks, self._flat
+        del self.layers, self.slots, self.blocks
 
     def counts(self) -> dict[str, int]:
         """Ranges by state and mapped slots (see `Ranges.counts`); empty when blocks are addressed by table."""
@@ -140,12 +158,12 @@ class KVCache:
         """Raise AssertionError unless everything is accounted for."""
 
     def _clear(self, slots: Sequence[int]) -> None:
-        if self._flat.is_cpu:
+        if self.slots.is_cpu:
             for slot in slots:  # not by torch, whose threads would still spin when the step's kernels begin
-                row = self._flat[slot]
+                row = self.slots[slot]
                 ctypes.memset(row.data_ptr(), 0, row.nbytes)
         elif slots:
-            self._flat.index_fill_(0, torch.tensor(slots, device=self._flat.device), 0)
+            self.slots.index_fill_(0, torch.tensor(slots, device=self.slots.device), 0)
 
 
 class ContiguousCache(KVCache):
@@ -164,7 +182,7 @@ class ContiguousCache(KVCache):
         self.ranges = Ranges(num_ranges, range_blocks, budget, base=memory.num_blocks)
         arena = Arena(memory, num_ranges * range_blocks)
         self._mapper = Mapper(arena)
-        super().__init__(_tensor(arena, layout), layout, memory.num_blocks, Prefaulter(arena))
+        super().__init__(_tensor(arena), layout, memory.num_blocks, Prefaulter(arena))
 
     @property
     def counters(self) -> MapCounters:
@@ -217,9 +235,9 @@ class ContiguousCache(KVCache):
         self.ranges.check()
 
 
-def _tensor(arena: Arena, layout: KVLayout) -> Tensor:
-    """[elements] over all of an arena, which is kept alive by the tensor."""
-    return torch.frombuffer(arena.buffer(), dtype=DTYPES[layout.dtype])
+def _tensor(arena: Arena) -> Tensor:
+    """[bytes] over all of an arena, which is kept alive by the tensor."""
+    return torch.frombuffer(arena.buffer(), dtype=torch.uint8)
 
 
 def _take(fresh: set[int], blocks: Sequence[int], slots: Sequence[int], start: int) -> list[int]:

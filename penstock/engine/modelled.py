@@ -22,7 +22,7 @@ import numpy as np
 from penstock.core import digest
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KV_DTYPES, KVLayout
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
@@ -60,6 +60,7 @@ class ModelledOptions:
         seed: of the noise.
         max_model_len, max_num_seqs, max_num_batched_tokens, step_time_limit_ms: see `EngineOptions`; the limit is in
             the device's own time, before the slowdown, and by default LIMIT_MS (sched/local/limits.py).
+        kv_cache_dtype: see `EngineOptions`; what the modelled device stores.
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
         prefix_cache: whether computed prefixes are found again.
@@ -77,6 +78,7 @@ class ModelledOptions:
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
     step_time_limit_ms: float | None = None
+    kv_cache_dtype: str = "auto"
     kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     host_cache_memory: int | None = None
@@ -112,19 +114,17 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     _check(options)
     device, directory = _device(options.device), Path(options.model)
     config = _read_json(directory / "config.json")
-    shape = _shape(options.geometry, config)
+    shape = _shape(options.geometry, config).storing(options.kv_cache_dtype)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
     slots = host_blocks(
         options.host_cache_memory, shape.kv_bytes_per_token * BLOCK_TOKENS, prefix_cache=options.prefix_cache
     )
     layout = KVLayout(
-        model=_identity(config, shape),
+        model=_identity(config, replace(shape, kv_dtype=None)),
         order="digest",
         dtype="uint64",
-        layers=1,
-        kv_heads=1,
-        head_dim=1,
+        groups=shape.kv_groups,
         block_bytes=BLOCK_BYTES,
     )
     vocab_size = _positive(config, "vocab_size")
@@ -151,7 +151,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     blocks = BlockPool([*pool.blocks, *(r.block for r in pool.inherited)], pool.client)
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
-    root = root_key(layout.model, layout.dtype)
+    root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
     mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
@@ -403,6 +403,9 @@ def _check(options: ModelledOptions) -> None:
     for name, (value, low, high) in ranges.items():
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+    if options.kv_cache_dtype not in KV_DTYPES:
+        allowed = ", ".join(KV_DTYPES)
+        raise ConfigError(f"kv-cache-dtype: {options.kv_cache_dtype!r}, allowed are {allowed}", "kv-cache-dtype")
     if options.kv_blocks is not None and options.kv_cache_memory is not None:
         raise ConfigError("kv-blocks: given beside kv-cache-memory, only one of them can hold", "kv-blocks")
 

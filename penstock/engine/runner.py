@@ -102,7 +102,7 @@ class Runner:
     def _compute(self, plan: StepPlan, batch: Batch, masks: PendingMasks | None) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
-        hidden = self.forward(batch, self.cache.slots)
+        hidden = self.forward(batch, self.cache.layers)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]

@@ -11,8 +11,9 @@ A block of an instance is in exactly one of four states:
 
 Blocks become idle from the tail of a sequence to its head, and a sequence that holds a block holds every block before
 it. So in the order of becoming idle every block stands before its parent, and evicting the oldest is at once
-least-recently-used and leaf-first: no tree needs to be walked. (A block that another instance hands over may arrive
-before its parent; should that order come out wrong for it, it merely stays unfound until it is evicted in its turn.)
+least-recently-used and leaf-first: no tree needs to be walked. (Blocks that leave a window become idle before those
+after them, and are touched when these do. A block that another instance hands over may arrive before its parent; should
+that order come out wrong for it, it merely stays unfound until it is evicted in its turn.)
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class BlockPool:
     Args:
         blocks: their ids, any numbers.
         source: takes blocks that other instances may be reading, and gives others; None without sharing.
+        windowed: sequences let go of their first blocks while they hold others, because nothing will look so far back.
     """
 
-    def __init__(self, blocks: Iterable[int], source: BlockSource | None = None) -> None:
+    def __init__(self, blocks: Iterable[int], source: BlockSource | None = None, *, windowed: bool = False) -> None:
+        self._windowed = windowed
         # most blocks of an unshared range are never used: they are not listed one by one
         self._fresh = blocks if isinstance(blocks, range) and source is None else range(0)  # free, below all of `_free`
         self._free = [] if self._fresh else list(blocks)[::-1]  # a stack: the block used last is the warmest
@@ -194,6 +197,13 @@ class BlockPool:
         self.hold([known])
         self.release([block])
         return known
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """As if idle ones of these, given from head to tail, had been let go of just now."""
+        for key in reversed(keys):
+            block = self._block.get(key)
+            if block is not None and block in self._idle:
+                self._idle.move_to_end(block)
 
     def restore(self, inherited: Iterable[Published]) -> None:
         """At start-up: free blocks become idle and findable, children given before their parents."""
@@ -348,7 +358,7 @@ class BlockPool:
         place = {block: i for i, block in enumerate(self._idle)}
         for named in self._named.values():
             block, parent = named.block, self._block.get(named.parent)
-            if parent is None or block in self._offered:
+            if parent is None or block in self._offered or self._windowed:
                 continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
             assert self._is_held(parent) or not self._is_held(block), "a block is held without its parent"
             assert self.holders(parent) >= self.holders(block), "a block is held by more than its parent"

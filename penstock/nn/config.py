@@ -10,6 +10,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import count, number
+from penstock.core.layout import KVGroup, attention_groups
 
 THETA = (1.0, 1e15)
 POSITIVE, FROM_ZERO = (1e-6, 1e6), (0.0, 1e6)
@@ -95,6 +96,10 @@ class DecoderConfig:
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` is a layer's."""
         return int(self.window_rope is not None and self.windows[layer] is not None)
+
+    def kv_groups(self, dtype: str) -> tuple[KVGroup, ...]:
+        """What its layers keep of every token, as values of a dtype."""
+        return attention_groups(self.windows, self.num_kv_heads, self.head_dim, dtype)
 
 
 def read_decoder(

@@ -10,17 +10,19 @@ from __future__ import annotations
 import ctypes
 from ctypes import addressof
 from typing import Any, Literal, cast, get_args
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from penstock.nn import native
 from penstock.nn.batch import Batch
+from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
 from penstock.nn.linear import Linear
 from penstock.nn.methods import PACKED
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.native import Cache
+from penstock.nn.native import Cache, of_layer
 from penstock.nn.ops import ACTIVATIONS, OPS
 from penstock.nn.packed import Weight
 
@@ -105,7 +107,7 @@ class Forward:
         self._unchained = unchained(model)
         self._graph: Graph | None = None
 
-    def __call__(self, batch: Batch, cache: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, cache: KVLayers) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py."""
         mode = self.mode_of(batch)
         if mode == "eager":
@@ -174,6 +176,7 @@ class Graph:
             torch.tensor(embedding.scale, dtype=model.dtype).item(),
         )
         self._dtype = model.dtype
+        self._cache: tuple[ref[KVLayers], ctypes.Array[Cache]] | None = None  # the last one, and where it is
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
         self._attend = [mixer.attend for mixer in mixers]
@@ -181,14 +184,12 @@ class Graph:
         self._until = native.function("penstock_until_attention", "pppnppn")
         self._after = native.function("penstock_after_attention", "ppppppn")
 
-    def __call__(self, mode: Mode, batch: Batch, rotations: Rotations, cache: Tensor) -> Tensor:
+    def __call__(self, mode: Mode, batch: Batch, rotations: Rotations, cache: KVLayers) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
         count, kept = len(batch.tokens), batch.kept
-        *strides, element = cache.stride()
-        assert element == 1, cache.stride()
-        assert cache.dtype == self._dtype
         assert all(x.dtype == self._dtype and x.is_contiguous() for rotation in rotations for x in rotation)
-        described = Cache(cache.data_ptr(), *strides, cache.shape[3], cache.shape[5], cache.dtype == torch.bfloat16)
+        if self._cache is None or self._cache[0]() is not cache:
+            self._cache = ref(cache), (Cache * len(cache))(*(of_layer(layer, self._dtype) for layer in cache))
         rows = _Rows(
             count,
             *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets)),
@@ -196,9 +197,9 @@ class Graph:
             0 if kept is None else len(kept),
             None if kept is None else kept.data_ptr(),
         )
-        scratch = batch.scratch.take("step", (count * self._width,), self._dtype, cache.device)
+        scratch = batch.scratch.take("step", (count * self._width,), self._dtype, batch.tokens.device)
         out = torch.empty(count, self._hidden, dtype=self._dtype)
-        step = (addressof(self._decoder), addressof(rows), addressof(described))
+        step = (addressof(self._decoder), addressof(rows), addressof(self._cache[1]))
         places = (scratch.data_ptr(), out.data_ptr())
         if mode == "full":
             spans, ids = batch.places
@@ -208,13 +209,13 @@ class Graph:
         return out if kept is None else out[: len(kept)]
 
     def _by_layers(
-        self, step: tuple[Any, ...], places: tuple[int, int], batch: Batch, cache: Tensor, wide: Tensor
+        self, step: tuple[Any, ...], places: tuple[int, int], batch: Batch, cache: KVLayers, wide: Tensor
     ) -> None:
-        count, dim = len(batch.tokens), cache.shape[5]
+        count = len(batch.tokens)
         for i, layer in enumerate(self._layers):
             self._until(*step, self._heads, *places, i)
-            q = wide[: count * layer.qkv.outs].view(count, -1, dim)[:, : self._heads]
-            attended = self._attend[i](q, cache[:, i], batch).contiguous()
+            q = wide[: count * layer.qkv.outs].view(count, -1, cache[i].dim)[:, : self._heads]
+            attended = self._attend[i](q, cache[i], batch).contiguous()
             self._after(*step, attended.data_ptr(), *places, i)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
+from penstock.nn.kv import LayerKV
 from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
 
 Rotations = Sequence[tuple[Tensor, Tensor]]  # cos and sin of a step's rows, [rows, dim / 2]
@@ -48,12 +49,12 @@ Norm = type[RMSNorm]  # which is made of a width and an epsilon
 class Mixer(Protocol):
     """What lets a sequence's rows see each other, through what they leave in the cache."""
 
-    def __call__(self, x: Tensor, rotations: Rotations, cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, rotations: Rotations, cache: LayerKV, batch: Batch) -> Tensor:
         """[rows, hidden], normed -> what to add to the residual stream, the same shape.
 
         Args:
             rotations: of the config's `ropes`.
-            cache: of this layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim].
+            cache: of this layer.
         """
 
 
@@ -94,12 +95,12 @@ class Attention(nn.Module):
         self.q_norm = norm(dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = norm(dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotations: Rotations, cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, cache: LayerKV, batch: Batch) -> Tensor:
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         q = ops.qkv_to_cache(self.qkv_proj(x), norms, self.eps, rotations[self.rotation], cache, batch)
         return self.o_proj(self.attend(q, cache, batch).flatten(1))
 
-    def attend(self, q: Tensor, cache: Tensor, batch: Batch) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerKV, batch: Batch) -> Tensor:
         """[rows, heads, dim], rotated, over what the cache has -> the same shape."""
         heads = ops.attention(q, cache, batch, self.scale, self.window)
         for span in batch.branches:
@@ -150,7 +151,7 @@ class Block(nn.Module):
         x: Tensor,
         residual: Tensor,
         rotations: Rotations,
-        cache: Tensor,
+        cache: LayerKV,
         batch: Batch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
 COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
-ONE_LAYOUT = ("dtype", "kv-layout")  # of all instances that share a KV pool server's memory
+ONE_LAYOUT = ("dtype", "kv-cache-dtype", "kv-layout")  # of all instances that share a KV pool server's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

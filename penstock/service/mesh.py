@@ -121,6 +121,6 @@ def _mismatch(source: InstanceSession, target: InstanceSession) -> str:
     mine, theirs = source.ready.layout, target.ready.layout
     if mine is None or theirs is None:
         return "it has no KV layout"
-    if source.ready.root_key != target.ready.root_key:
+    if mine == theirs and source.ready.root_key != target.ready.root_key:
         return f"prefix keys: {source.ready.root_key.hex()} here, {target.ready.root_key.hex()} there"
     return "" if mine == theirs else mine.difference(theirs)

@@ -445,8 +445,6 @@ def _layout(group: InstanceGroup) -> KVLayout:
         model=group.geometry,
         order="block",
         dtype="bfloat16",
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        groups=shape.kv_groups,
         block_bytes=group.block_bytes,
     )

@@ -91,6 +91,7 @@ class InstanceGroup:
     noise: float
     prefix_cache: bool
     host_blocks: int = 0
+    kv_cache_dtype: str = "auto"
     scheduling_policy: str | None = None
     step_time_error: float = 1.0
 
@@ -414,7 +415,8 @@ def _device(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> D
 
 def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]:
     """Fields of a `InstanceGroup` from engine options. Raises ConfigError naming the option."""
-    device, shape = _device(options, tables.load_device), tables.load_geometry(options["geometry"])
+    device = _device(options, tables.load_device)
+    shape = tables.load_geometry(options["geometry"]).storing(options["kv_cache_dtype"])
     factors = tables.load_factors(options["device"].removeprefix(PREFIX), shape)
     sizes = sized(
         device.slowed(options["step_time_error"]),
@@ -428,6 +430,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
     return {
         "device": options["device"],
         "geometry": options["geometry"],
+        "kv_cache_dtype": options["kv_cache_dtype"],
         "times": StepTime(device, shape, factors),
         "num_blocks": sizes.num_blocks,
         "token_budget": sizes.token_budget,

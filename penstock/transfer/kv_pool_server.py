@@ -186,7 +186,7 @@ class KVPoolServer:
         self.path = path
         self._orphan_seconds = orphan_seconds
         self._clock = clock or SystemClock()
-        self._pools: dict[tuple[str, str], HostPool] = {}  # (model, cache group) -> pool
+        self._pools: dict[str, HostPool] = {}  # of each model
         self._connections: set[_Connection] = set()
         self._listener = _listen(path)
         self._crowded = False  # there was no descriptor for the last connection that came
@@ -365,12 +365,12 @@ class KVPoolServer:
 
     def _pool(self, layout: KVLayout) -> HostPool:
         """The pool of a layout, made if need be. Raises ConfigError, OSError."""
-        pool = self._pools.get((layout.model, layout.group))
+        pool = self._pools.get(layout.model)
         if pool is None:
             if layout.block_bytes <= 0 or layout.block_bytes % PAGE or layout.block_bytes > POOL_BYTES:
                 raise ConfigError(f"block_bytes: {layout.block_bytes}, whole pages of {PAGE} bytes are needed")
             num_blocks = min(POOL_BLOCKS, POOL_BYTES // layout.block_bytes)
-            pool = self._pools[layout.model, layout.group] = HostPool(layout, num_blocks, self._orphan_seconds)
+            pool = self._pools[layout.model] = HostPool(layout, num_blocks, self._orphan_seconds)
         elif difference := pool.layout.difference(layout):
             raise ConfigError(f"the KV pool server holds this model's KV in another layout: {difference}")
         return pool
@@ -383,7 +383,7 @@ class KVPoolServer:
     def _retire(self, pool: HostPool) -> None:
         """Remove a pool without any quota."""
         if not pool.depot.names:
-            del self._pools[pool.layout.model, pool.layout.group]
+            del self._pools[pool.layout.model]
             pool.close()
 
     def _report(self) -> PoolCounts:

@@ -130,9 +130,9 @@ class Absent:
             raise ImportError(name)
 sys.meta_path.insert(0, Absent())
 import penstock.llm, penstock.bench.offline, penstock.cli.main, penstock.transfer.pool
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 layout = KVLayout(
-    model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096
+    model="m", order="block", dtype="float32", groups=attention_groups((None,) * 1, 1, 8, "float32"), block_bytes=4096
 )
 pool = penstock.transfer.pool.memfd_pool(layout, 4)
 pool.memory.block(3)[:] = bytes(4096)

@@ -13,6 +13,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.breakdown import work_of
 from penstock.nn import native
 from penstock.nn.batch import Batch
+from penstock.nn.kv import LayerKV
 
 SMALL = ("--model", "demo", "--steps", 2, "--context", 40)
 
@@ -50,11 +51,11 @@ def test_an_ops_work_is_what_its_shapes_say():
         SequenceStep("b", 0, [1, 1, 1], (2,), 1, SamplingParams(), 0),
     ]
     batch = Batch(steps, torch.device("cpu"))
-    cache = torch.zeros(3, 2, 2, BLOCK_TOKENS, 8)
-    q = torch.zeros(4, 6, 8)
-    token = 2 * 2 * 8 * 4
-    assert work_of("attention", (q, cache, batch, 1.0, None), q) == (2 * q.nbytes + 103 * token, 4 * 106 * 48)
-    assert work_of("attention", (q, cache, batch, 1.0, 2), q) == (2 * q.nbytes + 6 * token, 4 * 7 * 48)
+    values, q = torch.zeros(3, 2, 2, BLOCK_TOKENS, 8), torch.zeros(4, 6, 8)
+    in_8_bits = LayerKV(values.to(torch.int8), torch.zeros(3, 2, 2, BLOCK_TOKENS))
+    for cache, token in ((LayerKV(values), 2 * 2 * 8 * 4), (in_8_bits, 2 * 2 * (8 + 4))):
+        assert work_of("attention", (q, cache, batch, 1.0, None), q) == (2 * q.nbytes + 103 * token, 4 * 106 * 48)
+        assert work_of("attention", (q, cache, batch, 1.0, 2), q) == (2 * q.nbytes + 6 * token, 4 * 7 * 48)
 
 
 @pytest.mark.parametrize(

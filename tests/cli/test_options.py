@@ -98,7 +98,15 @@ def test_the_flags_of_serve():
     assert {option.name for option in serve.OPTIONS} == {
         *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
-        *("kv-cache-memory", "kv-layout", "log-format", "log-level", "max-body-size", "max-model-len"),
+        *(
+            "kv-cache-dtype",
+            "kv-cache-memory",
+            "kv-layout",
+            "log-format",
+            "log-level",
+            "max-body-size",
+            "max-model-len",
+        ),
         *("max-num-batched-tokens", "max-num-seqs", "max-queued-requests", "max-queued-tokens", "metrics-compat"),
         *("otlp-traces-endpoint", "pooling", "port", "scheduling-policy", "seed", "send-timeout", "served-model-name"),
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),

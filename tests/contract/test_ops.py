@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups, bytes_per_token
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
-from penstock.engine.cache import as_blocks
+from penstock.engine.cache import as_layers
 from penstock.nn import native, ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.kv import LayerKV, quantised
 from penstock.nn.methods import PACKED
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
@@ -34,6 +35,8 @@ BACKENDS = [
     and (not name.startswith(ON_PACKED) or PACKED.missing(torch.device(device), torch.float32) is None)
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+STORED = [None, torch.int8, torch.float8_e4m3fn]  # what a cache has where it is not the rows' dtype
+IN_WHOLE = 1.5e-2  # tolerance of products of values in 8 bits with what is rounded to 16
 EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
 
 BLOCKS = 150
@@ -52,19 +55,32 @@ def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> 
     return Batch(steps, torch.device(device))
 
 
-def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, stored: torch.dtype) -> LayerKV:
     """The second of three layers, filled with noise; `padding` elements lie between blocks."""
-    exact = 3 * 2 * kv_heads * BLOCK_TOKENS * dim
-    layout = KVLayout(
-        model="",
-        order=order,
-        dtype=str(dtype).removeprefix("torch."),
-        layers=3,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        block_bytes=(exact + padding) * dtype.itemsize,
-    )
-    return as_blocks(torch.randn(BLOCKS * (exact + padding)).to(device, dtype), layout)[:, 1]
+    dtype = str(stored).removeprefix("torch.")
+    groups = attention_groups((None,) * 3, kv_heads, dim, dtype)
+    size = bytes_per_token(groups) * BLOCK_TOKENS + padding * stored.itemsize
+    layout = KVLayout(model="", order=order, dtype=dtype, groups=groups, block_bytes=size)
+    cache = as_layers(torch.zeros(BLOCKS * size, dtype=torch.uint8, device=device), layout)[1]
+    noise = torch.randn(cache.values.shape)
+    if cache.scales is not None:
+        noise, scales = quantised(noise * torch.rand(noise.shape[:-1])[..., None] * 3, stored)
+        cache.scales.copy_(scales)
+    cache.values.copy_(noise)
+    return cache
+
+
+def clone(x):
+    if isinstance(x, LayerKV):
+        return LayerKV(x.values.clone(), None if x.scales is None else x.scales.clone())
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def tensors(x) -> list[torch.Tensor]:
+    """Of a cache, what is stored and what it stands for."""
+    if isinstance(x, LayerKV):
+        return [x.of_blocks(slice(None), torch.float32), *([] if x.scales is None else [x.values.float(), x.scales])]
+    return [x]
 
 
 def branches_of(prompt: int, rows: int, before: int, device: str, consecutive: bool) -> Batch:
@@ -168,7 +184,7 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         prompt, beams, before = (data.draw(st.integers(*range_)) for range_ in ((1, 700), (1, 9), (0, 150)))
         kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
         order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
-        cache = cache_of(order, kv_heads, dim, padding, device, dtype)
+        cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype)
         batch = branches_of(prompt, beams, before, device, data.draw(st.booleans()))
         window = data.draw(st.sampled_from([None, 1, 100]))
         q = rand(beams, kv_heads * group, dim)
@@ -179,7 +195,7 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     batch = batch_of(lengths, device, consecutive=data.draw(st.booleans()))
     kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
     order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
-    cache = cache_of(order, kv_heads, dim, padding, device, dtype)
+    cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype)
     total = sum(n for _, n in lengths)
     if name == "qkv_to_cache":
         wide = data.draw(st.sampled_from([dtype, torch.float32]))
@@ -208,19 +224,21 @@ def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
 def agree(op, name, backend, device, data, dtype):
     torch.manual_seed(0)
     arguments, changed = case(name, data, device, dtype)
-    copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+    copies = tuple(map(clone, arguments))
     with op.using(backend):
         ours = op[device](*arguments)
     with op.using("reference"):
         theirs = op[device](*copies)
-    pairs = [(arguments[i], copies[i]) for i in changed]
+    pairs = [pair for i in changed for pair in zip(tensors(arguments[i]), tensors(copies[i]), strict=True)]
+    scaled = any(isinstance(a, LayerKV) and a.scales is not None for a in arguments)
+    tolerance = max(TOLERANCE[dtype], IN_WHOLE if scaled else 0)
     if isinstance(ours, tuple):
         pairs += zip(ours, theirs, strict=True)
     elif ours is not None:
         pairs.append((ours, theirs))
     for a, b in pairs:
         assert a.dtype == b.dtype
-        assert torch.allclose(a.float(), b.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.allclose(a.float(), b.float(), atol=tolerance, rtol=tolerance)
 
 
 def step_of(start: int, rows: int, blocks) -> SequenceStep:
@@ -242,14 +260,14 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
 @settings(max_examples=6)
-@given(data=st.data())
-def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data):
+@given(data=st.data(), stored=st.sampled_from([None, torch.int8]))
+def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data, stored):
     """One sequence over two splits of the kernel: whole, in chunks, row by row, beside others, on one thread."""
     kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
     length = data.draw(st.sampled_from([70, 1000, 1100, 2100]))
     torch.manual_seed(0)
     q, scale = torch.randn(length, kv_heads * group, dim).to(device, dtype), scale_of(data, dim)
-    cache = cache_of(order, kv_heads, dim, 0, device, dtype)
+    cache = cache_of(order, kv_heads, dim, 0, device, stored or dtype)
     (span,) = batch_of([(0, length)], device, consecutive=False).spans
 
     def compute(start: int, rows: int, others=()):
@@ -268,7 +286,9 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
             with threads(1):
                 assert torch.equal(compute(start, min(rows, length)), part), (start, rows)
         where = range(20, 20 + len(span.ids))  # the same blocks in consecutive places
-        cache[list(where)] = cache[list(span.ids)].clone()
+        for x in (cache.values, cache.scales):
+            if x is not None:
+                x[list(where)] = x[list(span.ids)].clone()
         batch = Batch([step_of(length - 1, 1, where)], torch.device(device))
         assert torch.equal(ops.attention(q[-1:], cache, batch, scale, window)[0], whole[-1])
 
@@ -279,21 +299,21 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
 def test_threads_change_no_bit(name, backend, device, data, dtype):
     torch.manual_seed(0)
     arguments, changed = case(name, data, device, dtype)
-    copies = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+    copies = tuple(map(clone, arguments))
     with OPS[name].using(backend):
         ours = OPS[name][device](*arguments)
         with threads(1):
             theirs = OPS[name][device](*copies)
     for i in changed:
-        assert torch.equal(arguments[i], copies[i])
+        assert all(map(torch.equal, tensors(arguments[i]), tensors(copies[i])))
     if ours is not None:
         assert all(map(torch.equal, *((x if isinstance(x, tuple) else (x,)) for x in (ours, theirs))))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("normed", [None, "alike", "wide"])
+@pytest.mark.parametrize(("normed", "stored"), [(None, None), ("alike", None), ("wide", None), ("wide", torch.int8)])
 @pytest.mark.parametrize("half", [12, 9])
-def test_one_pass_is_the_same_to_the_bit_as_its_parts(half, normed, dtype):
+def test_one_pass_is_the_same_to_the_bit_as_its_parts(half, normed, stored, dtype):
     if native.missing():
         pytest.skip("no kernels")
     torch.manual_seed(0)
@@ -302,14 +322,47 @@ def test_one_pass_is_the_same_to_the_bit_as_its_parts(half, normed, dtype):
     rotation = torch.randn(101, half).to(dtype), torch.randn(101, half).to(dtype)
     weight = torch.float32 if normed == "wide" else dtype
     norms = (torch.randn(24).to(weight), torch.randn(24).to(weight)) if normed else None
-    cache = cache_of("block", 2, 24, 0, "cpu", dtype)
-    other = cache.clone()
+    cache = cache_of("block", 2, 24, 0, "cpu", stored or dtype)
+    other = clone(cache)
     q, k, v = qkv.clone().unflatten(1, (10, 24)).split((6, 2, 2), dim=1)
     if norms:
         q, k = ops.rms_norm(q, norms[0], 1e-6), ops.rms_norm(k, norms[1], 1e-6)
     ops.store_kv(ops.rotary(k, *rotation), v, other, batch)
     assert torch.equal(ops.qkv_to_cache(qkv, norms, 1e-6, rotation, cache, batch), ops.rotary(q, *rotation))
-    assert torch.equal(cache, other)
+    assert all(map(torch.equal, tensors(cache), tensors(other)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [backend.name for backend in OPS["store_kv"].backends])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_what_is_stored_in_8_bits_is_near_and_where_it_is_no_number_it_says_so(stored, backend, device):
+    """Over what places had; a head's values count by themselves."""
+    if not OPS["store_kv"].backend(backend).serves(device):
+        pytest.skip(f"not on {device}")
+    torch.manual_seed(0)
+    batch = batch_of([(60, 70)], device, consecutive=False)
+    cache = cache_of("block", 2, 24, 0, device, stored)
+    k, v = torch.randn(2, 70, 2, 24).to(device) * torch.rand(70, 2, 1).to(device)
+    k[3, 1], v[5, 0], k[6, 0, 7], v[7, 1, 2] = 0.0, 1e-35, float("inf"), float("nan")
+    with OPS["store_kv"].using(backend):
+        for rows in (v, k):  # what is written last counts
+            ops.store_kv(rows, rows, cache, batch)
+        ops.store_kv(k, v, cache, batch)
+    found = cache.of_tokens(batch.slot_blocks, batch.slot_offsets, torch.float32)
+    for mine, rows in ((found[:, 0], k), (found[:, 1], v)):
+        finite = rows.isfinite().all(-1)
+        assert finite.sum() == 139
+        assert not mine[~finite].isfinite().any()
+        largest = rows[finite].abs().amax(-1, keepdim=True)
+        within = largest * (0.0041 if stored == torch.int8 else 0.04) + 1e-30
+        assert ((mine[finite] - rows[finite]).abs() <= within).all()
+    if stored == torch.int8 and device == "cpu":  # and from there it reaches whoever attends to it
+        q = torch.randn(70, 4, 24)
+        for how in OPS["attention"].backends:
+            if how.serves(device):
+                with OPS["attention"].using(how.name):
+                    rows = ops.attention(q, cache, batch, 0.2).isfinite().all(-1)
+                assert not rows[7:].any()
 
 
 @pytest.mark.parametrize(("name", "backend", "device"), [b for b in BACKENDS if b[0] == "sample"])
@@ -416,14 +469,14 @@ def test_beams_attend_as_if_each_were_a_sequence_of_its_own(order):
     assert batch.positions.tolist() == [prompt + before] * rows
     q = torch.randn(rows, 6, 16)
     together = ops.branch_attention(q, cache, span, 0.25, None, batch.scratch)
-    prompts = cache[span.prompt.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :prompt]
+    prompts = cache.values[span.prompt.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :prompt]
     for row, slots in enumerate(span.slots):
         # its places, copied to where a sequence of its own would have them
-        own = cache[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS].permute(1, 2, 0, 3)
+        own = cache.values[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS].permute(1, 2, 0, 3)
         whole = torch.cat([prompts, own], 2)
         blocks = -(-whole.shape[2] // BLOCK_TOKENS)
         padded = torch.nn.functional.pad(whole, (0, 0, 0, blocks * BLOCK_TOKENS - whole.shape[2]))
-        alone = padded.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4).contiguous()
+        alone = LayerKV(padded.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4).contiguous())
         step = SequenceStep("", prompt + before, [0], range(blocks), 1, SamplingParams(), 0)
         expected = ops.attention(q[row : row + 1], alone, Batch([step], torch.device("cpu")), 0.25, None)
         assert torch.allclose(together[row : row + 1], expected, atol=1e-5)

@@ -6,11 +6,12 @@ import random
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
+from penstock.llm import LLM
 from penstock.nn import native
-from penstock.transfer.transports import TRANSPORTS
 from tests.helpers.deployments import DEMO, deployed, disaggregated
 
 WORDS = [
@@ -102,12 +103,31 @@ def test_two_engines_give_the_text_of_one(one_engine, pair, count):
     assert all(busy(pair)[name] > before[name] for name in before), "one did it all"
 
 
+@pytest.fixture(scope="module")
+def one_engine_in_int8():
+    """The same with KV in 8 bits, of an engine in this process."""
+    llm = LLM("demo", device="cpu", dtype="float32", kv_cache_dtype="int8", max_model_len=4096, max_num_seqs=64)
+
+    def answer(body):
+        if "input" in body:
+            return [output.embedding for output in llm.embed(body["input"])]
+        sampled = {name: body[name] for name in body.keys() - {"model", "prompt"}}
+        (output,) = llm.generate(body["prompt"], replace(llm.default_sampling_params(), **sampled))
+        return output.text, output.outputs[0].finish_reason
+
+    def ask(count):
+        return [answer(body) for body in make_requests(count)]
+
+    return ask
+
+
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("kind", TRANSPORTS)
-def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, apart, kind, count):
-    expected = one_engine(count)
+@pytest.mark.parametrize(("kind", "kv"), [("shared", "auto"), ("tcp", "int8")])
+def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, one_engine_in_int8, apart, kind, kv, count):
+    expected = (one_engine if kv == "auto" else one_engine_in_int8)(count)
+    engine = ROOMY | {"kv-cache-dtype": kv}
     with ExitStack() as stack:
-        up = apart if kind == "shared" else stack.enter_context(deployed(disaggregated(kind=kind, engine=ROOMY)))
+        up = apart if kind == "shared" else stack.enter_context(deployed(disaggregated(kind=kind, engine=engine)))
         before, worked = up.metric("handoffs_total"), busy(up)
         assert answers(up.url, make_requests(count)) == expected
         assert all(busy(up)[name] > worked[name] for name in worked), "one decoded it all"

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups, bytes_per_token
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine import cache as cache_module
@@ -28,7 +28,9 @@ from penstock.kv.ranges import Change
 from penstock.transfer.memory import PoolMemory
 from tests.helpers.engines import Collector, make_engine, make_request
 
-LAYOUT = KVLayout(model="", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
+LAYOUT = KVLayout(
+    model="", order="block", dtype="float32", groups=attention_groups((None,) * 1, 1, 8, "float32"), block_bytes=4096
+)
 
 
 @pytest.fixture
@@ -264,11 +266,11 @@ def test_kernels_see_what_the_plan_says(plans, budget, max_sequences):
     memory.close()
     for wanted, released in plans:
         for block in range(12):
-            cache.blocks[block] = float(block)
+            cache.blocks[block] = block
         steps = [step(name, b[: len(b) - a] or b, b[len(b) - a :] * (a < len(b))) for name, (b, a) in wanted.items()]
         for s, slots in zip(steps, cache.prepare(StepPlan(tuple(steps), (), tuple(released))), strict=True):
             ids = list(slots)
-            assert [cache.slots[i].unique().tolist() for i in ids] == [[float(block)] for block in s.blocks]
+            assert [cache.slots[i].unique().tolist() for i in ids] == [[block] for block in s.blocks]
             if not isinstance(slots, range):
                 assert ids == list(s.blocks)
         cache.check()
@@ -311,13 +313,30 @@ def test_a_table_has_nothing_to_settle(memory):
 
 @pytest.mark.parametrize("order", ["block", "token"])
 def test_orders_differ_in_nothing_but_strides(order):
-    layout = KVLayout(model="", order=order, dtype="float32", layers=3, kv_heads=2, head_dim=4, block_bytes=16384)
-    cache = KVCache.on_device(layout, 2, torch.device("cpu"))
-    assert cache.slots.shape == (2, 3, 2, 2, 64, 4)
-    cache.slots.copy_(torch.arange(cache.slots.numel()).view(cache.slots.shape))
-    assert cache.slots.flatten().unique().numel() == 2 * 3 * 2 * 2 * 64 * 4, "places overlap"
-    token, layer = cache.slots.stride(4), cache.slots.stride(1)
+    groups = attention_groups((None, None, None), 2, 4, "float32")
+    layout = KVLayout(model="", order=order, dtype="float32", groups=groups, block_bytes=16384)
+    values = [layer.values for layer in KVCache.on_device(layout, 2, torch.device("cpu")).layers]
+    assert {x.shape for x in values} == {(2, 2, 2, 64, 4)}
+    token, layer = values[0].stride(3), values[1].storage_offset() - values[0].storage_offset()
     assert (token, layer) == ((4, 2 * 2 * 64 * 4) if order == "block" else (3 * 2 * 2 * 4, 2 * 2 * 4))
+
+
+@pytest.mark.parametrize("order", ["block", "token"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_no_two_values_of_any_group_share_a_byte(order, dtype):
+    groups = attention_groups((None, 100, 100, None, 7), 2, 4, dtype)
+    assert [group.layers for group in groups] == [(0, 3), (1, 2), (4,)]
+    size = -(-bytes_per_token(groups) * 64 // 4096) * 4096
+    layout = KVLayout(model="", order=order, dtype="bfloat16", groups=groups, block_bytes=size)
+    cache = KVCache.on_device(layout, 2, torch.device("cpu"))
+    parts = [x for layer in cache.layers for x in (layer.values, layer.scales) if x is not None]
+    for x in parts:
+        cache.slots.zero_()
+        x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]).fill_(-1)
+        assert (cache.slots != 0).sum() == x.numel() * x.itemsize
+        others = [y for y in parts if y is not x]
+        assert not any(y.float().any() for y in others)
+    assert sum(x.nbytes for x in parts) == 2 * bytes_per_token(groups) * 64
 
 
 def test_an_engine_over_budget_computes_the_same(model):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.cache import make_layout
 from penstock.engine.memory import size_cache
 from penstock.nn.loader import identity, load_model
 from penstock.nn.native import missing
@@ -63,19 +64,19 @@ def test_logprobs_come_with_every_token(model):
 
 def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
     engine = make_engine(model, blocks=16, prefix_cache=False)
-    engine.runner.cache.blocks.fill_(float("nan"))
+    engine.runner.cache.blocks.fill_(255)  # as every dtype has them, NaNs
     a = Collector(engine).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     clean = Collector(make_engine(model)).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     assert a == clean
 
 
-@pytest.mark.parametrize("budget", [512, 64])
-def test_rows_that_are_no_numbers_end_their_request_and_reach_nobody(checkpoint, budget):
+@pytest.mark.parametrize(("budget", "kv"), [(512, "auto"), (64, "auto"), (64, "int8")])
+def test_rows_that_are_no_numbers_end_their_request_and_reach_nobody(checkpoint, budget, kv):
     model = load_model(checkpoint, torch.device("cpu"))
     model.model.embed_tokens.weight[300] = float("inf")
     shared = [i % 290 + 1 for i in range(130)]
-    clean = Collector(make_engine(model, budget=budget)).run(make_request("b", [*shared, 7, 8]))["b"]
-    collector = Collector(make_engine(model, budget=budget))
+    clean = Collector(make_engine(model, budget=budget, kv_cache_dtype=kv)).run(make_request("b", [*shared, 7, 8]))["b"]
+    collector = Collector(make_engine(model, budget=budget, kv_cache_dtype=kv))
     collector.run(make_request("bad", [*shared, 300, 5]), make_request("beside", [1, 2, 3]))
     assert collector.finish == {"bad": "error", "beside": "length"}
     assert collector.tokens["bad"] == []
@@ -212,6 +213,23 @@ def test_build_sizes_and_finds_its_budget(checkpoint):
     assert 8 <= engine.scheduler.limits.token_budget <= 1024
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
+def test_int8_kv_takes_the_bytes_of_its_values_and_scales(checkpoint, dtype, width):
+    """And nothing computed with other KV is taken for its own."""
+    options = EngineOptions(model=str(checkpoint), dtype=dtype, max_num_seqs=8, kv_cache_memory=4 << 20)
+    whole, packed = (build_engine(replace(options, kv_cache_dtype=kv), SystemClock()) for kv in ("auto", "int8"))
+    dim = whole.runner.model.config.head_dim
+    assert packed.shape.kv_bytes_per_token == (dim + 4) / (dim * width) * whole.shape.kv_bytes_per_token
+    assert packed.layout.block_bytes <= packed.shape.kv_bytes_per_token * 64 + 4095
+    assert packed.engine.scheduler.pool.num_blocks == (4 << 20) // packed.layout.block_bytes
+    assert packed.engine.scheduler.root != whole.engine.scheduler.root
+    assert f"kv_dtype: {dtype} here, int8 there" in whole.layout.difference(packed.layout)
+    other = make_layout(whole.runner.model.config, torch.float16, "block", whole.layout.model, "int8")
+    assert packed.layout.difference(other) == f"dtype: {dtype} here, float16 there"
+    for built in (whole, packed):
+        built.close()
+
+
 @pytest.mark.parametrize(("in_place", "mode"), [(True, "table"), (False, "contiguous")])
 def test_ranges_where_attention_gains_by_them(checkpoint, monkeypatch, in_place, mode):
     monkeypatch.setattr("penstock.engine.build.reads_in_place", lambda device, dtype: in_place)
@@ -253,6 +271,11 @@ def test_engines_that_rotate_otherwise_share_no_kv(tmp_path):
         ({"max_num_seqs": 0}, "max-num-seqs: 0, allowed is 1 to 65536"),
         ({"step_time_limit_ms": -1.0}, "step-time-limit-ms: -1.0, allowed is"),
         ({"kv_address_mode": "flat"}, "kv-address-mode: 'flat', allowed are auto, contiguous, table"),
+        ({"kv_cache_dtype": "int4"}, "kv-cache-dtype: 'int4', allowed are auto, int8, fp8, fp8_e4m3"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv-cache-dtype: 'fp8', there are no kernels for it on a CPU, allowed are auto, int8",
+        ),
         ({"kv_layout": "head"}, "kv-layout: 'head', allowed are auto, block, token"),
         ({"graph_mode": "some"}, "graph-mode: 'some', allowed are auto, eager, partial, full"),
         ({"graph_mode": "full", "dtype": "float16"}, "graph-mode: 'full' is not to be had, "),

@@ -10,7 +10,7 @@ import penstock.engine.host_tier
 import penstock.engine.loop
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
@@ -265,13 +265,17 @@ def test_what_a_load_overwrites_is_written_down_before_and_after(evicted):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pinned_slots_bring_back_what_a_step_has_left():
     layout = KVLayout(
-        model="m", order="block", dtype="bfloat16", layers=4, kv_heads=8, head_dim=128, block_bytes=4 << 18
+        model="m",
+        order="block",
+        dtype="bfloat16",
+        groups=attention_groups((None,) * 4, 8, 128, "bfloat16"),
+        block_bytes=4 << 18,
     )
     cache = KVCache.on_device(layout, 64, torch.device("cuda"))
     mover = Mover(PinnedSlots(cache, 48), CHECKSUM)
     assert mover._way._slots.is_pinned()
     for _ in range(3):
-        cache.blocks.normal_()
+        cache.blocks.random_(256)
         cache.settle()  # a step's kernels may still run when it is reported
         mover.give([Store(1, tuple(Copied(block, block, bytes([block])) for block in range(48)))])
         mover.settle()

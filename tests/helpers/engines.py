@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.clock import SystemClock
+from penstock.core.layout import window_of
 from penstock.core.request import Pooling, Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
@@ -47,6 +48,7 @@ def make_engine(
     device: str = "cpu",
     address_mode: str = "contiguous",
     order: str = "block",
+    kv_cache_dtype: str = "auto",
     mapping_budget: int = MAPPINGS,
     policy: LocalPolicy | None = None,
     ahead: bool = True,
@@ -64,7 +66,7 @@ def make_engine(
     """
     if isinstance(model, Path):
         model = load_model(model, torch.device(device))
-    layout = make_layout(model.config, model.dtype, order, "test")
+    layout = make_layout(model.config, model.dtype, order, "test", kv_cache_dtype)
     if model.device.type == "cuda":
         cache = KVCache.on_device(layout, blocks, model.device)
     else:
@@ -76,12 +78,19 @@ def make_engine(
             cache = ContiguousCache(layout, memory, **ranges)
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    pool, offload, mover = BlockPool(range(blocks)), None, None
+    window = window_of(layout.groups)
+    pool, offload, mover = BlockPool(range(blocks), windowed=window is not None), None, None
     if slots:
         offload = Offload(pool, Tier(slots))
         mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
     scheduler = Scheduler(
-        limits, pool, prefix_cache=prefix_cache, policy=policy, offload=offload, speculation=speculation
+        limits,
+        pool,
+        prefix_cache=prefix_cache,
+        policy=policy,
+        offload=offload,
+        speculation=speculation,
+        window=window,
     )
     return Engine(
         scheduler, Runner(model, cache, graph_mode, grammars), SystemClock(), mover=mover, ahead=ahead, short=0.0

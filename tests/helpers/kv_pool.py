@@ -4,12 +4,14 @@ import contextlib
 import threading
 
 from penstock.core.clock import ManualClock
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
 from penstock.transfer.kv_pool_server import KVPoolServer
 
-LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
+LAYOUT = KVLayout(
+    model="m", order="block", dtype="float32", groups=attention_groups((None,) * 1, 1, 8, "float32"), block_bytes=4096
+)
 ROOT = b"r" * KEY_BYTES
 EMPTY = {"free": 0, "orphaned": 0, "pools": 0, "clients": 0, "resident_bytes": 0}
 BLOCKS = 1 << 20  # room in the KV pool server's pool for blocks of this size

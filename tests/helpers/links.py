@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
 from penstock.transfer.kv_pool_server import KVPoolServer
@@ -21,7 +21,13 @@ from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
 from penstock.transfer.transports import KVTransport, LinkDown, ReceivedMessage, open_transport
 
 BLOCK_BYTES = 16 << 10
-LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=2, kv_heads=1, head_dim=16, block_bytes=BLOCK_BYTES)
+LAYOUT = KVLayout(
+    model="m",
+    order="block",
+    dtype="float32",
+    groups=attention_groups((None,) * 2, 1, 16, "float32"),
+    block_bytes=BLOCK_BYTES,
+)
 KEY = b"0123456789abcdef"
 LEASE = Lease("r", 0)
 LEASE_OVER = Release(LEASE, "over")

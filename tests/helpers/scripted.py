@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import Cancel, EngineStats, Enqueue, Peer, Ready, Snapshot, StepReport
 
 STATS = EngineStats(
     running=1, waiting=0, used_blocks=1, num_blocks=4, preemptions=0, prefix_queries=0, prefix_hits=0, steps=1
 )
-LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=4096)
+LAYOUT = KVLayout(
+    model="m", order="block", dtype="float32", groups=attention_groups((None,) * 1, 1, 8, "float32"), block_bytes=4096
+)
 
 
 def ready(name="engine-0", life=1, role="any", layout=LAYOUT, address="unix:/somewhere", **changes) -> Ready:

@@ -30,10 +30,10 @@ def checkpoint(request, tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
-def run(forward: Forward, order: str, consecutive: bool, together: bool = True) -> list[torch.Tensor]:
+def run(forward: Forward, order: str, consecutive: bool, kv: str = "auto", together: bool = True) -> list[torch.Tensor]:
     """[rows, hidden] of every step, and what the cache holds afterwards."""
     model = forward.model
-    layout = make_layout(model.config, model.dtype, order, "")
+    layout = make_layout(model.config, model.dtype, order, "", kv)
     cache = KVCache.on_device(layout, 24, CPU)
     cache.slots.zero_()
     generator, results = torch.Generator().manual_seed(3), []
@@ -45,29 +45,34 @@ def run(forward: Forward, order: str, consecutive: bool, together: bool = True) 
             ids = blocks if consecutive else tuple(blocks)
             sequences.append(SequenceStep(str(i), start, tokens, ids, 1, SamplingParams(), 0))
         for batch in [sequences] if together else [[s] for s in sequences]:
-            results.append(forward(Batch(batch, CPU), cache.slots))
-    return [torch.cat(results[:1] if together else results[:3]), *results, cache.slots.clone()]
+            results.append(forward(Batch(batch, CPU), cache.layers))
+    return [torch.cat(results[:1] if together else results[:3]), *results, stored(cache)]
+
+
+def stored(cache: KVCache) -> torch.Tensor:
+    """[layers, slots, ...]"""
+    return torch.stack([layer.of_blocks(slice(None), torch.float32) for layer in cache.layers])
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype):
+@pytest.mark.parametrize(("dtype", "kv"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8")])
+def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype, kv):
     model = load_model(checkpoint, CPU, dtype)
     assert obstacle(model, "full") is None
     eager = Forward(model, "eager")
-    expected = run(eager, "block", consecutive=False)
+    expected = run(eager, "block", False, kv)
     assert eager._graph is None
     assert expected[0].isfinite().all()
     for threads in (1, 2):
         native.set_threads(threads)
         for mode, order, consecutive in product(("full", "partial"), ("block", "token"), (False, True)):
             forward = Forward(model, mode)
-            found = run(forward, order, consecutive)
+            found = run(forward, order, consecutive, kv)
             assert forward._graph is not None
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b)
     native.set_threads(1)
-    alone = run(Forward(model, "full"), "block", consecutive=True, together=False)
+    alone = run(Forward(model, "full"), "block", True, kv, together=False)
     assert torch.equal(alone[0], expected[0])
     assert torch.equal(alone[-1], expected[-1])
 
@@ -96,7 +101,7 @@ def test_rows_that_nobody_wants_change_nothing_for_the_others(checkpoint, mode):
         ]
         batch = Batch(steps, CPU)
         places = batch.keep(wanted) if wanted else []
-        return forward(batch, cache.slots), cache.slots.clone(), places
+        return forward(batch, cache.layers), cache.slots.clone(), places
 
     whole, stored, _ = step()
     for wanted in [(range(19, 20), range(20, 21), range(21, 54)), (range(19, 20), range(20, 20), range(53, 54))]:
@@ -149,7 +154,7 @@ def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
         forward = Forward(model, mode)
         cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
         cache.slots.zero_()
-        found[mode] = [forward(Batch([step], CPU), cache.slots) for step in (prompt, beams)]
+        found[mode] = [forward(Batch([step], CPU), cache.layers) for step in (prompt, beams)]
         assert (forward.mode_of(Batch([beams], CPU)) == "partial") == (mode != "eager")
     for mode in ("auto", "full"):
         assert all(map(torch.equal, found[mode], found["eager"]))

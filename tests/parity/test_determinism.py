@@ -25,7 +25,7 @@ VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_
 
 
 ELSEWHERE = ("qwen3", "mistral-window")  # run in every address mode, order and kernels, the others in the default one
-DEFAULT = ("contiguous", "block", "short", "ahead", "auto")
+DEFAULT = ("contiguous", "block", "short", "ahead", "auto", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,12 @@ def model(request, tmp_path_factory):
 @pytest.fixture
 def make_engine(request, monkeypatch):
     """With blocks addressed and laid out as asked; "long" has decoding sequences computed as torch's own ops compute
-    long ones, "ahead" schedules a step while another one runs, and "eager" computes op by op."""
-    mode, order, length, scheduling, graph = request.param
+    long ones, "ahead" schedules a step while another one runs, "eager" computes op by op, and "int8" stores KV so."""
+    mode, order, length, scheduling, graph, kv = request.param
     if length == "long":
         monkeypatch.setattr(sdpa, "ALONE", 0)
-    return partial(engines.make_engine, address_mode=mode, order=order, ahead=scheduling == "ahead", graph_mode=graph)
+    how = {"address_mode": mode, "order": order, "ahead": scheduling == "ahead", "kv_cache_dtype": kv}
+    return partial(engines.make_engine, **how, graph_mode=graph)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -65,9 +66,9 @@ def prompt(length: int, seed: int) -> list[int]:
 PROMPT = prompt(200, 1)
 
 
-MODES, ORDERS, AHEAD = ("contiguous", "table"), ("block", "token"), ("ahead", "in-turn")
-ON_KERNELS = (MODES, ORDERS, ("short",), AHEAD, ("auto", "partial", "eager"))
-ON_TORCH = (MODES, ORDERS, ("short", "long"), AHEAD, ("auto",))
+MODES, ORDERS, AHEAD, KV = ("contiguous", "table"), ("block", "token"), ("ahead", "in-turn"), ("auto", "int8")
+ON_KERNELS = (MODES, ORDERS, ("short",), AHEAD, ("auto", "partial", "eager"), KV)
+ON_TORCH = (MODES, ORDERS, ("short", "long"), AHEAD, ("auto",), KV)
 BFLOAT16 = [f"{name}:bfloat16" for name in ELSEWHERE]
 EVERYWHERE = [((*ELSEWHERE, *BFLOAT16), ON_KERNELS), ([f"{name}:torch" for name in ELSEWHERE], ON_TORCH)]
 
@@ -111,7 +112,7 @@ def test_same_tokens_however_it_runs(request, model, make_engine, variant):
         chunked = make_engine(model, budget=budget, sequences=1)
         assert Collector(chunked).run(mine())["mine"] == alone
 
-    assert Collector(engines.make_engine(model, ahead=False)).run(mine())["mine"] == alone
+    assert Collector(make_engine(model, ahead=False)).run(mine())["mine"] == alone
 
     cached = Collector(make_engine(model))
     cached.run(make_request("first", PROMPT))

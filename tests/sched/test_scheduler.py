@@ -55,9 +55,9 @@ class Engine:
     With `ahead` the next step is scheduled while one is in flight, whose work is done only when it ends.
     """
 
-    def __init__(self, scheduler: Scheduler, ahead: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, ahead: bool = False, window: int | None = None) -> None:
         self.scheduler = scheduler
-        self.ahead = ahead
+        self.ahead, self.window = ahead, window
         self.flying: list[StepPlan] = []
         self.sampled: list[int] = []  # in the last step that ended
         self.computed: Counter[str] = Counter()  # tokens of each request
@@ -166,7 +166,8 @@ class Engine:
             if s.pool is not None:
                 states = [hidden(past[: s.start + i + 1]) for i in range(len(s.tokens))]
                 pooled[s.request_id] = [float(states[-1])] if s.pool == "last" else [sum(states) * POOLED_ONE]
-            for position in range(s.start):  # every block of the past holds exactly this sequence's past
+            # every block of the past that can be seen holds exactly this sequence's past
+            for position in range(0 if self.window is None else max(0, s.start + 1 - self.window), s.start):
                 assert self.read(s.blocks, position) == past[: position + 1]
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
@@ -244,16 +245,23 @@ def make(
     ahead=False,
     slots=0,
     speculation=None,
+    window=None,
 ) -> Engine:
     model_len = model_len or num_blocks * BLOCK_TOKENS
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
-    pool = BlockPool(range(num_blocks))
+    pool = BlockPool(range(num_blocks), windowed=window is not None)
     offload = Offload(pool, Tier(slots)) if slots else None
     scheduler = Scheduler(
-        limits, pool, prefix_cache=prefix_cache, policy=paced, offload=offload, speculation=speculation
+        limits,
+        pool,
+        prefix_cache=prefix_cache,
+        policy=paced,
+        offload=offload,
+        speculation=speculation,
+        window=window,
     )
-    return Engine(scheduler, ahead)
+    return Engine(scheduler, ahead, window)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -273,6 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
     all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
+    Often nothing sees further back than a window.
     """
 
     @initialize(
@@ -284,11 +293,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
+        window=st.sampled_from([None, None, 2, 70, 200]),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong):
+    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong, window):
         drafts = None if wrong is None else guessing(expected, wrong)
         self.engine = make(
-            num_blocks, budget, sequences, prefix, policy=policy, ahead=ahead, slots=slots, speculation=drafts
+            num_blocks,
+            budget,
+            sequences,
+            prefix,
+            policy=policy,
+            ahead=ahead,
+            slots=slots,
+            speculation=drafts,
+            window=window,
         )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
@@ -434,6 +452,33 @@ def run(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
         engine.scheduler.check()
+
+
+@pytest.mark.parametrize(("ahead", "prefix_cache"), [(False, True), (True, True), (True, False)])
+def test_what_left_the_window_is_given_back(ahead, prefix_cache):
+    """A long sequence holds what the window and a step cover. What it gave back is found as long as it is there, and
+    goes from the sequence's end to its beginning."""
+    engine = make(num_blocks=16, budget=128, window=100, ahead=ahead, prefix_cache=prefix_cache)
+    scheduler, most, prompt = engine.scheduler, 0, [i % 7 + 1 for i in range(640)]
+    scheduler.add(request("a", prompt, 300), now=0.0)
+    while engine.has_work:
+        engine.step()
+        scheduler.check()
+        if scheduler._running and scheduler._running[0].computed > 640:
+            most = max(most, scheduler.pool.used)
+    assert 3 <= most <= 3 + 2 * ahead
+    assert engine.out["a"] == expected(prompt, 300)
+    scheduler.add(request("b", prompt[:500], 3), now=0.0)
+    run(engine)
+    assert engine.out["b"] == expected(prompt[:500], 3)
+    assert scheduler.counters.prefix_hits == (448 if prefix_cache else 0)
+    if prefix_cache:
+        scheduler.pool.release(
+            scheduler.pool.allocate(scheduler.pool.unused + 3)
+        )  # evicts what is furthest from the beginning
+        scheduler.add(request("c", prompt[:500], 3), now=0.0)
+        run(engine)
+        assert scheduler.counters.prefix_hits == 2 * 448
 
 
 def test_placeholders_of_other_media_share_nothing_from_there_on():

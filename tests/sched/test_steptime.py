@@ -6,6 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
+from penstock.sched.local.limits import fitting_blocks
 from penstock.sched.steptime import DEVICES, GEOMETRIES, GRAIN, DeviceModel, ModelShape, StepTime, read_shape
 
 # 1 PFLOP/s and 1 TB/s: 1e12 flops and 1e9 bytes take a millisecond each
@@ -23,6 +24,17 @@ def test_sizes_of_a_model():
     assert SHAPE.head_params == 50_000_000
     assert SHAPE.weight_bytes == (114_000_000 + 2 * 50_000_000) * 2
     assert SHAPE.kv_bytes_per_token == 2 * 10 * 2 * 100 * 2
+
+
+def test_kv_in_8_bits_is_read_and_held_for_half_the_bytes():
+    shape = SHAPE.storing("int8")
+    assert shape.kv_bytes_per_token == 2 * 10 * 2 * (100 + 4)
+    assert (SHAPE.storing("auto"), shape.weight_bytes) == (SHAPE, SHAPE.weight_bytes)
+    whole, half = (StepTime(TIMES.device, s).parts(decodes=8, kv_tokens=40_000) for s in (SHAPE, shape))
+    assert half["decode_attention"].memory_ms == pytest.approx(whole["decode_attention"].memory_ms * 104 / 200)
+    assert half["gemm"] == whole["gemm"]
+    assert StepTime(TIMES.device, shape).load_ms(64) < 0.53 * TIMES.load_ms(64)
+    assert fitting_blocks(TIMES.device, shape) > 1.9 * fitting_blocks(TIMES.device, SHAPE) > 0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
 from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH, Later
@@ -18,6 +19,8 @@ from penstock.service.mesh import PROBATION, RELINK_AFTER
 from penstock.service.policies import Policies
 from penstock.service.session import DEAD_AFTER, SUSPECT_AFTER
 from tests.helpers.scripted import LAYOUT, ready, snapshot
+
+INT8 = attention_groups((None,), 1, 8, "int8")
 
 
 class Cluster:
@@ -87,6 +90,10 @@ def test_instances_without_a_transport_are_left_alone():
     ("changes", "says"),
     [
         ({"layout": replace(LAYOUT, order="token")}, "d0: order: block here, token there"),
+        (
+            {"layout": replace(LAYOUT, groups=INT8), "root_key": b"else"},
+            "d0: kv_dtype: float32 here, int8 there; scale_bytes: 0 here, 4 there",
+        ),
         ({"root_key": b"else"}, "d0: prefix keys: 726f6f74 here, 656c7365 there"),
     ],
 )

@@ -29,9 +29,12 @@ def test_every_scenario_that_is_kept_can_be_read(path):
 def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
     text = """
         engine: {device: modelled:h100, geometry: qwen3-8b, max-num-seqs: 16, max-model-len: 4096}
-        instances: [{role: prefill, count: 2}, {role: decode, max-num-seqs: 64, slowdown: 2, name: big}]
+        instances:
+          - {role: prefill, count: 2}
+          - {role: decode, max-num-seqs: 64, slowdown: 2, name: big}
+          - {role: decode, max-num-seqs: 64, kv-cache-dtype: int8, name: packed}
     """
-    prefill, decode = read("workload: {trace: t.csv}\nslo: {ttft-ms: 1, tpot-ms: 1}\n", text).layouts[""]
+    prefill, decode, packed = read("workload: {trace: t.csv}\nslo: {ttft-ms: 1, tpot-ms: 1}\n", text).layouts[""]
     assert prefill.instances == ["prefill-0", "prefill-1"]
     assert decode.instances == ["big-0"]
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (16, 64)
@@ -39,6 +42,7 @@ def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
     free = DEVICES["h100"].memory * 0.9 - GEOMETRIES["qwen3-8b"].weight_bytes
     assert decode.num_blocks == min(64 * 64, int(free // decode.block_bytes))
     assert decode.block_bytes == 2 * 36 * 8 * 128 * 2 * 64
+    assert packed.block_bytes == 2 * 36 * 8 * (128 + 4) * 64
 
 
 def test_units_and_defaults():

@@ -10,19 +10,25 @@ import time
 import pytest
 
 from penstock.core.errors import Unavailable
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVLayout, attention_groups
 from penstock.service.supervisor import STOP
 from penstock.transfer.kv_pool_client import KVPoolClient, pool_status
 from tests.helpers.waiting import eventually
 
-LAYOUT = KVLayout(model="m", order="block", dtype="float32", layers=1, kv_heads=1, head_dim=8, block_bytes=1 << 16)
+LAYOUT = KVLayout(
+    model="m",
+    order="block",
+    dtype="float32",
+    groups=attention_groups((None,) * 1, 1, 8, "float32"),
+    block_bytes=1 << 16,
+)
 QUOTA = 24
 # an engine that never rests: it checks what it inherits and what it holds, then writes anew, publishes, holds what the
 # other one offers, and gives back. A key is the content of its block, so that whatever is wrong is seen; one that
 # begins with an odd byte is offered to others, and its block is never written again by whoever has it.
 BUSY = """
 import random, sys
-from penstock.core.layout import KVLayout
+from penstock.core.layout import KVGroup, KVLayout
 from penstock.transfer import kv_pool_client, pool
 path, name, incarnation = sys.argv[1], sys.argv[2], int(sys.argv[3])
 layout = KVLayout(**%r)

@@ -12,6 +12,7 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits
 from penstock.nn.config import DecoderConfig, RopeConfig
+from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
 from penstock.nn.methods.base import LinearMethod
@@ -103,12 +104,12 @@ class Decoder(nn.Module):
         self._rotations = []
         return super()._apply(*args, **kwargs)
 
-    def forward(self, batch: Batch, cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, cache: KVLayers) -> Tensor:
         """Compute a step's rows, op by op, and store their K and V.
 
         Args:
             batch: the rows.
-            cache: [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim].
+            cache: of each layer.
 
         Returns:
             [rows, hidden], normed; of `batch.kept`, where only those are wanted.
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
             kept = batch.kept if i == self.config.num_layers - 1 else None
-            x, residual = layer(x, residual, rotations, cache[:, i], batch, kept)
+            x, residual = layer(x, residual, rotations, cache[i], batch, kept)
         return self.model.norm.after(x, residual)[0]
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.nn.kv import LayerKV
 from penstock.nn.native.build import BuildError, build_library
 
 log = logging.getLogger("penstock.native")
@@ -104,16 +105,27 @@ class Cache(ctypes.Structure):
     """`penstock::Cache` (attention.h)."""
 
     _fields_ = (
-        ("base", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("block", "layer", "kind", "head", "token", "kv_heads", "dim", "is_bf16")),
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block", "kind", "head", "token")),
+        ("scales", ctypes.c_void_p),
+        *((f"scale_{name}", ctypes.c_int64) for name in ("block", "kind", "head", "token")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "is_bf16")),
     )
 
 
-def of_layer(cache: Tensor) -> Cache:
-    """One layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]."""
-    block, kind, head, token, element = cache.stride()
-    assert element == 1, cache.stride()
-    return Cache(cache.data_ptr(), block, 0, kind, head, token, cache.shape[2], cache.shape[4], is_bf16(cache))
+def of_layer(cache: LayerKV, dtype: torch.dtype) -> Cache:
+    """One layer, for rows of a dtype."""
+    *strides, element = cache.values.stride()
+    assert element == 1, cache.values.stride()
+    assert cache.values.dtype == (dtype if cache.scales is None else torch.int8), cache.values.dtype
+    scales = (None, 0, 0, 0, 0) if cache.scales is None else (cache.scales.data_ptr(), *cache.scales.stride())
+    return Cache(cache.values.data_ptr(), *strides, *scales, cache.kv_heads, cache.dim, dtype == torch.bfloat16)
+
+
+def cached(cache: LayerKV, *tensors: Tensor) -> bool:
+    """Whether kernels compute with what these tensors hold and this cache stores."""
+    stored = cache.values.dtype
+    return computable(*tensors) and stored == (tensors[0].dtype if cache.scales is None else torch.int8)
 
 
 def is_bf16(x: Tensor) -> bool:

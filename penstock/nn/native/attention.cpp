@@ -30,12 +30,14 @@ constexpr int64_t PACKING = 6;    // queries that reading and packing a block co
 constexpr int64_t ALONE = 64;     // queries times blocks that a thread computes before another is worth waking
 constexpr float SLACK = 8;        // powers of 2 that a weight may reach before sums are rescaled to the largest score
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr float LEAST = 1e-30f;  // numbers of which the largest is less become 0: its inverse may be none
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Products are made of units of 32 bits: one float, or two bfloat16.
+// Products are made of units of 32 bits: one float, two bfloat16, or two whole numbers of 16 bits.
 struct Single {
     static constexpr int EACH = 1;
+    static f32x16 value(f32x16 sum) { return sum; }
     static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
         float x;
         std::memcpy(&x, a, 4);
@@ -53,6 +55,7 @@ struct Single {
 #ifdef __AVX512BF16__
 struct Pair {
     static constexpr int EACH = 2;
+    static f32x16 value(f32x16 sum) { return sum; }
     static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
         int x;
         std::memcpy(&x, a, 4);
@@ -68,12 +71,81 @@ struct Pair {
 using Pair = Single;  // bfloat16 is widened
 #endif
 
+// Values of 8 bits are multiplied with what has been made whole numbers too, of 16 bits, and products are summed up in 32,
+// without rounding.
+struct Whole {
+    static constexpr int EACH = 2;
+    static i32x16 madd(i32x16 sum, i16x32 a, i16x32 b) {
+#ifdef __AVX512VNNI__
+        return reinterpret_cast<i32x16>(_mm512_dpwssd_epi32(
+            reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+        __m256i sums[2], x[2], y[2];
+        std::memcpy(sums, &sum, sizeof sums);
+        std::memcpy(x, &a, sizeof x);
+        std::memcpy(y, &b, sizeof y);
+        for (int i = 0; i < 2; i++) sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(x[i], y[i]));
+        std::memcpy(&sum, sums, sizeof sum);
+        return sum;
+#else
+        const i32x16 x = reinterpret_cast<i32x16>(a), y = reinterpret_cast<i32x16>(b);
+        return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+    }
+    static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
+        int x;
+        std::memcpy(&x, a, 4);
+        return reinterpret_cast<f32x16>(madd(reinterpret_cast<i32x16>(sum), reinterpret_cast<i16x32>(i32x16{} + x),
+                                             reinterpret_cast<i16x32>(b)));
+    }
+    static f32x16 value(f32x16 sum) { return __builtin_convertvector(reinterpret_cast<i32x16>(sum), f32x16); }
+
+    // 16 numbers times `inverse` as 8 units.
+    static void put(f32x16 x, float inverse, uint32_t* to) {
+        const i32x16 y = to_whole(x * splat(inverse));
+#ifdef __AVX512F__
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(y)));
+#else
+        typedef int16_t i16x16 __attribute__((vector_size(32)));
+        const i16x16 narrow = __builtin_convertvector(y, i16x16);
+        std::memcpy(to, &narrow, sizeof narrow);
+#endif
+    }
+
+    // What the largest of numbers becomes, so that no sum over `dim` of them overflows.
+    static float largest(int64_t dim) { return static_cast<float>(std::min<int64_t>(32767, 2147483647 / (127 * dim))); }
+};
+
 template <class E>
-using UnitOf = std::conditional_t<std::is_same_v<E, bf16>, Pair, Single>;
+using UnitOf = std::conditional_t<std::is_same_v<E, bf16>, Pair, std::conditional_t<std::is_same_v<E, int8_t>, Whole, Single>>;
+
+// Whether the cache has values of 8 bits, with scales.
+template <class E>
+constexpr bool SCALED = std::is_same_v<E, int8_t>;
 
 // Whether elements must be widened to become units.
 template <class E>
 constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4;
+
+// 16 units, or up to 16 and zeros.
+template <class E>
+inline f32x16 units_at(const E* from) {
+    if constexpr (SCALED<E>)
+        return reinterpret_cast<f32x16>(widen32(from));
+    else if constexpr (WIDENED<E>)
+        return load(from);
+    else
+        return load(reinterpret_cast<const float*>(from));
+}
+template <class E>
+inline f32x16 units_at(const E* from, int64_t units) {
+    if constexpr (SCALED<E>)
+        return reinterpret_cast<f32x16>(widen32(from, 2 * units));
+    else if constexpr (WIDENED<E>)
+        return units >= 16 ? load(from) : load(from, static_cast<int>(units));
+    else
+        return load_units(from, units);
+}
 
 // One head's K and V of a block in the cache, as far as the sequence has come.
 template <class E>
@@ -88,18 +160,12 @@ struct Source {
         constexpr int EACH = UnitOf<E>::EACH;
         const E* from = keys + token * stride + unit * EACH;
         const int64_t units = dim / EACH - unit;
-        if (!WIDENED<E> && token + 16 <= count && units >= 16) {
+        if (token + 16 <= count && units >= 16) {
 #pragma GCC unroll 16
-            for (int r = 0; r < 16; r++) columns[r] = load(reinterpret_cast<const float*>(from + r * stride));
+            for (int r = 0; r < 16; r++) columns[r] = units_at(from + r * stride);
         } else {
-            for (int r = 0; r < 16; r++) {
-                if (token + r >= count)
-                    columns[r] = f32x16{};
-                else if constexpr (WIDENED<E>)
-                    columns[r] = units >= 16 ? load(from + r * stride) : load(from + r * stride, static_cast<int>(units));
-                else
-                    columns[r] = load_units(from + r * stride, units);
-            }
+            for (int r = 0; r < 16; r++)
+                columns[r] = token + r < count ? units_at(from + r * stride, units) : f32x16{};
         }
         transpose(columns);
     }
@@ -207,7 +273,7 @@ inline void multiply_some_keys(const Packed<E>& block, const uint32_t* const* q,
             for (int n = 0; n < N; n++) sums[r][n] = UnitOf<E>::madd(sums[r][n], q[r] + unit, columns[n]);
     }
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) store(to[r] + 16 * n, sums[r][n]);
+        for (int n = 0; n < N; n++) store(to[r] + 16 * n, UnitOf<E>::value(sums[r][n]));
 }
 
 // Of the first `seen` tokens, perhaps of more.
@@ -247,7 +313,36 @@ PENSTOCK_INLINE void multiply_keys(const Source<E>& block, const uint32_t* const
         }
     }
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < 4; n++) store(to[r] + 16 * n, scores[r][n]);
+        for (int n = 0; n < 4; n++) store(to[r] + 16 * n, UnitOf<E>::value(scores[r][n]));
+}
+
+// Whole numbers need not become columns first: each token's products are summed up by themselves, and then across.
+template <class E, int R>
+PENSTOCK_INLINE void multiply_keys(const Source<int8_t>& block, const uint32_t* const* q, int64_t, Scores* to) {
+    const int64_t steps = ceil_div(block.dim, 32);
+    Ahead<int8_t> ahead(block, block.values, block.count, steps);
+    for (int64_t token = 0; token < BLOCK_TOKENS; token += 16) {
+        i32x16 fours[R][4];
+        for (int f = 0; f < 4; f++) {
+            i32x16 sums[R][4] = {};
+            const int8_t* from = block.keys + (token + 4 * f) * block.stride;
+            for (int64_t step = 0; step < steps; step++) {
+                i16x32 rows[4];
+                for (int t = 0; t < 4; t++) rows[t] = widen32(from + t * block.stride + 32 * step, block.dim - 32 * step);
+                for (int r = 0; r < R; r++) {
+                    i16x32 x;
+                    std::memcpy(&x, q[r] + 16 * step, sizeof x);
+                    for (int t = 0; t < 4; t++) sums[r][t] = Whole::madd(sums[r][t], x, rows[t]);
+                }
+                ahead.done(4);
+            }
+            for (int r = 0; r < R; r++) fours[r][f] = sum_fours(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+        }
+        for (int r = 0; r < R; r++) {
+            const i32x16 sums = sum_groups(fours[r][0], fours[r][1], fours[r][2], fours[r][3]);
+            store(to[r] + token, __builtin_convertvector(sums, f32x16));
+        }
+    }
 }
 
 template <int N, class E>
@@ -303,7 +398,8 @@ void merge(const Sums& total, const Sums& part, int64_t query, int64_t width) {
 template <class E>
 struct Call {
     const AttentionBatch& batch;
-    const E *q, *cache;
+    const Cache& cache;
+    const E* q;
     int64_t q_stride;
     E* out;
     float scale;  // with log2(e), since weights are powers of 2
@@ -322,32 +418,36 @@ struct Shared {
     int64_t place, first, splits;
 };
 
-// Queries are numbered row * group + head of the group, for each head of K and V by itself.
-template <class E>
+// Queries are numbered row * group + head of the group, for each head of K and V by itself. Rows are of E, and the cache of C.
+template <class E, class C>
 class Tile {
-    using U = UnitOf<E>;
+    using U = UnitOf<C>;
 
    public:
     Tile(const Call<E>& call, const Item& item, float* scratch)
         : call_(call),
-          cache_(call.batch.cache),
+          cache_(call.cache),
           span_(call.batch.spans[item.span]),
           item_(item),
           position_(span_.start + item.row),
           queries_(item.rows * call.group),
           packed_(scratch, cache_.dim, call.width),
-          wide_(scratch + Packed<E>::floats(cache_.dim, call.width)) {
-        if constexpr (WIDENED<E>) {
+          wide_(scratch + Packed<C>::floats(cache_.dim, call.width)),
+          q_scales_(wide_ + (WIDENED<C> ? item.heads * queries_ * call.width : 0)) {
+        if constexpr (SCALED<C>) {
+            for (int64_t h = 0; h < item.heads; h++)
+                for (int64_t i = 0; i < queries_; i++) q_scales_[h * queries_ + i] = put_query(query(h, i), wide(h, i));
+        } else if constexpr (WIDENED<C>) {
             for (int64_t h = 0; h < item.heads; h++)
                 for (int64_t i = 0; i < queries_; i++)
                     for (int64_t d = 0; d < cache_.dim; d++)
-                        wide_[(h * queries_ + i) * cache_.dim + d] = widen(query(h, i)[d]);
+                        wide(h, i)[d] = widen(query(h, i)[d]);
         }
     }
 
     // Of working memory.
     static int64_t floats(int64_t dim, int64_t width, int64_t queries, int64_t heads) {
-        return Packed<E>::floats(dim, width) + (WIDENED<E> ? heads * queries * dim : 0);
+        return Packed<C>::floats(dim, width) + heads * queries * ((WIDENED<C> ? width : 0) + (SCALED<C> ? 1 : 0));
     }
 
     int64_t sums_size() const { return Sums::floats(queries_, call_.width); }
@@ -389,9 +489,44 @@ class Tile {
                ((item_.head + h) * call_.group + i % call_.group) * cache_.dim;
     }
 
-    const E* keys(int64_t h, int64_t block) const {
-        const int64_t slot = span_.place >= 0 ? span_.place + block : call_.batch.ids[block - 1 - span_.place];
-        return call_.cache + slot * cache_.block + (item_.head + h) * cache_.head;
+    float* wide(int64_t h, int64_t i) const { return wide_ + (h * queries_ + i) * call_.width; }
+
+    // A query as units. Returns what a product with it is to be multiplied by, which is no number where the query is none.
+    float put_query(const E* from, float* to) const {
+        const int64_t dim = cache_.dim;
+        f32x16 most{}, nothing{};
+        for (int64_t d = 0; d < dim; d += 16) {
+            const f32x16 x = d + 16 <= dim ? load(from + d) : load(from + d, static_cast<int>(dim - d));
+            store(to + d, x);
+            most = max(most, max(x, -x));
+            nothing = fma(x, f32x16{}, nothing);
+        }
+        const float top = max_lanes(most)[0], largest = U::largest(dim), inverse = top < LEAST ? 0.0f : largest / top;
+        // a unit is half as long as two floats, so nothing is overwritten that is still to be read
+        for (int64_t d = 0; d < dim; d += 16) U::put(load(to + d), inverse, reinterpret_cast<uint32_t*>(to) + d / 2);
+        return top / largest + sum_lanes(nothing);
+    }
+
+    int64_t slot(int64_t block) const {
+        return span_.place >= 0 ? span_.place + block : call_.batch.ids[block - 1 - span_.place];
+    }
+
+    const C* keys(int64_t h, int64_t block) const {
+        return static_cast<const C*>(cache_.values) + slot(block) * cache_.block + (item_.head + h) * cache_.head;
+    }
+
+    // The scales of a block's tokens, of those that are not there 0.
+    void take_scales(int64_t h, int64_t block, int64_t count) {
+        const float* from = cache_.scales + slot(block) * cache_.scale_block + (item_.head + h) * cache_.scale_head;
+        for (auto* to : {&key_scales_, &value_scales_}) {
+            if (cache_.scale_token == 1) {
+                std::memcpy(*to, from, BLOCK_TOKENS * sizeof(float));
+            } else {
+                for (int64_t token = 0; token < count; token++) (*to)[token] = from[token * cache_.scale_token];
+            }
+            std::fill(*to + count, *to + BLOCK_TOKENS, 0.0f);
+            from += cache_.scale_kind;
+        }
     }
 
     void add_split(int64_t split, float* sums) {
@@ -400,23 +535,24 @@ class Tile {
         for (int64_t block = std::max(split * SPLIT_BLOCKS, lowest); block < end; block++) {
             const int64_t left = std::min<int64_t>(BLOCK_TOKENS, position_ + item_.rows - block * BLOCK_TOKENS);
             for (int64_t h = 0; h < item_.heads; h++) {
-                const E* here = keys(h, block);
-                const E* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : here;
-                const Source<E> source{here,       here + cache_.kind,     cache_.token,
+                const C* here = keys(h, block);
+                const C* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : here;
+                const Source<C> source{here,       here + cache_.kind,     cache_.token,
                                        cache_.dim, static_cast<int>(left), next - here};
+                if constexpr (SCALED<C>) take_scales(h, block, left);
                 visit(h, block, source, at(sums, h));
             }
         }
     }
 
-    void visit(int64_t h, int64_t block, const Source<E>& source, const Sums& sums) {
+    void visit(int64_t h, int64_t block, const Source<C>& source, const Sums& sums) {
         const int64_t first = block * BLOCK_TOKENS;
         // rows that see some of it
         const int64_t from = std::max<int64_t>(0, first - position_);
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
         const int64_t begin = from * call_.group, end = to * call_.group;
-        if constexpr (DIRECT) {
+        if constexpr (DIRECT || SCALED<C>) {
             if (queries_ <= FEW)
                 return dispatch<FEW>(end - begin,
                                      [&](auto count) { attend<count()>(h, begin, first, source, sums); });
@@ -447,27 +583,33 @@ class Tile {
         const uint32_t* units[R];
         for (int r = 0; r < R; r++) {
             const void* q = query(h, i + r);
-            if constexpr (WIDENED<E>) q = wide_ + (h * queries_ + i + r) * cache_.dim;
+            if constexpr (WIDENED<C>) q = wide(h, i + r);
             units[r] = static_cast<const uint32_t*>(q);
         }
         const int64_t seen = std::min<int64_t>(BLOCK_TOKENS, position(i + R - 1) + 1 - first);  // by the last of them
         alignas(64) Scores scores[R];
-        multiply_keys<E, R>(block, units, seen, scores);
+        multiply_keys<C, R>(block, units, seen, scores);
         alignas(64) uint32_t weights[R][BLOCK_TOKENS / U::EACH];
+        float factors[R];
         for (int r = 0; r < R; r++) {
+            if constexpr (SCALED<C>) {
+                const f32x16 q_scale = splat(q_scales_[h * queries_ + i + r]);
+                for (int n = 0; n < BLOCK_TOKENS; n += 16)
+                    store(scores[r] + n, load(scores[r] + n) * (load(key_scales_ + n) * q_scale));
+            }
             hide(scores[r], position(i + r) - first);
-            weigh(scores[r], i + r, sums, weights[r]);
+            factors[r] = weigh(scores[r], i + r, sums, weights[r]);
             units[r] = weights[r];
         }
         int64_t d = 0;
         float* to = sums.value + i * call_.width;
         auto ahead = values_ahead(block, call_.width);
-        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, seen, d, to, ahead);
+        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, factors, seen, d, to, ahead);
         if (d + 32 <= call_.width) {
-            add_values<R, 2>(block, units, seen, d, to, ahead);
+            add_values<R, 2>(block, units, factors, seen, d, to, ahead);
             d += 32;
         }
-        if (d < call_.width) add_values<R, 1>(block, units, seen, d, to, ahead);
+        if (d < call_.width) add_values<R, 1>(block, units, factors, seen, d, to, ahead);
     }
 
     // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.
@@ -482,8 +624,8 @@ class Tile {
     }
 
     // Scores become weights, as units: 2^(score - most), where `most` is near the largest score so far: it stays while
-    // weights are small enough, so that sums are seldom rescaled.
-    void weigh(const Scores& scores, int64_t i, const Sums& sums, uint32_t* to) const {
+    // weights are small enough, so that sums are seldom rescaled. Returns what products with them are to be multiplied by.
+    float weigh(const Scores& scores, int64_t i, const Sums& sums, uint32_t* to) const {
         const f32x16 scale = splat(call_.scale);
         f32x16 x[4];
 #pragma GCC unroll 4
@@ -492,10 +634,27 @@ class Tile {
         if (!below(fma(top, scale, -splat(sums.most[i])), SLACK)) raise(max_lanes(top * scale), i, sums);
         const f32x16 less = -splat(sums.most[i]);
         f32x16 sum = load(sums.weight + 16 * i);
+        float factor = 1;
+        if constexpr (SCALED<C>) {
+            f32x16 most{};
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++) {
+                const f32x16 weight = rough_exp2(fma(x[n], scale, less));
+                x[n] = weight * load(value_scales_ + 16 * n);
+                sum = fma(x[n], f32x16{}, sum + weight);  // where a scale is no number, neither is the sum
+                most = max(most, x[n]);
+            }
+            const float largest = max_lanes(most)[0], inverse = largest < LEAST ? 0.0f : 32767.0f / largest;
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++) U::put(x[n], inverse, to + 8 * n);
+            factor = largest / 32767.0f;
+        } else {
 #pragma GCC unroll 2
-        for (int n = 0; n < 4; n += 2)
-            sum = U::put_weights(fma(x[n], scale, less), fma(x[n + 1], scale, less), to + 16 * n / U::EACH, sum);
+            for (int n = 0; n < 4; n += 2)
+                sum = U::put_weights(fma(x[n], scale, less), fma(x[n + 1], scale, less), to + 16 * n / U::EACH, sum);
+        }
         store(sums.weight + 16 * i, sum);
+        return factor;
     }
 
     void raise(f32x16 top, int64_t i, const Sums& sums) const {
@@ -509,11 +668,12 @@ class Tile {
     }
 
     template <int R, int N, class B, class Next>
-    void add_values(const B& block, const uint32_t* const* weights, int64_t seen, int64_t d, float* to,
-                    Next& ahead) const {
+    void add_values(const B& block, const uint32_t* const* weights, const float* factors, int64_t seen, int64_t d,
+                    float* to, Next& ahead) const {
         f32x16 found[R][N];
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) found[r][n] = load(to + r * call_.width + d + 16 * n);
+            for (int n = 0; n < N; n++)
+                found[r][n] = SCALED<C> ? f32x16{} : load(to + r * call_.width + d + 16 * n);
         for (int64_t token = 0; token < seen; token += U::EACH) {
             f32x16 columns[N];
             values_at<N>(block, token, d, columns);
@@ -522,8 +682,13 @@ class Tile {
                 for (int n = 0; n < N; n++)
                     found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH, columns[n]);
         }
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) store(to + r * call_.width + d + 16 * n, found[r][n]);
+        for (int r = 0; r < R; r++) {
+            if constexpr (SCALED<C>) in_order(found[r]);
+            for (int n = 0; n < N; n++) {
+                float* sum = to + r * call_.width + d + 16 * n;
+                store(sum, SCALED<C> ? fma(U::value(found[r][n]), splat(factors[r]), load(sum)) : found[r][n]);
+            }
+        }
     }
 
     const Call<E>& call_;
@@ -531,8 +696,9 @@ class Tile {
     const Span& span_;
     const Item& item_;
     const int64_t position_, queries_;
-    Packed<E> packed_;
-    float* wide_;
+    Packed<C> packed_;
+    float *wide_, *q_scales_;
+    alignas(64) float key_scales_[BLOCK_TOKENS], value_scales_[BLOCK_TOKENS];  // of the block that is visited
 };
 
 struct Work {
@@ -542,11 +708,11 @@ struct Work {
 };
 
 // Who computes what does not change what is computed, so it may depend on the number of threads.
-void plan(const AttentionBatch& batch, int64_t window, int64_t group, int64_t width, Work& work) {
+void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t group, int64_t width, Work& work) {
     work.items.clear();
     work.shared.clear();
     work.cost = work.floats = 0;
-    const int64_t kv_heads = batch.cache.kv_heads, most_rows = std::max<int64_t>(1, TILE / group);
+    const int64_t most_rows = std::max<int64_t>(1, TILE / group);
     // heads that follow one another are neighbours in the cache: few rows read them together if there is enough to share
     const int64_t together = std::clamp<int64_t>(batch.count * kv_heads / (4 * threads()), 1, kv_heads);
     for (int64_t s = 0; s < batch.count; s++) {
@@ -584,14 +750,14 @@ float* take(std::vector<float>& memory, int64_t floats) {
     return memory.data() + (-address & 63) / 4;
 }
 
-template <class E>
+template <class E, class C>
 void compute(const Call<E>& call, const Item& item, const Work& work, float* left, std::atomic<int64_t>* missing) {
     static thread_local std::vector<float> memory;
     const int64_t queries = item.rows * call.group;
     const int64_t sums = item.heads * Sums::floats(queries, call.width);
-    const int64_t scratch = Tile<E>::floats(call.batch.cache.dim, call.width, queries, item.heads);
+    const int64_t scratch = Tile<E, C>::floats(call.cache.dim, call.width, queries, item.heads);
     float* own = take(memory, 2 * sums + scratch);
-    Tile<E> tile(call, item, own + 2 * sums);
+    Tile<E, C> tile(call, item, own + 2 * sums);
     if (item.shared < 0) {
         tile.sum(own, own + sums);
         tile.write(own);
@@ -608,21 +774,20 @@ void compute(const Call<E>& call, const Item& item, const Work& work, float* lef
     tile.write(first);
 }
 
-template <class E>
-void run(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_stride, void* out, float scale,
+template <class E, class C>
+void run(const AttentionBatch& batch, const Cache& cache, const void* q, int64_t q_stride, void* out, float scale,
          int64_t window) {
     static thread_local Work kept;
     static thread_local std::vector<float> memory;
-    const int64_t group = batch.heads / batch.cache.kv_heads, width = ceil_div(batch.cache.dim, 16) * 16;
-    plan(batch, window, group, width, kept);
+    const int64_t group = batch.heads / cache.kv_heads, width = ceil_div(cache.dim, 16) * 16;
+    plan(batch, cache.kv_heads, window, group, width, kept);
     const Work& work = kept;
     float* left = take(memory, work.floats);
     std::unique_ptr<std::atomic<int64_t>[]> missing(new std::atomic<int64_t>[work.shared.size()]);
     for (size_t i = 0; i < work.shared.size(); i++) missing[i] = work.shared[i].splits;
-    const E* cache = static_cast<const E*>(batch.cache.base) + layer * batch.cache.layer;
-    const Call<E> call{batch, static_cast<const E*>(q), cache, q_stride, static_cast<E*>(out), scale * LOG2_E,
-                       window, group,                   width};
-    auto task = [&](int index) { compute(call, work.items[index], work, left, missing.get()); };
+    const Call<E> call{batch,  cache, static_cast<const E*>(q), q_stride, static_cast<E*>(out), scale * LOG2_E,
+                       window, group, width};
+    auto task = [&](int index) { compute<E, C>(call, work.items[index], work, left, missing.get()); };
     const int count = static_cast<int>(work.items.size());
     if (work.cost < ALONE)
         for (int i = 0; i < count; i++) task(i);
@@ -632,12 +797,11 @@ void run(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_st
 
 }  // namespace
 
-void attention(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_stride, void* out, float scale,
+void attention(const AttentionBatch& batch, const Cache& cache, const void* q, int64_t q_stride, void* out, float scale,
                int64_t window) {
-    if (batch.cache.is_bf16)
-        run<bf16>(batch, layer, q, q_stride, out, scale, window);
-    else
-        run<float>(batch, layer, q, q_stride, out, scale, window);
+    const auto compute = cache.is_bf16 ? (cache.scales ? run<bf16, int8_t> : run<bf16, bf16>)
+                                       : (cache.scales ? run<float, int8_t> : run<float, float>);
+    compute(batch, cache, q, q_stride, out, scale, window);
 }
 
 }  // namespace penstock
@@ -645,5 +809,5 @@ void attention(const AttentionBatch& batch, int64_t layer, const void* q, int64_
 extern "C" void penstock_attention(const penstock::Span* spans, int64_t count, const int64_t* ids,
                                    const penstock::Cache* cache, int64_t heads, const void* q, int64_t q_stride,
                                    void* out, float scale, int64_t window) {
-    penstock::attention({spans, count, ids, *cache, heads}, 0, q, q_stride, out, scale, window);
+    penstock::attention({spans, count, ids, heads}, *cache, q, q_stride, out, scale, window);
 }

@@ -13,12 +13,16 @@ struct Span {
     int64_t row, rows, start, place;
 };
 
-// The cache [blocks, layers, 2, kv_heads, BLOCK_TOKENS, dim], innermost dimension contiguous. Strides in elements.
+// One layer of the cache, [blocks, 2, kv_heads, BLOCK_TOKENS, dim], innermost dimension contiguous; strides in elements.
+// Rows are of bfloat16, or else of float32. So are values, unless there are scales, [blocks, 2, kv_heads, BLOCK_TOKENS]
+// floats: then they are of 8 bits, and each stands for its product with the scale of its token and head.
 struct Cache {
-    void* base;
-    int64_t block, layer, kind, head, token;
+    void* values;
+    int64_t block, kind, head, token;
+    float* scales;  // or null
+    int64_t scale_block, scale_kind, scale_head, scale_token;
     int64_t kv_heads, dim;
-    int64_t is_bf16;  // else float32
+    int64_t is_bf16;
 };
 
 // A step as all its layers see it.
@@ -26,17 +30,16 @@ struct AttentionBatch {
     const Span* spans;
     int64_t count;
     const int64_t* ids;
-    Cache cache;
     int64_t heads;
 };
 
 // out[rows, heads, dim] = softmax(q k^T * scale) v. A row at position p sees positions (p - window, p] of its own
 // sequence, all up to p where `window` is 0. Of q, heads lie together and rows `q_stride` elements apart; out is
-// contiguous. Both are of the cache's dtype.
+// contiguous.
 //
 // A row's result is the same to the bit whatever else is in the batch: positions are visited in blocks, each with
 // arithmetic of its own, and blocks are summed up in splits of the sequence that depend on the position alone.
-void attention(const AttentionBatch& batch, int64_t layer, const void* q, int64_t q_stride, void* out, float scale,
+void attention(const AttentionBatch& batch, const Cache& cache, const void* q, int64_t q_stride, void* out, float scale,
                int64_t window);
 
 }  // namespace penstock

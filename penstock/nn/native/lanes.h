@@ -31,6 +31,11 @@ inline bool below(f32x16 x, float most) {
 #endif
 }
 
+// Rounds to the nearest whole number, ties to even; of what is below 2^22.
+inline i32x16 to_whole(f32x16 x) {
+    return reinterpret_cast<i32x16>(x + splat(12582912.0f)) - 0x4b400000;  // the sum has no room for fractions
+}
+
 inline i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 template <int DISTANCE>

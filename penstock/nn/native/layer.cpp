@@ -59,7 +59,7 @@ struct Progress {
         if (weight) rms_norm(IS_BF16<T>, x, width, norm(weight), decoder.eps, x, width, count, width);
     }
 
-    void until_attention(int64_t i, const Cache& cache, int64_t query_heads) const {
+    void until_attention(int64_t i, const Cache* caches, int64_t query_heads) const {
         const Layer& layer = decoder.layers[i];
         if (i == 0) {
             embed(decoder, rows, x);
@@ -67,7 +67,7 @@ struct Progress {
         }
         normed(layer.mixer_norm, rows.rows);
         project(layer.qkv, x, rows.rows, qkv());
-        qkv_to_cache(cache, i, qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
+        qkv_to_cache(caches[i], qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
                      rows.rotations[layer.rotation], rows.blocks, rows.offsets, rows.rows);
     }
 
@@ -93,8 +93,8 @@ struct Progress {
 };
 
 template <class F>
-void with_type(const Cache& cache, F&& f) {
-    if (cache.is_bf16)
+void with_type(const Cache* caches, F&& f) {
+    if (caches->is_bf16)
         f(bf16{});
     else
         f(float{});
@@ -119,17 +119,17 @@ using namespace penstock;
 
 int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*decoder); }
 
-// A whole step: `out` becomes [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any
+// A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any
 // use. `heads` are those of q.
-void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch, void* out,
+void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch, void* out,
                    const Span* spans, int64_t count, const int64_t* ids) {
-    const AttentionBatch batch{spans, count, ids, *cache, heads};
-    with_type(*cache, [&](auto type) {
+    const AttentionBatch batch{spans, count, ids, heads};
+    with_type(caches, [&](auto type) {
         const Progress<decltype(type)> step(*decoder, *rows, scratch, out);
         for (int64_t i = 0; i < decoder->count; i++) {
             const Layer& layer = decoder->layers[i];
-            step.until_attention(i, *cache, heads);
-            attention(batch, i, step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
+            step.until_attention(i, caches, heads);
+            attention(batch, caches[i], step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
             step.after_attention(i, step.heads(layer));
         }
     });
@@ -137,16 +137,16 @@ void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cache,
 
 // The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
 // behind [rows, hidden], as [rows, qkv.outs] with k and v, to `attended`, [rows, o.ins], which is overwritten.
-void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, int64_t heads, void* scratch,
+void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
                               void* out, int64_t layer) {
-    with_type(*cache, [&](auto type) {
-        Progress<decltype(type)>(*decoder, *rows, scratch, out).until_attention(layer, *cache, heads);
+    with_type(caches, [&](auto type) {
+        Progress<decltype(type)>(*decoder, *rows, scratch, out).until_attention(layer, caches, heads);
     });
 }
 
-void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* cache, void* attended, void* scratch,
+void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, void* attended, void* scratch,
                               void* out, int64_t layer) {
-    with_type(*cache, [&](auto type) {
+    with_type(caches, [&](auto type) {
         using T = decltype(type);
         Progress<T>(*decoder, *rows, scratch, out).after_attention(layer, static_cast<T*>(attended));
     });

@@ -56,21 +56,44 @@ PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
 #endif
 }
 
+typedef int16_t i16x32 __attribute__((vector_size(64)));
+
+// Whole numbers of 8 bits, as they lie in memory, become pairs of 16 bits: 32 of them, or `count` < 32 and zeros.
+PENSTOCK_INLINE i16x32 widen32(const int8_t* from, int64_t count = 32) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __m256i x = count >= 32 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                                  : _mm256_maskz_loadu_epi8((1u << count) - 1, from);
+    return reinterpret_cast<i16x32>(_mm512_cvtepi8_epi16(x));
+#else
+    typedef int8_t i8x32 __attribute__((vector_size(32)));
+    i8x32 x{};
+    if (count >= 32)
+        std::memcpy(&x, from, sizeof x);
+    else
+        std::memcpy(&x, from, count);
+    return __builtin_convertvector(x, i16x32);
+#endif
+}
+
+// (first[i], second[i]) for i < 16.
+inline f32x16 pairs(i16x32 first, i16x32 second) {
+    return reinterpret_cast<f32x16>(__builtin_shufflevector(
+        first, second, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13,
+        45, 14, 46, 15, 47));
+}
+
 #ifdef __AVX512BF16__
 // (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0.
 template <int N>
 PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t count, f32x16 (&to)[N]) {
-    typedef uint16_t u16x32 __attribute__((vector_size(64)));
     auto row = [&](const bf16* from, int64_t at) {
-        if (from == nullptr || at >= count) return u16x32{};
-        if (at + 32 <= count) return reinterpret_cast<u16x32>(_mm512_loadu_si512(from + at));
-        return reinterpret_cast<u16x32>(_mm512_maskz_loadu_epi16((1u << (count - at)) - 1, from + at));
+        if (from == nullptr || at >= count) return i16x32{};
+        if (at + 32 <= count) return reinterpret_cast<i16x32>(_mm512_loadu_si512(from + at));
+        return reinterpret_cast<i16x32>(_mm512_maskz_loadu_epi16((1u << (count - at)) - 1, from + at));
     };
     for (int n = 0; n < N; n += 2) {
-        const u16x32 x = row(first, 16 * n), y = row(second, 16 * n);
-        to[n] = reinterpret_cast<f32x16>(__builtin_shufflevector(
-            x, y, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45,
-            14, 46, 15, 47));
+        const i16x32 x = row(first, 16 * n), y = row(second, 16 * n);
+        to[n] = pairs(x, y);
         if (n + 1 < N)
             to[n + 1] = reinterpret_cast<f32x16>(__builtin_shufflevector(
                 x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59,
@@ -78,5 +101,58 @@ PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t c
     }
 }
 #endif
+
+// The same of whole numbers of 8 bits, but that of each two vectors the first gets, of every eight, the first four. That
+// is what instructions do; `in_order` undoes it.
+template <int N>
+PENSTOCK_INLINE void interleave(const int8_t* first, const int8_t* second, int64_t count, f32x16 (&to)[N]) {
+    auto row = [&](const int8_t* from, int64_t at) {
+        return from == nullptr || at >= count ? i16x32{} : widen32(from + at, count - at);
+    };
+    for (int n = 0; n < N; n += 2) {
+        const i16x32 x = row(first, 16 * n), y = row(second, 16 * n);
+        if (n + 1 == N) {
+            to[n] = pairs(x, y);
+            break;
+        }
+        to[n] = reinterpret_cast<f32x16>(__builtin_shufflevector(
+            x, y, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25,
+            57, 26, 58, 27, 59));
+        to[n + 1] = reinterpret_cast<f32x16>(__builtin_shufflevector(
+            x, y, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29,
+            61, 30, 62, 31, 63));
+    }
+}
+
+template <int N>
+PENSTOCK_INLINE void in_order(f32x16 (&a)[N]) {
+    for (int n = 0; n + 1 < N; n += 2) {
+        const f32x16 x = a[n], y = a[n + 1];
+        a[n] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        a[n + 1] = __builtin_shufflevector(x, y, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+}
+
+// In every lane group of four, the sums of four vectors' lanes there.
+PENSTOCK_INLINE i32x16 sum_fours(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+    auto fold = [](i32x16 x, i32x16 y) {
+        return __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+               __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    };
+    const i32x16 x = fold(a, b), y = fold(c, d);
+    return __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+// Of four such, each group's sum over a vector's groups: what 16 vectors' lanes come to, in the order of the vectors.
+PENSTOCK_INLINE i32x16 sum_groups(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+    auto fold = [](i32x16 x, i32x16 y) {
+        return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    const i32x16 x = fold(a, b), y = fold(c, d);
+    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
 
 }  // namespace penstock

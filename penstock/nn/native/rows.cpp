@@ -150,10 +150,10 @@ void with_types(bool is_bf16, bool wide, F&& f) {
     });
 }
 
-// Where a row's K of head 0 belongs.
-template <class E>
-E* place(const Cache& cache, int64_t layer, int64_t block, int64_t offset) {
-    return static_cast<E*>(cache.base) + block * cache.block + layer * cache.layer + offset * cache.token;
+// Where a row's K (0) or V (1) of head 0 belongs.
+template <class C>
+C* place(const Cache& cache, int64_t block, int64_t offset, int64_t kind) {
+    return static_cast<C*>(cache.values) + block * cache.block + offset * cache.token + kind * cache.kind;
 }
 
 // All of a row, normed first where there is a weight. What heads are scaled by is known before any is needed: so many
@@ -177,8 +177,35 @@ void turn_heads(const E* x, const W* weight, float eps, const E* cos, const E* s
     }
 }
 
+// One head in 8 bits. Returns its scale, which is no number where one of the values is none.
 template <class E>
-void put_heads(const Cache& cache, const E* from, E* to) {
+float quantise(const E* from, int8_t* to, int64_t dim) {
+    f32x16 most{}, nothing{};
+    each_sixteen(dim, [&](int64_t d, auto get, auto) {
+        const f32x16 x = get(from + d);
+        most = max(most, max(x, -x));
+        nothing = fma(x, f32x16{}, nothing);
+    });
+    const float largest = max_lanes(most)[0];
+    const f32x16 inverse = splat(largest < 1e-30f ? 0.0f : 127.0f / largest);
+    each_sixteen(dim, [&](int64_t d, auto get, auto) {
+        typedef int8_t i8x16 __attribute__((vector_size(16)));
+        const i8x16 values = __builtin_convertvector(to_whole(get(from + d) * inverse), i8x16);
+        std::memcpy(to + d, &values, std::min<int64_t>(LANES, dim - d));
+    });
+    return largest / 127.0f + sum_lanes(nothing);
+}
+
+template <class E>
+void put_heads(const Cache& cache, int64_t block, int64_t offset, int64_t kind, const E* from) {
+    if (cache.scales) {
+        int8_t* to = place<int8_t>(cache, block, offset, kind);
+        float* scales = cache.scales + block * cache.scale_block + offset * cache.scale_token + kind * cache.scale_kind;
+        for (int64_t h = 0; h < cache.kv_heads; h++)
+            scales[h * cache.scale_head] = quantise(from + h * cache.dim, to + h * cache.head, cache.dim);
+        return;
+    }
+    E* to = place<E>(cache, block, offset, kind);
     for (int64_t h = 0; h < cache.kv_heads; h++)
         std::memcpy(to + h * cache.head, from + h * cache.dim, cache.dim * sizeof(E));
 }
@@ -251,20 +278,19 @@ void gate_mul(bool is_bf16, int64_t activation, const void* gate_up, int64_t str
     });
 }
 
-void store_kv(const Cache& cache, int64_t layer, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-              const int64_t* blocks, const int64_t* offsets, int64_t rows) {
+void store_kv(const Cache& cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const int64_t* blocks,
+              const int64_t* offsets, int64_t rows) {
     with_type(cache.is_bf16, [&](auto type) {
         using E = decltype(type);
         each_row(rows, cache.kv_heads * cache.dim, [&](int64_t row) {
-            E* to = place<E>(cache, layer, blocks[row], offsets[row]);
-            put_heads(cache, static_cast<const E*>(k) + row * k_stride, to);
-            put_heads(cache, static_cast<const E*>(v) + row * v_stride, to + cache.kind);
+            put_heads(cache, blocks[row], offsets[row], 0, static_cast<const E*>(k) + row * k_stride);
+            put_heads(cache, blocks[row], offsets[row], 1, static_cast<const E*>(v) + row * v_stride);
         });
     });
 }
 
-void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, int64_t heads, Norm q_norm, Norm k_norm,
-                  float eps, Rotation rotation, const int64_t* blocks, const int64_t* offsets, int64_t rows) {
+void qkv_to_cache(const Cache& cache, void* qkv, int64_t stride, int64_t heads, Norm q_norm, Norm k_norm, float eps,
+                  Rotation rotation, const int64_t* blocks, const int64_t* offsets, int64_t rows) {
     with_types(cache.is_bf16, q_norm.wide, [&](auto type, auto weight_type) {
         using E = decltype(type);
         using W = decltype(weight_type);
@@ -274,10 +300,13 @@ void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, 
             E* k = q + heads * dim;
             const E* cos = static_cast<const E*>(rotation.cos) + row * half;
             const E* sin = static_cast<const E*>(rotation.sin) + row * half;
-            E* to = place<E>(cache, layer, blocks[row], offsets[row]);
+            const bool scaled = cache.scales != nullptr;  // then all of a head is needed before any of it is stored
+            E* to = scaled ? k : place<E>(cache, blocks[row], offsets[row], 0);
+            const int64_t to_head = scaled ? dim : cache.head;
             turn_heads(q, static_cast<const W*>(q_norm.weight), eps, cos, sin, half, q, dim, heads, dim);
-            turn_heads(k, static_cast<const W*>(k_norm.weight), eps, cos, sin, half, to, cache.head, cache.kv_heads, dim);
-            put_heads(cache, k + cache.kv_heads * dim, to + cache.kind);
+            turn_heads(k, static_cast<const W*>(k_norm.weight), eps, cos, sin, half, to, to_head, cache.kv_heads, dim);
+            if (scaled) put_heads(cache, blocks[row], offsets[row], 0, k);
+            put_heads(cache, blocks[row], offsets[row], 1, k + cache.kv_heads * dim);
         });
     });
 }
@@ -310,13 +339,13 @@ void penstock_gate_mul(int64_t is_bf16, int64_t activation, const void* gate_up,
 
 void penstock_store_kv(const Cache* cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                        const int64_t* blocks, const int64_t* offsets, int64_t rows) {
-    penstock::store_kv(*cache, 0, k, k_stride, v, v_stride, blocks, offsets, rows);
+    penstock::store_kv(*cache, k, k_stride, v, v_stride, blocks, offsets, rows);
 }
 
 void penstock_qkv_to_cache(const Cache* cache, void* qkv, int64_t stride, int64_t heads, const void* q_weight,
                            const void* k_weight, int64_t wide, float eps, const void* cos, const void* sin,
                            int64_t turned, const int64_t* blocks, const int64_t* offsets, int64_t rows) {
-    penstock::qkv_to_cache(*cache, 0, qkv, stride, heads, {q_weight, wide}, {k_weight, wide}, eps, {cos, sin, turned},
-                           blocks, offsets, rows);
+    penstock::qkv_to_cache(*cache, qkv, stride, heads, {q_weight, wide}, {k_weight, wide}, eps, {cos, sin, turned}, blocks,
+                           offsets, rows);
 }
 }

@@ -43,13 +43,13 @@ enum Activation : int64_t { SILU, GELU_TANH };
 void gate_mul(bool is_bf16, int64_t activation, const void* gate_up, int64_t stride, void* out, int64_t rows,
               int64_t width);
 
-// Rows of k and v [rows, kv_heads, dim], heads together, to the cache's blocks[row] and offsets[row] of a layer.
-void store_kv(const Cache& cache, int64_t layer, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-              const int64_t* blocks, const int64_t* offsets, int64_t rows);
+// Rows of k and v [rows, kv_heads, dim], heads together, to the cache's blocks[row] and offsets[row].
+void store_kv(const Cache& cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const int64_t* blocks,
+              const int64_t* offsets, int64_t rows);
 
 // What attention needs of its projection [rows, (heads + 2 kv_heads) * dim]: q and k normed per head where there are
-// weights, then turned; k and v stored, q left where it was. Bit for bit the same as the four functions above.
-void qkv_to_cache(const Cache& cache, int64_t layer, void* qkv, int64_t stride, int64_t heads, Norm q_norm, Norm k_norm,
-                  float eps, Rotation rotation, const int64_t* blocks, const int64_t* offsets, int64_t rows);
+// weights, then turned; k and v stored, q left where it was, k lost. Bit for bit the same as the four functions above.
+void qkv_to_cache(const Cache& cache, void* qkv, int64_t stride, int64_t heads, Norm q_norm, Norm k_norm, float eps,
+                  Rotation rotation, const int64_t* blocks, const int64_t* offsets, int64_t rows);
 
 }  // namespace penstock

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from penstock.nn.batch import Batch
-from penstock.nn.native import DTYPES, computable, dense_rows, function, missing, of_layer
+from penstock.nn.kv import LayerKV
+from penstock.nn.native import DTYPES, cached, dense_rows, function, missing, of_layer
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.sdpa import attention as sdpa
 
 
-def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """softmax(q k^T * scale) v, where a row at position p sees positions (p - window, p] of its own sequence.
 
     Args:
         q: [rows, heads, dim]; query heads h * heads / kv_heads and following share K and V head h.
-        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]; the step's own rows are stored already.
+        cache: one layer; the step's own rows are stored already, and read as they were stored.
         batch: says which blocks hold each sequence.
         scale: of the scores.
         window: how many positions a row sees, itself included; None is all.
@@ -32,14 +33,14 @@ def reads_in_place(device: str, dtype: torch.dtype) -> bool:
     return OP.backend_on(device).name == "native" and dtype in DTYPES
 
 
-def _reference(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def _reference(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
     """Written to be read: one sequence after the other, every score spelled out, in float32."""
     out = torch.empty_like(q)
-    group = q.shape[1] // cache.shape[2]
+    group = q.shape[1] // cache.kv_heads
     for span in batch.spans:
         length = span.start + span.rows
         # [blocks, 2, kv_heads, block, dim] -> [2, heads, length, dim]
-        context = cache[span.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()
+        context = cache.of_blocks(span.blocks, torch.float32).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         k, v = context.repeat_interleave(group, dim=1)
         rows = slice(span.row, span.row + span.rows)
         scores = torch.einsum("nhd,hld->hnl", q[rows].float(), k) * scale
@@ -50,11 +51,11 @@ def _reference(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int
     return out
 
 
-def _native(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def _native(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
     """One kernel for decodes and prompts, over blocks where they lie (native/attention.h); equal to the bit."""
-    if not computable(q, cache):
+    if not cached(cache, q):
         return sdpa(q, cache, batch, scale, window)
-    q, layer = dense_rows(q), of_layer(cache)
+    q, layer = dense_rows(q), of_layer(cache, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype)
     spans, ids = batch.places
     function("penstock_attention", "pnppnpnpfn")(

@@ -5,18 +5,19 @@ from torch import Tensor
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn.batch import BranchSpan, Scratch
+from penstock.nn.kv import LayerKV
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.sdpa import read
 
 
 def branch_attention(
-    q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
+    q: Tensor, cache: LayerKV, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
 ) -> Tensor:
     """softmax(q k^T * scale) v, where every row sees the prompt and then its own places, the last of them its own.
 
     Args:
         q: [rows of the span, heads, dim]; heads share K and V as in `attention`.
-        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim]; the step's own rows are stored already.
+        cache: one layer; the step's own rows are stored already, and read as they were stored.
         span: says where the prompt's blocks and each row's places are.
         scale: of the scores.
         window: how many positions a row sees, itself included; None is all.
@@ -29,28 +30,29 @@ def branch_attention(
 
 
 def _reference(
-    q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
+    q: Tensor, cache: LayerKV, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
 ) -> Tensor:
     """Written to be read: one row after the other, its whole context put together, in float32."""
     out = torch.empty_like(q)
-    group = q.shape[1] // cache.shape[2]
+    group = q.shape[1] // cache.kv_heads
     first = 0 if window is None else max(0, span.length - window)
-    shared = cache[span.prompt.blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.prompt.length]
+    prompt = cache.of_blocks(span.prompt.blocks, torch.float32)
+    shared = prompt.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.prompt.length]
     for row, slots in enumerate(span.slots):
-        own = torch.stack([cache[slot // BLOCK_TOKENS, :, :, slot % BLOCK_TOKENS] for slot in slots.tolist()], dim=2)
+        own = cache.of_tokens(slots // BLOCK_TOKENS, slots % BLOCK_TOKENS, torch.float32).permute(1, 2, 0, 3)
         # [2, heads, context, dim]
-        k, v = torch.cat([shared, own], dim=2)[:, :, first:].float().repeat_interleave(group, dim=1)
+        k, v = torch.cat([shared, own], dim=2)[:, :, first:].repeat_interleave(group, dim=1)
         weights = (torch.einsum("hd,hld->hl", q[row].float(), k) * scale).softmax(-1)
         out[row] = torch.einsum("hl,hld->hd", weights, v).to(q.dtype)
     return out
 
 
-def _merged(q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: int | None, scratch: Scratch) -> Tensor:
+def _merged(q: Tensor, cache: LayerKV, span: BranchSpan, scale: float, window: int | None, scratch: Scratch) -> Tensor:
     """Two partial softmaxes, merged by the logarithms of their sums: over the prompt's K and V, read once for all rows,
     and over each row's own, gathered."""
     # what a batch computes for a span has shapes of that span alone, so its results do not depend on the others
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
-    queries = q.to(dtype).unflatten(1, (cache.shape[2], -1))  # [rows, kv_heads, heads / kv_heads, dim]
+    queries = q.to(dtype).unflatten(1, (cache.kv_heads, -1))  # [rows, kv_heads, heads / kv_heads, dim]
     first = 0 if window is None else max(0, span.length - window)
     own = _own(queries, cache, span, scale, max(0, first - span.prompt.length))
     if first >= span.prompt.length:
@@ -61,7 +63,7 @@ def _merged(q: Tensor, cache: Tensor, span: BranchSpan, scale: float, window: in
 
 
 def _shared(
-    queries: Tensor, cache: Tensor, span: BranchSpan, scale: float, first: int, scratch: Scratch
+    queries: Tensor, cache: LayerKV, span: BranchSpan, scale: float, first: int, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Of the prompt's positions from `first` on; see `_partial`."""
     skip = first // BLOCK_TOKENS
@@ -73,11 +75,12 @@ def _shared(
     return heads.unflatten(1, apart).transpose(0, 1), lse.unflatten(1, apart).transpose(0, 1)
 
 
-def _own(queries: Tensor, cache: Tensor, span: BranchSpan, scale: float, first: int) -> tuple[Tensor, Tensor]:
+def _own(queries: Tensor, cache: LayerKV, span: BranchSpan, scale: float, first: int) -> tuple[Tensor, Tensor]:
     """Of each row's places from the `first` on; see `_partial`."""
     slots = span.slots[:, first:]
-    found = cache[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS]  # [rows, positions, 2, kv_heads, dim]
-    k, v = found.permute(2, 0, 3, 1, 4).to(queries.dtype)  # [rows, kv_heads, positions, dim]
+    # [rows, positions, 2, kv_heads, dim]
+    found = cache.of_tokens(slots // BLOCK_TOKENS, slots % BLOCK_TOKENS, queries.dtype)
+    k, v = found.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, dim]
     return _partial(queries, k, v, scale)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.nn.batch import Batch
-from penstock.nn.native import computable, dense_rows, function, missing, of_layer
+from penstock.nn.kv import LayerKV
+from penstock.nn.native import cached, dense_rows, function, missing, of_layer
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.rms_norm import reference as rms_norm
 from penstock.nn.ops.rotary import reference as rotary
@@ -16,7 +17,7 @@ Norms = tuple[Tensor, Tensor] | None
 
 
 def qkv_to_cache(
-    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
+    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: LayerKV, batch: Batch
 ) -> Tensor:
     """Store one layer's K and V and return its Q.
 
@@ -25,7 +26,7 @@ def qkv_to_cache(
         norms: [dim] weights of the norms of Q's and of K's heads, both as `rms_norm` has them, where there are such.
         eps: of the norms.
         rotation: cos and sin, as `rotary` has them.
-        cache: one layer, [blocks, 2, kv_heads, BLOCK_TOKENS, dim].
+        cache: one layer.
         batch: says which block and place each row belongs to.
 
     Returns:
@@ -35,9 +36,9 @@ def qkv_to_cache(
 
 
 def _reference(
-    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
+    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: LayerKV, batch: Batch
 ) -> Tensor:
-    kv_heads, dim = cache.shape[2], cache.shape[4]
+    kv_heads, dim = cache.kv_heads, cache.dim
     heads = qkv.unflatten(1, (-1, dim))
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
@@ -47,11 +48,11 @@ def _reference(
 
 
 def _native(
-    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Batch
+    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: LayerKV, batch: Batch
 ) -> Tensor:
-    if not computable(qkv, *rotation, cache) or any(x.dtype not in (qkv.dtype, torch.float32) for x in norms or ()):
+    if not cached(cache, qkv, *rotation) or any(x.dtype not in (qkv.dtype, torch.float32) for x in norms or ()):
         return _reference(qkv, norms, eps, rotation, cache, batch)
-    qkv, layer = dense_rows(qkv), of_layer(cache)
+    qkv, layer = dense_rows(qkv), of_layer(cache, qkv.dtype)
     cos, sin = (x.contiguous() for x in rotation)
     weights = tuple(x.contiguous() for x in norms) if norms else ()
     heads = qkv.shape[1] // layer.dim - 2 * layer.kv_heads

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn.batch import Batch, Scratch, Span
+from penstock.nn.kv import LayerKV
 
 PIECE = 512  # rows of a prompt at a time: bounds the mask, and skips most of the triangle above the diagonal
 # On a CPU, bytes of one layer's K and V as they are computed with. A decoding sequence that has so many (padded) is
@@ -98,14 +99,14 @@ def prepare(batch: Batch) -> SdpaMetadata:
     return SdpaMetadata(decodes, [span for span in batch.spans if span.rows > 1])
 
 
-def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
     # torch's CPU kernels round the weights to bfloat16 differently for one row and for many; in float32 they differ in
     # the last bits only, and cost the same
     cpu = q.device.type == "cpu"
     dtype = torch.float32 if cpu else q.dtype
     out = torch.empty_like(q)
     q = q.to(dtype)
-    per_block = math.prod(cache.shape[1:]) * dtype.itemsize
+    per_block = math.prod(cache.values.shape[1:]) * dtype.itemsize
     metadata = batch.prepared(prepare)
     for group in metadata.decodes:
         size = group.padded * per_block
@@ -121,9 +122,9 @@ def attention(q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int 
 
 
 def _decode_together(
-    out: Tensor, q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, window: int | None, scratch: Scratch
+    out: Tensor, q: Tensor, cache: LayerKV, group: DecodeGroup, scale: float, window: int | None, scratch: Scratch
 ) -> None:
-    kv_heads, dim = cache.shape[2], cache.shape[4]
+    kv_heads, dim = cache.kv_heads, cache.dim
     k, v = gather(cache, group.blocks, q.dtype, scratch)
     # query heads that share K and V are rows of one product: [group, kv_heads, heads / kv_heads, dim]
     queries = q[group.rows].unflatten(1, (kv_heads, -1))
@@ -132,19 +133,19 @@ def _decode_together(
 
 
 def _decode_alone(
-    out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None, scratch: Scratch
+    out: Tensor, q: Tensor, cache: LayerKV, span: Span, scale: float, window: int | None, scratch: Scratch
 ) -> None:
     first = 0 if window is None else max(0, span.length - window)
     skip = first // BLOCK_TOKENS
     seen = slice(first - skip * BLOCK_TOKENS, span.length - skip * BLOCK_TOKENS)
     k, v = read(cache, span, skip, q.dtype, scratch)[:, None, :, seen]
-    queries = q[span.row].unflatten(0, (cache.shape[2], -1))[None]
+    queries = q[span.row].unflatten(0, (cache.kv_heads, -1))[None]
     heads = scaled_dot_product_attention(queries, k, v, scale=scale)
     out[span.row] = heads[0].flatten(0, 1).to(out.dtype)
 
 
 def _prefill(
-    out: Tensor, q: Tensor, cache: Tensor, span: Span, scale: float, window: int | None, scratch: Scratch
+    out: Tensor, q: Tensor, cache: LayerKV, span: Span, scale: float, window: int | None, scratch: Scratch
 ) -> None:
     skip = 0 if window is None else max(0, span.start + 1 - window) // BLOCK_TOKENS
     skipped = skip * BLOCK_TOKENS
@@ -172,7 +173,7 @@ def _prefill(
 # --- K and V of sequences out of the cache, wherever their blocks lie
 
 
-def read(cache: Tensor, span: Span, skip: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+def read(cache: LayerKV, span: Span, skip: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """One sequence's K and V without its first `skip` blocks: [2, kv_heads, tokens, dim], strided as it comes.
 
     Where its blocks are consecutive, nothing is gathered: when its tokens lie at one stride and are of the wanted
@@ -180,21 +181,24 @@ def read(cache: Tensor, span: Span, skip: int, dtype: torch.dtype, scratch: Scra
     """
     if not isinstance(span.ids, range):
         return gather(cache, span.blocks[None, skip:], dtype, scratch)[:, 0]
-    source = cache[span.ids[skip] : span.ids.stop].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, BLOCK_TOKENS, dim]
+    wanted = slice(span.ids[skip], span.ids.stop)
+    if cache.scales is not None:
+        return cache.of_blocks(wanted, dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    source = cache.values[wanted].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, BLOCK_TOKENS, dim]
     kinds, kv_heads, blocks, tokens, dim = source.shape
     if source.dtype == dtype and source.stride(2) == tokens * source.stride(3):
         return source.flatten(2, 3)
     if not _by_token(cache):
-        return scratch.take("context", source.shape, dtype, cache.device).copy_(source).flatten(2, 3)
+        return scratch.take("context", source.shape, dtype, source.device).copy_(source).flatten(2, 3)
     shape = (blocks, tokens, kinds, kv_heads, dim)
-    copy = scratch.take("gathered", shape, cache.dtype, cache.device)
+    copy = scratch.take("gathered", shape, source.dtype, source.device)
     copy.permute(2, 3, 0, 1, 4).copy_(source)
     if copy.dtype != dtype:  # short strided runs are copied faster than they are converted
-        copy = scratch.take("context", shape, dtype, cache.device).copy_(copy)
+        copy = scratch.take("context", shape, dtype, source.device).copy_(copy)
     return copy.permute(2, 3, 0, 1, 4).flatten(2, 3)
 
 
-def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+def gather(cache: LayerKV, blocks: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """K and V of sequences with equally many blocks: [2, sequences, kv_heads, tokens, dim], strided as it comes.
 
     The memory is looked at as pieces that lie together (one head's part of a block, or all heads' part of a token),
@@ -203,25 +207,26 @@ def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scratch: Scratch) 
     Args:
         blocks: [sequences, blocks] int64.
     """
-    _, kinds, kv_heads, tokens, dim = cache.shape
-    device, count = cache.device, len(blocks)
+    values = cache.values
+    _, kinds, kv_heads, tokens, dim = values.shape
+    device, count = values.device, len(blocks)
     by_token = _by_token(cache)
     piece = kinds * kv_heads * dim if by_token else tokens * dim
-    if cache.stride(0) % piece:  # blocks are padded
-        found = cache[blocks].permute(2, 0, 3, 1, 4, 5)  # [2, sequences, kv_heads, blocks, BLOCK_TOKENS, dim]
-        return found.to(dtype).flatten(3, 4)
-    first, to_block = cache.storage_offset() // piece, cache.stride(0) // piece
+    if cache.scales is not None or values.stride(0) % piece or values.storage_offset() % piece:  # blocks are padded
+        # [2, sequences, kv_heads, blocks, BLOCK_TOKENS, dim]
+        return cache.of_blocks(blocks, dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    first, to_block = values.storage_offset() // piece, values.stride(0) // piece
     if by_token:
-        places = torch.arange(tokens, device=device) * (cache.stride(3) // piece) + first
+        places = torch.arange(tokens, device=device) * (values.stride(3) // piece) + first
         wanted = (blocks[:, :, None] * to_block + places).flatten()
         shape = (count, blocks.shape[1] * tokens, kinds, kv_heads, dim)
     else:
-        heads = torch.arange(kv_heads, device=device)[:, None] * (cache.stride(2) // piece) + first
+        heads = torch.arange(kv_heads, device=device)[:, None] * (values.stride(2) // piece) + first
         keys = blocks[:, None, :] * to_block + heads  # [sequences, kv_heads, blocks]
-        wanted = torch.stack((keys, keys + cache.stride(1) // piece)).flatten()
+        wanted = torch.stack((keys, keys + values.stride(1) // piece)).flatten()
         shape = (kinds, count, kv_heads, blocks.shape[1] * tokens, dim)
-    pieces = cache.as_strided((cache.untyped_storage().nbytes() // cache.itemsize // piece, piece), (piece, 1), 0)
-    found = scratch.take("gathered", (len(wanted), piece), cache.dtype, device)
+    pieces = values.as_strided((values.untyped_storage().nbytes() // values.itemsize // piece, piece), (piece, 1), 0)
+    found = scratch.take("gathered", (len(wanted), piece), values.dtype, device)
     torch.index_select(pieces, 0, wanted, out=found)
     if found.dtype != dtype:
         found = scratch.take("context", found.shape, dtype, device).copy_(found)
@@ -229,6 +234,6 @@ def gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scratch: Scratch) 
     return found.permute(2, 0, 3, 1, 4) if by_token else found
 
 
-def _by_token(cache: Tensor) -> bool:
+def _by_token(cache: LayerKV) -> bool:
     """Whether all heads of a token lie together, rather than all tokens of a head."""
-    return cache.stride(2) == cache.shape[4] and cache.stride(3) > cache.stride(2)
+    return cache.values.stride(2) == cache.dim and cache.values.stride(3) > cache.values.stride(2)

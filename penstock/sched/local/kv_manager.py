@@ -21,12 +21,19 @@ class KVManager:
         prefix_cache: whether anything can be found.
         in_flight: whose blocks stay held until they have landed.
         offload: None without a tier below the device.
+        window: positions that any layer sees; None is all.
     """
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, prefix_cache: bool, in_flight: InFlightSteps, offload: Offload | None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        prefix_cache: bool,
+        in_flight: InFlightSteps,
+        offload: Offload | None,
+        window: int | None,
     ) -> None:
-        self.pool, self.offload = pool, offload
+        self.pool, self.offload, self._window = pool, offload, window
         self._limits, self._prefix_cache, self._in_flight = limits, prefix_cache, in_flight
 
     def prefix_hit(self, sequence: Sequence) -> list[int]:
@@ -148,7 +155,7 @@ class KVManager:
         """
         if not victims:
             return self.pool.available - self.promised(running)
-        giving = (v.blocks[v.published :] if v.storing else v.blocks for v in victims)
+        giving = (v.blocks[v.published :] if v.storing else v.held for v in victims)
         freed = Counter(block for blocks in giving for block in blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
         return self.pool.available + gained - self.promised(s for s in running if s not in victims)
@@ -164,10 +171,31 @@ class KVManager:
         return promised
 
     def publish(self, sequence: Sequence) -> None:
-        """Publish its full blocks to the prefix cache."""
+        """Publish its full blocks to the prefix cache, and give back those that have left the window."""
         full = sequence.findable // BLOCK_TOKENS
-        if full == sequence.published or not self._prefix_cache:
-            return
+        if full != sequence.published and self._prefix_cache:
+            self._publish(sequence, full)
+        if self._window is not None and not (sequence.branching or sequence.migrates or sequence.storing):
+            self._drop(sequence, max(0, sequence.settled + 1 - self._window) // BLOCK_TOKENS)
+
+    def _drop(self, sequence: Sequence, end: int) -> None:
+        """Give back its first `end` blocks, as far as others may find them already. What is in flight does not look at
+        them either, but its kernels may read them and leave out what they have read."""
+        if self._prefix_cache:
+            end = min(end, sequence.published)
+        if self.offload is not None:
+            end = min(end, sequence.kept)
+        blocks, before = sequence.blocks, sequence.dropped
+        if end > before:
+            gone, sequence.dropped = blocks[before:end], end
+            if (flight := self._in_flight.of(sequence)) is not None:
+                flight.kept.append(gone)
+            else:
+                self.pool.release(gone)
+        if end := sequence.dropped:  # also where the block after them was swapped
+            blocks[:end] = [blocks[end]] * end
+
+    def _publish(self, sequence: Sequence, full: int) -> None:
         sequence.extend_keys(full)
         flight, pool, blocks, keys = self._in_flight.of(sequence), self.pool, sequence.blocks, sequence.keys
         for i in range(sequence.published, full):
@@ -187,6 +215,8 @@ class KVManager:
         if self.offload is not None:
             self.offload.let_go(sequence)
         if not self._in_flight.keep(sequence):
-            self.pool.release(sequence.blocks)
-        sequence.transferring = 0
+            self.pool.release(sequence.held)
+        if sequence.dropped:
+            self.pool.touch(sequence.keys[: sequence.dropped])
+        sequence.transferring = sequence.dropped = 0
         sequence.blocks = []

@@ -143,7 +143,7 @@ class Offload:
         """It is about to let go of its blocks: those that are being copied are held on."""
         store_hold, sequence.store_hold = sequence.store_hold, None
         if store_hold is not None and store_hold.stores:
-            store_hold.blocks = sequence.blocks[: sequence.published]
+            store_hold.blocks = sequence.blocks[sequence.dropped : sequence.published]
             self._pool.hold(store_hold.blocks)
 
     def stored(self, number: int, *, whole: bool = True) -> None:

@@ -90,6 +90,8 @@ class Scheduler:
         offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
         speculation: a new one; None computes no drafts.
+        window: positions that any layer of the model sees, the row's own included; None is all. Blocks before are given
+            back.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Scheduler:
         policy: LocalPolicy | None = None,
         offload: Offload | None = None,
         speculation: Speculation | None = None,
+        window: int | None = None,
     ) -> None:
         assert blocks_for(limits.max_model_len) <= pool.num_blocks
         self.limits = limits
@@ -112,7 +115,7 @@ class Scheduler:
         self.speculation = speculation
         self._policy = Fcfs() if policy is None else policy
         self._in_flight = InFlightSteps()
-        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload)
+        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, window)
         self._prefix_cache = prefix_cache
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
@@ -715,7 +718,7 @@ class Scheduler:
         self._waiting.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
-        held = [*(owner.blocks for owner in owners), *self._in_flight.kept]
+        held = [*(owner.held for owner in owners), *self._in_flight.kept]
         holders = Counter(block for blocks in held for block in blocks)
         transfers = Counter(block for s in holding for block in s.blocks[: s.transferring])
         if self.offload is not None:
@@ -730,4 +733,5 @@ class Scheduler:
             assert len(s.tokens) <= self.limits.max_model_len
             drafted = 0 if self.speculation is None else self.speculation.most
             assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1 + drafted)
-            assert len(set(s.blocks)) == len(s.blocks), "a block stands twice in one sequence"
+            assert len(set(s.held)) == len(s.held) > 0, "a block stands twice in one sequence"
+            assert set(s.blocks[: s.dropped]) <= {s.blocks[s.dropped]}, "a block that was given back may be read"

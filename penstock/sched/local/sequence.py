@@ -67,6 +67,8 @@ class Sequence:
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
         published: how many leading blocks can be found by their key.
+        dropped: how many leading blocks were given back, since no row to come sees them; in `blocks` the one after them
+            stands in their places, so that whatever reads these reads nobody else's.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
         migrates: it is meant to go on at another instance after its prompt.
         transferring: how many leading blocks are being sent there.
@@ -85,6 +87,7 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
+        "dropped",
         "entered",
         "first",
         "in_flight",
@@ -143,7 +146,7 @@ class Sequence:
         self.computed = self.in_flight = 0
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
-        self.published = 0
+        self.published = self.dropped = 0
         self.cached_tokens: int | None = None
         self.migrates = False
         self.transferring = self.kept = self.loads = self.loaded = 0
@@ -184,6 +187,11 @@ class Sequence:
     def settled(self) -> int:
         """Tokens whose KV is in `blocks` by now, whatever is in flight."""
         return self.computed - self.in_flight
+
+    @property
+    def held(self) -> list[int]:
+        """Those of its blocks that it holds."""
+        return self.blocks[self.dropped :] if self.dropped else self.blocks
 
     @property
     def generated(self) -> int:
@@ -317,6 +325,10 @@ class Reservation:
     keys: list[bytes]
     blocks: list[int]
     have: int
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks
 
 
 class WaitingQueue:

@@ -149,7 +149,7 @@ class InFlightSteps:
         last = self.of(sequence)
         if last is None:
             return False
-        last.kept.append(sequence.blocks)
+        last.kept.append(sequence.held)
         for flight in self._in_flight:
             if flight.sequences.get(sequence.id) is sequence:
                 del flight.sequences[sequence.id]

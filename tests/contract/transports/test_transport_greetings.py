@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 import penstock.transfer.carrier
+from penstock.core.layout import attention_groups
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Peer
 from penstock.transfer.addresses import listen
@@ -23,11 +24,13 @@ from tests.helpers.links import (
 )
 from tests.helpers.strangers import Stranger, greet
 
+INT8 = attention_groups((None, None), 1, 16, "int8")
+
 
 def test_another_layout_is_refused_on_both_sides_with_both_values(way, tmp_path):
     kind, faults = way
     with ends(kind, tmp_path, "a", faults=faults) as (a,):
-        pool, other = a.pool, dataclasses.replace(LAYOUT, dtype="bfloat16", layers=3)
+        pool, other = a.pool, dataclasses.replace(LAYOUT, dtype="bfloat16", groups=INT8)
         transport = open_transport(kind, address(kind, tmp_path, "o"), "o", 2, other, pool, faults)
         b = End(transport, pool, "o", 2)
         b.transport.send(a.peer, LEASE_OVER)
@@ -35,7 +38,7 @@ def test_another_layout_is_refused_on_both_sides_with_both_values(way, tmp_path)
             end.until(lambda end=end: end.downs)
             assert [(down.peer, down.refused) for down in end.downs] == [(peer, True)]
             assert f"dtype: {here.dtype} here, {there.dtype} there" in end.downs[0].message
-            assert f"layers: {here.layers} here, {there.layers} there" in end.downs[0].message
+            assert f"kv_dtype: {here.kv_dtype} here, {there.kv_dtype} there" in end.downs[0].message
             assert not end.arrivals
         transport.close()
 

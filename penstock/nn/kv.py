@@ -1,0 +1,81 @@
+"""A layer's K and V as ops see them: in a cache's blocks, stored as they are or in 8 bits with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # that a scaled value may be
+LEAST = 1e-30  # of a head whose largest value is less, nothing is left: its scale's inverse may be no number
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer of a cache.
+
+    Attributes:
+        values: [blocks, 2, kv_heads, BLOCK_TOKENS, dim], K at 0 and V at 1.
+        scales: [blocks, 2, kv_heads, BLOCK_TOKENS] float32, with which values are multiplied: one for each token and
+            head; None where values are what they are.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.values.shape[4]
+
+    @property
+    def bytes_per_token(self) -> int:
+        scale = 0 if self.scales is None else self.scales.itemsize
+        return 2 * self.kv_heads * (self.dim * self.values.itemsize + scale)
+
+    def put(self, kind: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
+        """Store rows, [rows, kv_heads, dim], of K (0) or V (1) at places, [rows] each."""
+        if self.scales is not None:
+            rows, scales = quantised(rows, self.values.dtype)
+            self.scales[blocks, kind, :, offsets] = scales
+        _plain(self.values)[blocks, kind, :, offsets] = _plain(rows)
+
+    def of_blocks(self, blocks: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """What whole blocks hold: [*blocks, 2, kv_heads, BLOCK_TOKENS, dim]."""
+        return self._read((blocks,), dtype)
+
+    def of_tokens(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """What single places hold: [*blocks, 2, kv_heads, dim]."""
+        return self._read((blocks, slice(None), slice(None), offsets), dtype)
+
+    def _read(self, where: tuple[Tensor | slice, ...], dtype: torch.dtype) -> Tensor:
+        values = _plain(self.values)[where].view(self.values.dtype)
+        return values.to(dtype) if self.scales is None else dequantised(values, self.scales[where], dtype)
+
+
+class KVLayers(list[LayerKV]):
+    """All layers of a cache. What is kept about it refers to it weakly, and does not keep its memory."""
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[..., dim] -> (values of the same shape, scales [...] float32), symmetric: the largest value becomes the dtype's
+    largest. What holds an infinity or a NaN has a scale that is none either."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    inverse = torch.where(largest < LEAST, 0.0, torch.full_like(largest, LARGEST[dtype]) / largest)
+    values = x * inverse[..., None]
+    return (values.round() if dtype == torch.int8 else values).to(dtype), largest / LARGEST[dtype]
+
+
+def dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [..., dim] times scales [...]."""
+    return (values.float() * scales[..., None]).to(dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Bytes as a type that can be indexed everywhere, which those of 8 bits with a point cannot."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
