@@ -44,7 +44,13 @@ STORED = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def make_layout(
-    config: DecoderConfig, dtype: torch.dtype, order: str, model: str, kv_cache_dtype: str = "auto"
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    order: str,
+    model: str,
+    kv_cache_dtype: str = "auto",
+    *,
+    ranks: int = 1,
 ) -> KVLayout:
     """How a model's KV lies in a block.
 
@@ -52,10 +58,11 @@ def make_layout(
         dtype: that it is computed in.
         model: the checkpoint's digest.
         kv_cache_dtype: that it is stored in, a name in KV_DTYPES.
+        ranks: that heads are spread over, of each of which this is the layout.
     """
     computed = str(dtype).removeprefix("torch.")
     stored = KV_DTYPES[kv_cache_dtype]
-    groups = config.kv_groups(computed if stored == "auto" else stored)
+    groups = config.kv_groups(computed if stored == "auto" else stored, ranks)
     exact = bytes_per_token(groups) * BLOCK_TOKENS
     return KVLayout(model=model, order=order, dtype=computed, groups=groups, block_bytes=-(-exact // PAGE) * PAGE)
 

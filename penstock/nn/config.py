@@ -97,9 +97,10 @@ class DecoderConfig:
         """Which of `ropes` is a layer's."""
         return int(self.window_rope is not None and self.windows[layer] is not None)
 
-    def kv_groups(self, dtype: str) -> tuple[KVGroup, ...]:
-        """What its layers keep of every token, as values of a dtype."""
-        return attention_groups(self.windows, self.num_kv_heads, self.head_dim, dtype)
+    def kv_groups(self, dtype: str, ranks: int = 1) -> tuple[KVGroup, ...]:
+        """What its layers keep of every token, as values of a dtype, at each of so many ranks; of fewer heads than ranks
+        several have the same."""
+        return attention_groups(self.windows, max(1, self.num_kv_heads // ranks), self.head_dim, dtype)
 
 
 def read_decoder(

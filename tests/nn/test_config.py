@@ -104,7 +104,7 @@ def test_longrope_has_the_frequencies_of_the_longest_sequence_that_there_may_be(
         model = load_model(tmp_path, CPU, model_len=model_len)
         tokens = torch.randint(1, 320, (length,), generator=torch.Generator().manual_seed(0))
         step = SequenceStep("r", 0, tokens.tolist(), range(-(-length // BLOCK_TOKENS)), 1, SamplingParams(), 0)
-        cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU).slots
+        cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU).layers
         logits = model.logits(model(Batch([step], CPU), cache))
         assert (logits - theirs(tokens[None]).logits[0]).abs().max() < 1e-4
         assert model.config.variant == variant

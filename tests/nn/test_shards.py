@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 def layer_of(model, x):
     """What both parts of the second block add to a step's rows."""
     block = model.model.layers[1]
-    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 1, CPU).slots
+    ranks = model.config.num_heads // block.mixer.heads
+    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", "", ranks=ranks), 1, CPU).layers
     step = SequenceStep("", 0, list(range(len(x))), (0,), 1, SamplingParams(), 0)
     batch = Batch([step], CPU)
-    kv_heads = len(block.mixer.qkv_proj.own_outs[1]) // model.config.head_dim
-    return block.mixer(x, model.rotations(batch), cache[:, 1, :, :kv_heads], batch), block.feed_forward(x)
+    return block.mixer(x, model.rotations(batch), cache[1], batch), block.feed_forward(x)
 
 
 @torch.inference_mode()
