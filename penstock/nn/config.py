@@ -98,8 +98,8 @@ class DecoderConfig:
         return int(self.window_rope is not None and self.windows[layer] is not None)
 
     def kv_groups(self, dtype: str, ranks: int = 1) -> tuple[KVGroup, ...]:
-        """What its layers keep of every token, as values of a dtype, at each of so many ranks; of fewer heads than ranks
-        several have the same."""
+        """What its layers keep of every token, as values of a dtype, at each of so many ranks; where there are fewer
+        heads, several ranks have the same."""
         return attention_groups(self.windows, max(1, self.num_kv_heads // ranks), self.head_dim, dtype)
 
 
