@@ -5,6 +5,7 @@ import torch
 
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import KVCache, make_layout
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.nn.ops import OPS
@@ -37,13 +38,13 @@ def step(tokens, start, total, first_block=0) -> SequenceStep:
 
 
 def logits_of(model, sequences, cache):
-    return model.logits(model(Batch(sequences, cache.device), cache))
+    return model.logits(model(Batch(sequences, model.device), cache))
 
 
 def new_cache(model, blocks=16):
-    c = model.config
-    shape = (blocks, c.num_layers, 2, c.num_kv_heads, BLOCK_TOKENS, c.head_dim)
-    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), blocks, model.device)
+    cache.slots.zero_()
+    return cache.layers
 
 
 def peer(checkpoint, device):
