@@ -88,7 +88,8 @@ def _serve(address: str, model: str, pipe: Connection) -> None:
 
     clock, parent = SystemClock(), os.getppid()
     try:
-        built = build_engine(EngineOptions(model=model, kv_cache_memory=KV_BYTES, prefix_cache=False), clock)
+        options = EngineOptions(model=model, kv_cache_memory=KV_BYTES, prefix_cache=False, async_scheduling=False)
+        built = build_engine(options, clock)
     except ConfigError as error:
         pipe.send(str(error))
         return

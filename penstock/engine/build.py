@@ -17,6 +17,7 @@ from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.cache_log import ledger_of
+from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine
 from penstock.engine.memory import check_asked, free_bytes, mapping_budget, size_cache
@@ -207,11 +208,12 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
     if weights is not None:
         weights.save_later()
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(
-        scheduler, runner, clock, ledger_of(pool), found, cache.prefaulter, mover, ahead=options.async_scheduling
+    executor = InlineExecutor(
+        runner, clock, ahead=options.async_scheduling, short=SHORT if device.type == "cpu" else 0.0
     )
-    if engine.step_thread is not None:
-        runner.computing = engine.step_thread.bell.computing
+    if executor.thread is not None:
+        runner.computing = executor.thread.bell.computing
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, mover)
     return Built(engine, runner, layout, _shape(model).storing(options.kv_cache_dtype), pool)
 
 

@@ -1,61 +1,27 @@
-"""The engine: a scheduler, a runner, and the loop that joins them."""
+"""The engine: a scheduler, an executor, and the loop that joins them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Protocol
 
 from penstock.core.clock import Clock
-from penstock.core.plan import StepPlan, StepResult
+from penstock.core.plan import StepPlan
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
+from penstock.engine.executor.base import Executor, Pending, Ran
 from penstock.engine.mover import Moved
-from penstock.engine.step_thread import StepThread
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.offload import Load, Store
 
-SHORT = 5e-3  # seconds; for shorter steps a second thread costs more than it saves
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
-
-
-@dataclass(slots=True)
-class MaskCosts:
-    """What working out which tokens may be drawn has cost, since the start.
-
-    Attributes:
-        steps: with a mask; `seconds`: that these waited for it.
-        compiled: grammars; `compiling`: seconds that it took.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    compiled: int = 0
-    compiling: float = 0.0
-
-
-class Computes(Protocol):
-    """What an engine needs of a runner."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    @property
-    def mask_costs(self) -> MaskCosts: ...
-
-    def counts(self) -> dict[str, int]:
-        """Its resources and totals, for inspection."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError unless everything it holds is accounted for."""
-        ...
 
 
 class Expects(Protocol):
@@ -121,15 +87,6 @@ class Moves(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A step's result and its times, in seconds of the engine's clock."""
-
-    result: StepResult
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """An ended step and its outputs."""
 
@@ -146,13 +103,12 @@ class Engine:
         step = engine.end()
 
     Args:
+        executor: computes steps. Where it does so beside the loop, the next step is scheduled meanwhile
+            (`sched.local.steps`).
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
         prefaulter: prepares blocks; None where blocks need no preparation.
         mover: copies blocks for the scheduler's tier; None without a tier.
-        ahead: the runner computes in a thread of its own, and the next step is scheduled meanwhile
-            (`sched.local.steps`); for runners that know placeholders. Without it a step is computed in `end`.
-        short: seconds; when the last step took less, the next one is computed in `end` all the same.
 
     Attributes:
         steps: that have ended.
@@ -166,32 +122,25 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Computes,
+        executor: Executor,
         clock: Clock,
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
         mover: Moves | None = None,
-        *,
-        ahead: bool = False,
-        short: float = SHORT,
     ) -> None:
         assert (mover is None) == (scheduler.offload is None)
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self.mover = mover
         self.steps = 0
         self.busy = self.idle = 0.0
         self.cache_logs: dict[str, CacheLog] = {}
-        self.step_thread: StepThread[Ran] | None = StepThread() if ahead else None
         self._clock = clock
         self._ledger = ledger
         self._budget = budget
         self._prefaulter = prefaulter
-        self.short = short
-        self._took = short  # the last step
-        self._flying: deque[StepPlan] = deque()
-        self._given = False  # whether the thread has these
+        self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
         self.look_again_at = inf
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
@@ -205,7 +154,12 @@ class Engine:
     @property
     def tokens_in_flight(self) -> int:
         """Tokens of the steps in flight."""
-        return sum(plan.num_tokens for plan in self._flying) if self._given else 0
+        return sum(plan.num_tokens for plan, _ in self._flying)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the oldest step in flight can be taken at once."""
+        return bool(self._flying) and self._flying[0][1].done()
 
     def add(self, request: Request, *, migrates: bool = False, now: float | None = None) -> None:
         """Take a request in, see `Scheduler.add`. Raises PromptTooLong or InvalidRequest; then nothing has changed."""
@@ -231,12 +185,11 @@ class Engine:
     def begin(self) -> StepPlan | None:
         """Schedule the next step. None when enough steps are in flight, or when there is no work or no room."""
         self.move()
-        step_thread = self.step_thread if self._took >= self.short else None
         self.look_again_at = inf
         if self._flying:
-            if step_thread is None or not self._given or len(self._flying) > 1:
+            if not self.executor.ahead or len(self._flying) > 1:
                 return None
-            if not step_thread.ready and (early := self._delay() - LEAD) > 0:
+            if not self.ended and (early := self._delay() - LEAD) > 0:
                 # what comes meanwhile is still in time for the next step
                 self.look_again_at = self._clock.now() + early
                 return None
@@ -251,11 +204,8 @@ class Engine:
             self._ledger.clear(plan.fresh_blocks)
         if not self._flying:
             self._began = now
-        self._flying.append(plan)
-        self._given = step_thread is not None
-        if step_thread is not None:
-            self.scheduler.launch(plan)
-            step_thread.give(partial(self._compute, plan))
+        self.scheduler.launch(plan)
+        self._flying.append((plan, self.executor.launch(plan)))
         if self._prefaulter is not None and plan.fresh_blocks and self._prefaulter.use(plan.fresh_blocks):
             self._expect(hurry=True)
         return plan
@@ -269,34 +219,27 @@ class Engine:
         times = self.scheduler.measurements.times
         if not self._flying or times is None:
             return 0.0
-        return max(0.0, self._began + times.step_ms(*self._flying[0].work) / 1e3 - self._clock.now())
-
-    def _compute(self, plan: StepPlan) -> Ran:
-        """In whichever thread."""
-        began = self._clock.now()
-        result = self.runner.run(plan)
-        return Ran(result, began, self._clock.now())
+        return max(0.0, self._began + times.step_ms(*self._flying[0][0].work) / 1e3 - self._clock.now())
 
     def end(self, *, wait: bool = False) -> Step | None:
         """The oldest step in flight. None when there is none, or when it has not ended and is not to be waited for.
 
-        Raises what the runner raised; the steps in flight are then undone.
+        Raises what the computation raised; the steps in flight are then undone.
         """
         if not self._flying:
             return None
         self.move()
+        plan, pending = self._flying[0]
+        if not wait and not pending.done():
+            return None
         try:
-            thread = self.step_thread if self._given else None
-            ran = self._compute(self._flying[0]) if thread is None else thread.take(wait)
+            ran = pending.result()
         except BaseException:
-            if self.step_thread is not None:
-                self.step_thread.clear()
+            self.executor.settle()
             self._flying.clear()
             self.scheduler.abandon()
             raise
-        if ran is None:
-            return None
-        plan = self._flying.popleft()
+        self._flying.popleft()
         self._began = ran.ended
         return Step(plan, self._record(plan, ran))
 
@@ -305,8 +248,8 @@ class Engine:
         outputs = self.scheduler.update(plan, ran.result, ran.began, ran.ended)
         self._order_moves()
         self.steps += 1
-        self._took = ran.ended - ran.began
-        self.busy += self._took
+        took = ran.ended - ran.began
+        self.busy += took
         if self._free_since is not None:
             self.idle += ran.began - self._free_since
         self._free_since = ran.ended if self.has_work else None
@@ -315,7 +258,7 @@ class Engine:
         self.write_down()
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
-        if (budget := self._budget) is not None and budget.ran(plan.num_tokens, self._took):
+        if (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
@@ -397,21 +340,17 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for all computation and moves. Their results can still be taken."""
-        if self.step_thread is not None:
-            self.step_thread.settle()
+        self.executor.settle()
         if self.mover is not None:
             self.mover.settle()
 
     def close(self) -> None:
         """Stop all access to the cache's memory; the engine cannot be used afterwards."""
-        if self.step_thread is not None:
-            self.step_thread.settle()
+        self.executor.close()
         if self.mover is not None:
             self.mover.close()
 
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""
         self.scheduler.check()
-        if self.step_thread is not None:
-            self.step_thread.settle()
-        self.runner.check()
+        self.executor.check()

@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.core.errors import UserError
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
-from penstock.engine.loop import MaskCosts
+from penstock.engine.executor.base import MaskCosts
 from penstock.text.grammar import Grammars, problem_of
 
 if TYPE_CHECKING:

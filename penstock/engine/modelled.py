@@ -27,7 +27,8 @@ from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan,
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
-from penstock.engine.loop import Engine, MaskCosts
+from penstock.engine.executor import InlineExecutor, MaskCosts
+from penstock.engine.loop import Engine
 from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
@@ -177,7 +178,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         sizes.token_budget,
         options.slowdown,
     )
-    engine = Engine(scheduler, runner, clock, ledger_of(pool), mover=mover)
+    engine = Engine(scheduler, InlineExecutor(runner, clock), clock, ledger_of(pool), mover=mover)
     return BuiltModelled(engine, runner, layout, shape, device_model, pool)
 
 
@@ -249,6 +250,9 @@ class PacedRunner:
         self._slowdown, self._noise, self._rng = slowdown, noise, rng
         self._last_ids: set[str] = set()
         self._ended = clock.now()  # the last step
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Nothing to prepare."""
 
     def run(self, plan: StepPlan) -> StepResult:
         begin = self._begin(plan)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from penstock.engine.step_thread import Bell
+from penstock.engine.executor.inline import Bell
 from penstock.sched.local.offload import Copied, Load, Store
 
 log = logging.getLogger("penstock.engine")

@@ -3,6 +3,7 @@ the last step's samples; what grammars have come to is kept, too, and follows fr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache import KVCache
-from penstock.engine.loop import MaskCosts
+from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
 from penstock.engine.sampling import (
     NOT_FINITE,
@@ -54,6 +55,7 @@ class Runner:
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
+        self._prepared: deque[tuple[StepPlan, Batch]] = deque()
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
         self._masks = Masks(model.config.vocab_size, grammars)
         self._sampled = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
@@ -83,6 +85,10 @@ class Runner:
         """Raise AssertionError unless all of the cache is accounted for."""
         self.cache.check()
 
+    def prepare(self, plan: StepPlan) -> None:
+        if self.cache.direct:  # elsewhere the end of the step before decides where blocks are
+            self._prepared.append((plan, Batch(plan.sequences, self.device, None, self._scratch)))
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         cache = self.cache
@@ -90,7 +96,7 @@ class Runner:
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
             masks = self._masks.begin(plan, self._each_row(plan.sequences))
         placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
-        batch = Batch(plan.sequences, self.device, placed, self._scratch)
+        batch = self._take_prepared(plan) or Batch(plan.sequences, self.device, placed, self._scratch)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
             batch.tokens = filled(batch.tokens, self._sampled)
         try:
@@ -98,6 +104,13 @@ class Runner:
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
+
+    def _take_prepared(self, plan: StepPlan) -> Batch | None:
+        while self._prepared:
+            prepared, batch = self._prepared.popleft()
+            if prepared is plan:  # else one of a step that failed
+                return batch
+        return None
 
     def _compute(self, plan: StepPlan, batch: Batch, masks: PendingMasks | None) -> StepResult:
         self.computing()

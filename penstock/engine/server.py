@@ -123,9 +123,9 @@ class EngineServer:
             self._handoffs = self._intake.hand_off(transport, lease)
             self._poller.register(transport.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
-        for thread in (engine.step_thread, engine.mover):
-            if thread is not None:
-                self._poller.register(thread.fileno(), zmq.POLLIN)
+        for fd in (engine.executor.fileno(), None if engine.mover is None else engine.mover.fileno()):
+            if fd is not None:
+                self._poller.register(fd, zmq.POLLIN)
         try:
             self._serve(orphaned)
         finally:
@@ -163,10 +163,10 @@ class EngineServer:
 
     def _patience(self, stalled: bool) -> float:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
-        engine, thread = self._engine, self._engine.step_thread
+        engine = self._engine
         if stalled and not engine.awaits_moves:
             return STALLED
-        if not stalled and engine.has_work and (not engine.tokens_in_flight or (thread is not None and thread.ready)):
+        if not stalled and engine.has_work and (not engine.tokens_in_flight or engine.ended):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at, engine.look_again_at)
         if self._changed or any(kept.changed for kept in engine.cache_logs.values()):
@@ -367,7 +367,7 @@ class EngineServer:
             **scheduler.pool.counts(),
             **(scheduler.offload.counts() if scheduler.offload is not None else {}),
             **(handoffs.counts() if handoffs is not None else {}),
-            **self._engine.runner.counts(),
+            **self._engine.executor.counts(),
         }
         try:
             self._engine.check()
@@ -386,7 +386,7 @@ def stats_of(engine: Engine) -> EngineStats:
     counters, speculation = scheduler.counters, scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
     block_bytes = mover.block_bytes if mover is not None else 0
-    masks = engine.runner.mask_costs
+    masks = engine.executor.mask_costs
     return EngineStats(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,

@@ -8,7 +8,7 @@ from penstock.engine.loop import Engine, Step
 
 
 class WatchedEngine(Engine):
-    """Another one in its place, which schedules when nothing runs.
+    """Another one in its place, which schedules when nothing runs; so must its executor.
 
     Attributes:
         taken: of each step what was in it, and the ms until the next one could begin. One after which there was nothing
@@ -16,7 +16,7 @@ class WatchedEngine(Engine):
     """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
-        super().__init__(engine.scheduler, engine.runner, clock)
+        super().__init__(engine.scheduler, engine.executor, clock)
         self.taken: list[tuple[StepWork, float]] = []
         self._now = clock.now
         self._last: tuple[StepWork, float] | None = None

@@ -354,9 +354,9 @@ def test_an_engine_over_budget_computes_the_same(model):
             engine.add(request)
         while engine.has_work:
             collector.step()
-            engine.runner.cache.check()
+            engine.executor.worker.cache.check()
         assert collector.tokens == by_table
-        counts = engine.runner.cache.ranges.counts()
+        counts = engine.executor.worker.cache.ranges.counts()
         assert counts["mapped"] <= budget
-        assert engine.runner.cache.counters.mapped > 0
-        assert (engine.runner.cache.counters.unmapped > 0) == (budget == 12)
+        assert engine.executor.worker.cache.counters.mapped > 0
+        assert (engine.executor.worker.cache.counters.unmapped > 0) == (budget == 12)

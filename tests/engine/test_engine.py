@@ -64,7 +64,7 @@ def test_logprobs_come_with_every_token(model):
 
 def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
     engine = make_engine(model, blocks=16, prefix_cache=False)
-    engine.runner.cache.blocks.fill_(255)  # as every dtype has them, NaNs
+    engine.executor.worker.cache.blocks.fill_(255)  # as every dtype has them, NaNs
     a = Collector(engine).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     clean = Collector(make_engine(model)).run(make_request("a", [1] * 70), make_request("b", [2] * 10))
     assert a == clean
@@ -90,6 +90,9 @@ class SlowRunner:
     def __init__(self, runner, clock):
         self.runner, self.clock = runner, clock
 
+    def prepare(self, plan):
+        pass
+
     def run(self, plan):
         self.clock.advance(1.0)
         return self.runner.run(plan)
@@ -99,7 +102,9 @@ class SlowRunner:
 def test_timing_of_a_finished_request(model, ahead):
     engine = make_engine(model, budget=64, sequences=1, ahead=ahead)
     clock = ManualClock()
-    engine._clock, engine.runner = clock, SlowRunner(engine.runner, clock)
+    executor = engine.executor
+    engine._clock = executor._clock = clock
+    executor.worker = SlowRunner(executor.worker, clock)
     engine.add(make_request("first", [1] * 10, max_tokens=2))
     engine.add(make_request("second", [1] * 100, max_tokens=3))
     timing = {}
@@ -115,6 +120,9 @@ class Traced:
     def __init__(self, runner, reported):
         self.runner, self.reported, self.began = runner, reported, []
 
+    def prepare(self, plan):
+        self.runner.prepare(plan)
+
     def run(self, plan):
         self.began.append((plan.num_tokens, len(self.reported)))
         return self.runner.run(plan)
@@ -123,7 +131,7 @@ class Traced:
 def test_a_step_begins_before_the_last_one_is_reported(model):
     engine = make_engine(model)
     reported = []
-    runner = engine.runner = Traced(engine.runner, reported)
+    runner = engine.executor.worker = Traced(engine.executor.worker, reported)
     engine.add(make_request("a", [1] * 10, max_tokens=8))
     while engine.has_work:
         outputs, _ = engine.step()
@@ -174,7 +182,7 @@ def test_scheduling_ahead_changes_nothing_but_when(model, mode, blocks):
 
 def test_a_runner_that_fails_once_has_cost_nothing_but_time(model):
     collector = Collector(make_engine(model))
-    runner, failed = collector.engine.runner.run, []
+    runner, failed = collector.engine.executor.worker.run, []
 
     def fail_once(plan):
         if not failed and plan.sequences[0].start > 12:
@@ -182,7 +190,7 @@ def test_a_runner_that_fails_once_has_cost_nothing_but_time(model):
             raise MemoryError
         return runner(plan)
 
-    collector.engine.runner.run = fail_once
+    collector.engine.executor.worker.run = fail_once
     with pytest.raises(MemoryError):
         collector.run(make_request("a", [1] * 10), make_request("b", [2] * 10))
     collector.run()

@@ -37,7 +37,7 @@ def prompt_of(number, length):
 
 def close(engine):
     engine.close()
-    engine.runner.cache.close()
+    engine.executor.worker.cache.close()
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])

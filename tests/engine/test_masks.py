@@ -236,7 +236,7 @@ def test_company_chunks_preemption_and_looking_ahead_change_no_token(demo, token
         assert {name: collector.tokens[name] for name in alone} == alone, limits
         assert collector.finish["object"] == "stop"
         preempted += collector.engine.scheduler.counters.preemptions
-        assert collector.engine.runner.mask_costs.steps > 0
+        assert collector.engine.executor.mask_costs.steps > 0
     assert preempted > 0
     known = {tuple(request.prompt): [*request.prompt, *alone[request.id]] for request in crowd(tokenizer)}
 
@@ -266,7 +266,7 @@ def test_it_goes_on_elsewhere_as_if_it_had_never_been_interrupted(demo, tokenize
 def test_a_step_that_failed_is_computed_again_with_the_same_result(demo, tokenizer, grammars):
     expected = Collector(make_engine(demo, grammars=grammars)).run(asked(tokenizer, "r", ENDLESS))
     collector = Collector(make_engine(demo, grammars=grammars))
-    run, failed = collector.engine.runner.run, []
+    run, failed = collector.engine.executor.worker.run, []
 
     def fail_once(plan):
         result = run(plan)
@@ -275,7 +275,7 @@ def test_a_step_that_failed_is_computed_again_with_the_same_result(demo, tokeniz
             raise MemoryError
         return result
 
-    collector.engine.runner.run = fail_once
+    collector.engine.executor.worker.run = fail_once
     with pytest.raises(MemoryError):
         collector.run(asked(tokenizer, "r", ENDLESS))
     assert collector.run() == expected
@@ -293,5 +293,5 @@ def test_who_is_stuck_ends_with_an_error_and_leaves_nothing(demo, tokenizer, gra
     assert ends["fine"] == ("stop", "")
     assert ends["stuck"][0] in ("error", "length")
     Collector(engine).run(make_request("next", [1], max_tokens=2))
-    assert engine.runner.counts()["grammars"] == 0
+    assert engine.executor.worker.counts()["grammars"] == 0
     assert engine.scheduler.pool.used == 0

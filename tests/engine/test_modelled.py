@@ -17,6 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.digests import DigestArithmetic
+from penstock.engine.executor import InlineExecutor
 from penstock.engine.loop import Engine
 from penstock.engine.modelled import (
     BLOCK_BYTES,
@@ -69,7 +70,7 @@ def make_engine(*, blocks=64, budget=256, sequences=16, prefix_cache=True):
     clock = ManualClock()
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=min(POSITIONS, blocks * BLOCK_TOKENS))
     scheduler = Scheduler(limits, BlockPool(range(blocks)), prefix_cache=prefix_cache)
-    return Engine(scheduler, make_runner(memory, clock), clock)
+    return Engine(scheduler, InlineExecutor(make_runner(memory, clock), clock), clock)
 
 
 def run(engine, *requests):
@@ -245,7 +246,7 @@ def test_a_block_that_is_spoiled_meanwhile_changes_the_text(victim):
         tokens += [token for output in engine.step()[0] for token in output.tokens]
         if len(tokens) == 3:
             block = engine.scheduler.sequence("a").blocks[victim]
-            engine.runner._digests[block, 11] += np.uint64(1)
+            engine.executor.worker._digests[block, 11] += np.uint64(1)
     right = expected(request)[0]
     assert tokens[:3] == right[:3]
     assert sum(a == b for a, b in zip(tokens[3:], right[3:], strict=True)) <= 2

@@ -30,7 +30,8 @@ from penstock.core.wire.engine import (
     StepReport,
     decode_event,
 )
-from penstock.engine.loop import Engine, MaskCosts
+from penstock.engine.executor import InlineExecutor, MaskCosts
+from penstock.engine.loop import Engine
 from penstock.engine.server import REPORT_INTERVAL, SNAPSHOT, EngineServer
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
@@ -67,6 +68,9 @@ class CountingRunner:
         return {}
 
     def check(self):
+        pass
+
+    def prepare(self, plan):
         pass
 
     def run(self, plan):
@@ -125,9 +129,9 @@ class Frontend:
         return got
 
 
-def make_engine(runner, clock, **options):
+def make_engine(runner, clock, *, ahead=False):
     limits = Limits(token_budget=64, max_sequences=4, max_model_len=256)
-    return Engine(Scheduler(limits, BlockPool(range(8))), runner, clock, **options)
+    return Engine(Scheduler(limits, BlockPool(range(8))), InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock)
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
@@ -135,7 +139,7 @@ def served(tmp_path, request):
     address = f"ipc://{tmp_path}/engine"
     runner, clock = CountingRunner(), JumpingClock()
     runner.clock = clock
-    engine = make_engine(runner, clock, ahead=request.param, short=0.0)
+    engine = make_engine(runner, clock, ahead=request.param)
     server = EngineServer(address, clock)
     engine.beats = []
     thread = threading.Thread(
@@ -204,7 +208,7 @@ def test_every_turn_and_every_step_is_a_beat(served):
     a.tokens_of("r")
     begun = [beat for beat in engine.beats if beat]
     assert begun[0] == 40
-    assert set(begun) == {40, 41, 2, 1} if engine.step_thread else {40, 1}
+    assert set(begun) == {40, 41, 2, 1} if engine.executor.ahead else {40, 1}
 
 
 def test_a_step_that_hangs_is_no_beat_whatever_else_is_done(served):
@@ -214,11 +218,11 @@ def test_a_step_that_hangs_is_no_beat_whatever_else_is_done(served):
     runner.pace.clear()
     a.ask(make_request("r", [1] * 10, max_tokens=3))
     deadline = time.monotonic() + 20
-    while engine.beats[-1] != (11 if engine.step_thread else 10):
+    while engine.beats[-1] != (11 if engine.executor.ahead else 10):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     beats = len(engine.beats)
-    if engine.step_thread:
+    if engine.executor.ahead:
         assert b.hello() == READY  # it is answered while the step is computed
     time.sleep(0.05)
     assert len(engine.beats) == beats
@@ -240,13 +244,13 @@ def test_who_leaves_during_a_step_gets_nothing_of_it(served):
         time.sleep(0.001)
     a.say(Cancel(LIFE, ["goes"]))
     a.say(Hello("a"))
-    if engine.step_thread:
+    if engine.executor.ahead:
         a.until(lambda e: isinstance(e, StepReport) and e.stats.running == 1)  # it has left while the step is computed
     runner.pace.set()
     reports = []
     a.until(lambda e: isinstance(e, StepReport) and (reports.append(e) or any(o.finish for o in e.outputs)))
     assert reports[-1].outputs[-1].tokens == [59]
-    if engine.step_thread:
+    if engine.executor.ahead:
         assert {o.request_id for report in reports for o in report.outputs} == {"stays"}
     assert a.inspect().broken == ""
 

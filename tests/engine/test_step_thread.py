@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.engine.step_thread import StepThread
+from penstock.engine.executor.inline import StepThread
 
 
 def rings(thread, seconds=0.0) -> bool:
@@ -15,24 +15,23 @@ def rings(thread, seconds=0.0) -> bool:
 
 def test_outcomes_come_in_order_and_errors_where_they_belong():
     thread = StepThread()
-    for i in range(3):
-        thread.give(lambda i=i: 6 // (i - 1))
-    assert thread.take(wait=True) == -6
+    jobs = [thread.give(lambda i=i: 6 // (i - 1)) for i in range(3)]
+    assert jobs[2].result() == 6
+    assert all(job.done() for job in jobs)
+    assert jobs[0].result() == -6
     with pytest.raises(ZeroDivisionError):
-        thread.take(wait=True)
-    assert thread.take(wait=True) == 6
-    assert thread.take(wait=False) is None
-    assert not thread.ready
+        jobs[1].result()
+    assert not rings(thread)
 
 
 def test_what_has_ended_is_told_when_the_next_job_computes():
     thread, steps = StepThread(), [threading.Event() for _ in range(4)]
 
-    def first():
+    def compute_first():
         assert steps[0].wait(20)
         return 1
 
-    def second():
+    def compute_second():
         steps[1].set()
         assert steps[2].wait(20)
         bell.computing()
@@ -40,35 +39,30 @@ def test_what_has_ended_is_told_when_the_next_job_computes():
         return 2
 
     bell = thread.bell
-    thread.give(first)
-    thread.give(second)
+    first, second = thread.give(compute_first), thread.give(compute_second)
     assert not rings(thread)
-    assert thread.take(wait=False) is None
+    assert not first.done()
     steps[0].set()
     assert steps[1].wait(20)
     assert not rings(thread), "the second needs the interpreter"
-    assert thread.ready, "who looks finds it all the same"
+    assert first.done(), "who looks finds it all the same"
     steps[2].set()
     assert rings(thread, 20)
-    assert thread.take(wait=True) == 1
+    assert first.result() == 1
     assert not rings(thread)
-    assert thread.take(wait=False) is None
+    assert not second.done()
     steps[3].set()
     assert rings(thread, 20), "nothing follows"
-    assert thread.take(wait=True) == 2
+    assert second.result() == 2
 
 
-def test_settling_leaves_outcomes_and_clearing_does_not():
+def test_settling_waits_for_all_and_leaves_outcomes():
     thread = StepThread()
-    for i in range(5):
-        thread.give(lambda i=i: i + 1)
+    jobs = [thread.give(lambda i=i: i + 1) for i in range(5)]
     thread.settle()
-    assert [thread.take(wait=False) for _ in range(5)] == [1, 2, 3, 4, 5]
-    thread.give(lambda: 1)
-    thread.clear()
-    assert thread.take(wait=False) is None
-    thread.give(lambda: 2)
-    assert thread.take(wait=True) == 2
+    assert all(job.done() for job in jobs)
+    assert [job.result() for job in jobs] == [1, 2, 3, 4, 5]
+    thread.settle()
 
 
 def test_it_ends_with_its_owner():

@@ -13,6 +13,7 @@ from penstock.core.layout import window_of
 from penstock.core.request import Pooling, Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.executor import InlineExecutor
 from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
 from penstock.engine.memory import MAPPINGS
@@ -92,9 +93,8 @@ def make_engine(
         speculation=speculation,
         window=window,
     )
-    return Engine(
-        scheduler, Runner(model, cache, graph_mode, grammars), SystemClock(), mover=mover, ahead=ahead, short=0.0
-    )
+    clock, runner = SystemClock(), Runner(model, cache, graph_mode, grammars)
+    return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, mover=mover)
 
 
 def make_request(

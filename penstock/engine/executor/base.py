@@ -1,0 +1,103 @@
+"""The contract of executors and workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.core.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step's result and its times, in seconds of the engine's clock."""
+
+    result: StepResult
+    began: float
+    ended: float
+
+
+@dataclass(slots=True)
+class MaskCosts:
+    """What working out which tokens may be drawn has cost, since the start.
+
+    Attributes:
+        steps: with a mask; `seconds`: that these waited for it.
+        compiled: grammars; `compiling`: seconds that it took.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    compiled: int = 0
+    compiling: float = 0.0
+
+
+class Computes(Protocol):
+    """What an executor needs of a worker."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Make ready what the plan alone decides, while other threads may still run the step before."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step, prepared or not."""
+        ...
+
+    @property
+    def mask_costs(self) -> MaskCosts: ...
+
+    def counts(self) -> dict[str, int]:
+        """Its resources and totals, for inspection."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything it holds is accounted for."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def done(self) -> bool:
+        """Whether `result` waits for nobody. After False, the executor's `fileno` becomes readable once that is so."""
+        ...
+
+    def result(self) -> Ran:
+        """Wait until the step is computed, or compute it. Raises what that raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes plans in the order in which they are launched. One thread calls it."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether what is launched is computed beside the caller, who may launch the next one meanwhile."""
+        ...
+
+    @property
+    def mask_costs(self) -> MaskCosts:
+        """Of a worker."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Pending: ...
+
+    def fileno(self) -> int | None:
+        """Readable when something may be done; None where nothing is computed beside the caller."""
+        ...
+
+    def settle(self) -> None:
+        """Return when nothing is computed beside the caller. Results can still be taken."""
+        ...
+
+    def close(self) -> None:
+        """Settle and let go of the workers; the executor cannot be used afterwards."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """Of the workers, see `Computes.counts`."""
+        ...
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything the workers hold is accounted for."""
+        ...
