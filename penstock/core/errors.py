@@ -11,7 +11,8 @@
     ├── Overloaded                  429  try again after `retry_after` seconds
     ├── Unavailable                 503  not ready, draining, or no engine
     ├── ClientTooSlow               408  the client does not read its answer
-    └── EngineFailure               500  an internal error
+    ├── EngineFailure               500  an internal error
+    └── RankFailed                       a process that computes a model with this one has ended, or stands still
 
 A broken invariant of penstock is an `assert`, never one of these.
 """
@@ -106,6 +107,10 @@ class ClientTooSlow(PenstockError):
 
 class EngineFailure(PenstockError):
     """The engine failed on a request that was valid."""
+
+
+class RankFailed(PenstockError):
+    """A process that computes a model together with this one has ended, or stands still."""
 
 
 # class -> (HTTP status, OpenAI `type`, OpenAI `code`); a subclass that is absent has its parent's row

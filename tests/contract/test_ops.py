@@ -26,9 +26,11 @@ from penstock.nn.packed import PackedWeight
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ON_PACKED = ("packed", "choose")  # names of ops on packed weights
+TOGETHER = ("all_reduce",)  # computed by several ranks: see test_ranks.py
 BACKENDS = [
     (name, backend.name, device)
     for name, op in OPS.items()
+    if name not in TOGETHER
     for backend in op.backends
     for device in DEVICES
     if backend.serves(device)

@@ -6,6 +6,7 @@ the batch, nor on how a prompt was chunked. In float32 and below, a backend keep
 says that it keeps it to the bit.
 """
 
+from penstock.nn.ops.all_reduce import all_reduce
 from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
@@ -25,6 +26,7 @@ __all__ = [
     "Draw",
     "Op",
     "add_rms_norm",
+    "all_reduce",
     "argmax",
     "attention",
     "branch_attention",

@@ -1,0 +1,28 @@
+// The ranks of one model: processes that compute it together, and exchange what they have through memory that they share.
+//
+// Every rank calls the same functions in the same order. A call has all ranks meet: each puts a piece into its own place,
+// says that it is there, and waits until the others have. There are two places a rank, used in turns: whoever is at the
+// next meeting has read what was exchanged at the last one.
+//
+// A rank that does not come is told by whoever watches it (`penstock_ranks_fail`). Then, and when a rank's parent has
+// gone, every wait ends, and so does every later one.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+struct Ranks;
+
+// 0 is success.
+enum Meeting : int64_t { MET = 0, DISAGREE = -1, ORPHANED = -2 };  // and 1 + the rank that failed
+
+// x[count] becomes the sum of all ranks' x, summed up in float32 in the order of ranks: the same bits on each.
+int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count);
+
+// out[size][bytes] is what each rank has in x[bytes].
+int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out);
+
+int64_t rank_of(const Ranks& ranks);
+
+}  // namespace penstock
