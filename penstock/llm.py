@@ -175,7 +175,8 @@ class LLM:
         self.embedding_size = built.runner.embedding_size
         self._generates = built.runner.generates
         scheduler = self._engine.scheduler
-        device = known_device(built.runner.device) or calibrated(built.runner.forward, built.shape, SystemClock())
+        place = built.runner.device
+        device = known_device(place) or calibrated(built.trial(), place, built.shape, SystemClock())
         if times := scheduler.measurements.learn(device, built.shape):
             scheduler.predict_by(times)
         self._limits = ModelLimits(

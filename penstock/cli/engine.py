@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import in_flags
-from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.garbage import collect_rarely
 from penstock.obs.logs import setup_logging
 
@@ -74,7 +74,7 @@ def main(settings: dict[str, Any]) -> int:
 
                 print(f"penstock: {in_flags(error, OPTIONS)}", file=sys.stderr)
             return 2
-        except Unavailable as error:
+        except (Unavailable, RankFailed) as error:
             log.error("%s", error)
             return 1
         ready = introduce(settings, incarnation, built, transport)
@@ -90,6 +90,10 @@ def main(settings: dict[str, Any]) -> int:
                 lease=settings.get("lease_s", 5.0),
                 beat=heartbeat.beat,
             )
+        except RankFailed as error:
+            log.error("the engine ends: %s", error)
+            server.fail(str(error))
+            return 1
         except Exception as error:
             log.exception("the engine failed")
             server.fail(f"{type(error).__name__}: {error}")
@@ -175,7 +179,10 @@ def device_model(built: Built | BuiltModelled) -> DeviceModel:
     from penstock.core.clock import SystemClock
     from penstock.engine.calibration import calibrated
 
-    return known_device(built.runner.device) or calibrated(built.runner.forward, built.shape, SystemClock())
+    device = built.runner.device
+    if (known := known_device(device)) is not None:
+        return known.parallel(built.worker.shard.size)
+    return calibrated(built.trial(), device, built.shape, SystemClock())
 
 
 def sampled_ids(built: Built | BuiltModelled) -> tuple[int, int] | None:

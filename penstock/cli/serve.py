@@ -18,6 +18,7 @@ from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.service.checkpoint import find_checkpoint
 
 ENGINE = "engine-0"  # its instance's name
+MOST_RANKS = 64
 
 
 def device(name: str) -> str:
@@ -39,6 +40,12 @@ ENGINE_OPTIONS = (
         one_of(*KV_DTYPES),
         "auto",
         "data type of KV; auto is that of weights, int8 takes half the memory of bfloat16; fp8 is for GPUs",
+    ),
+    Option(
+        "tensor-parallel-size",
+        integer(1, MOST_RANKS),
+        1,
+        "ranks that every layer is spread over: processes, each with its share of the cores",
     ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),

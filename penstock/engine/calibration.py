@@ -8,6 +8,7 @@ of many rows shows its arithmetic; that is enough to begin with (xLLM, section 3
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -21,24 +22,32 @@ from penstock.nn.graph import Forward
 from penstock.sched.local.sequence import blocks_for
 
 ROWS = (1, 1, 16, 64)  # of one step after the other; the first also reads the weights from disk
+BLOCKS = tuple(range(blocks_for(ROWS[-1])))
 SECONDS = 0.05  # once a step takes longer, more rows would tell no more
 
 
-def calibrated(forward: Forward, shape: ModelShape, clock: Clock) -> DeviceModel:
-    """The device that a model is on. Takes as long as a few decode steps and the prefill of a short prompt."""
+def trial(forward: Forward) -> Callable[[StepPlan], object]:
+    """Runs plans of steps like those of `calibrated`, on blocks of their own."""
     model = forward.model
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(model.device).total_memory
-    blocks = tuple(range(blocks_for(ROWS[-1])))
     layout = make_layout(model.config, model.dtype, "block", "")
-    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device), forward.mode)
+    return Runner(model, KVCache.on_device(layout, len(BLOCKS), model.device), forward.mode).run
+
+
+def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: ModelShape, clock: Clock) -> DeviceModel:
+    """The device that a model is on. Takes as long as a few decode steps and the prefill of a short prompt.
+
+    Args:
+        run: computes a step in BLOCKS, whose contents are lost.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
     weights = (shape.layer_params + shape.head_params) * shape.bytes_per_value
     bandwidth = peak = 0.0
     for rows in ROWS:
-        step = SequenceStep("calibration", 0, [0] * rows, blocks, True, SamplingParams(temperature=0.0), 0)
+        step = SequenceStep("calibration", 0, [0] * rows, BLOCKS, 1, SamplingParams(temperature=0.0), 0)
         began = clock.now()
-        runner.run(StepPlan((step,), blocks))
+        run(StepPlan((step,), BLOCKS))
         seconds = max(clock.now() - began, 1e-6)
         if rows == 1:
             bandwidth = weights / seconds

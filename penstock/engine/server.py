@@ -139,6 +139,7 @@ class EngineServer:
             if not engine.tokens_in_flight:  # else a turn of the loop says nothing about the step
                 self._beat_with(0)
             self._receive(self._patience(stalled))
+            engine.executor.expect_alive()
             engine.move()
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()

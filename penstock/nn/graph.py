@@ -25,6 +25,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache, of_layer
 from penstock.nn.ops import ACTIVATIONS, OPS
 from penstock.nn.packed import Weight
+from penstock.nn.ranks import SharedMemoryRanks
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
@@ -73,6 +74,8 @@ class _Decoder(ctypes.Structure):
         ("eps", _FLOAT),
         ("scale", _FLOAT),
         ("embedding_scale", _FLOAT),
+        ("ranks", _POINTER),
+        ("first_token", _NUMBER),
     )
 
 
@@ -159,6 +162,9 @@ class Graph:
     def __init__(self, model: Decoder) -> None:
         config, stack, blocks = model.config, model.model, _blocks(model)
         mixers = [_mixer(block) for block in blocks]
+        ranks = model.shard.ranks
+        assert ranks is None or isinstance(ranks, SharedMemoryRanks)
+        self._ranks = ranks
         self._heads = mixers[0].heads
         self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
         embedding = stack.embed_tokens
@@ -174,15 +180,17 @@ class Graph:
             config.norm_eps,
             mixers[0].scale,
             torch.tensor(embedding.scale, dtype=model.dtype).item(),
+            None if ranks is None else ranks.handle,
+            embedding.own_outs[0].start,
         )
         self._dtype = model.dtype
         self._cache: tuple[ref[KVLayers], ctypes.Array[Cache]] | None = None  # the last one, and where it is
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
         self._attend = [mixer.attend for mixer in mixers]
-        self._step = native.function("penstock_step", "pppnpppnp")
-        self._until = native.function("penstock_until_attention", "pppnppn")
-        self._after = native.function("penstock_after_attention", "ppppppn")
+        self._step = native.value("penstock_step", "pppnpppnp")
+        self._until = native.value("penstock_until_attention", "pppnppn")
+        self._after = native.value("penstock_after_attention", "ppppppn")
 
     def __call__(self, mode: Mode, batch: Batch, rotations: Rotations, cache: KVLayers) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
@@ -203,7 +211,7 @@ class Graph:
         places = (scratch.data_ptr(), out.data_ptr())
         if mode == "full":
             spans, ids = batch.places
-            self._step(*step, self._heads, *places, spans.data_ptr(), len(spans), ids.data_ptr())
+            self._expect(self._step(*step, self._heads, *places, spans.data_ptr(), len(spans), ids.data_ptr()))
         else:
             self._by_layers(step, places, batch, cache, scratch[count * self._hidden :])
         return out if kept is None else out[: len(kept)]
@@ -213,10 +221,15 @@ class Graph:
     ) -> None:
         count = len(batch.tokens)
         for i, layer in enumerate(self._layers):
-            self._until(*step, self._heads, *places, i)
+            self._expect(self._until(*step, self._heads, *places, i))
             q = wide[: count * layer.qkv.outs].view(count, -1, cache[i].dim)[:, : self._heads]
             attended = self._attend[i](q, cache[i], batch).contiguous()
-            self._after(*step, attended.data_ptr(), *places, i)
+            self._expect(self._after(*step, attended.data_ptr(), *places, i))
+
+    def _expect(self, status: int) -> None:
+        """Raises RankFailed."""
+        if self._ranks is not None:
+            self._ranks.expect(status)
 
 
 def _blocks(model: Decoder) -> list[Block]:

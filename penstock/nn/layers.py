@@ -170,8 +170,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks between an embedding and a last norm."""
 
-    def __init__(self, config: DecoderConfig, blocks: list[Block], norm: Norm) -> None:
+    def __init__(self, config: DecoderConfig, blocks: list[Block], norm: Norm, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, shard)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(config.hidden_size, config.norm_eps)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.nn import ops
 from penstock.nn.methods import PLAIN
 from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed import Weight
+from penstock.nn.packed import LANES, Weight
+from penstock.nn.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` equal parts of what is split, counted from 0."""
+    """One of `size` equal parts of what is split, counted from 0.
+
+    Attributes:
+        ranks: that have one each, and sum up what they have computed; None where that is the caller's business.
+    """
 
     rank: int = 0
     size: int = 1
+    ranks: Ranks | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
@@ -29,6 +36,21 @@ class Shard:
         assert width % self.size == 0, f"{width} cannot be split by {self.size}"
         part = width // self.size
         return range(self.rank * part, (self.rank + 1) * part)
+
+    def of_tokens(self, vocab: int) -> range:
+        """Its part of a vocabulary, of which the last may be smaller than the others."""
+        part = self.part_of(vocab)
+        return range(min(vocab, self.rank * part), min(vocab, (self.rank + 1) * part))
+
+    def part_of(self, vocab: int) -> int:
+        """Tokens of every part but the last, in whole groups of a packed weight."""
+        if self.size == 1:
+            return vocab
+        return -(-vocab // self.size // LANES) * LANES
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of what each rank has; x may be overwritten."""
+        return x if self.ranks is None else ops.all_reduce(x, self.ranks)
 
 
 WHOLE = Shard()
@@ -118,8 +140,12 @@ class RowLinear(Linear):
 
     def __init__(self, ins: int, outs: Sequence[int], bias: bool = False, shard: Shard = WHOLE) -> None:
         super().__init__(ins, outs, bias, own_ins=shard.of(ins))
+        self.shard = shard
         if shard.rank > 0:
             self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shard.sum(super().forward(x))
 
 
 class Embedding(Linear):
@@ -127,12 +153,20 @@ class Embedding(Linear):
 
     Args:
         scale: that rows are multiplied with, rounded to their dtype first.
+        shard: of the tokens.
     """
 
-    def __init__(self, vocab_size: int, width: int, scale: float = 1.0) -> None:
-        super().__init__(width, (vocab_size,))
-        self.scale = scale
+    def __init__(self, vocab_size: int, width: int, scale: float = 1.0, shard: Shard = WHOLE) -> None:
+        super().__init__(width, (vocab_size,), own_outs=(shard.of_tokens(vocab_size),))
+        self.scale, self.shard = scale, shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = self.method.rows(self.weight, tokens)
+        rows = self._own(tokens) if self.shard.size > 1 else self.method.rows(self.weight, tokens)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        """The sum of rows that each shard has, and zeros for the others."""
+        (own,) = self.own_outs
+        there = (tokens >= own.start) & (tokens < own.stop)
+        rows = self.method.rows(self.weight, torch.where(there, tokens - own.start, 0))
+        return self.shard.sum(rows.masked_fill_(~there[:, None], 0))

@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
 from penstock.nn import rope
+from penstock.nn.config import DecoderConfig
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
@@ -93,6 +94,7 @@ def load_model(
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
     _check_layers(directory, config.num_layers)
+    check_shards(config, shard.size)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
     method = method_for(device, dtype)
@@ -104,8 +106,8 @@ def load_model(
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
     _check_weights(model, directory)
-    if method.kept and shard == WHOLE and cache is not None and cache.wants(model):
-        key = cache_key(directory, dtype)
+    if method.kept and cache is not None and cache.wants(model):
+        key = cache_key(directory, dtype, shard)
         if cache.read(key, model):
             model.bound_logits()
             return model.eval()
@@ -118,10 +120,28 @@ def load_model(
     except (RuntimeError, MemoryError) as error:
         raise _no_room(directory, device, error) from None
     fill(model, directory)
-    if cache is not None and key is not None and key == cache_key(directory, dtype):  # not if it changed meanwhile
+    if (
+        cache is not None and key is not None and key == cache_key(directory, dtype, shard)
+    ):  # not if it changed meanwhile
         cache.remember(key, model)
     model.bound_logits()
     return model.eval()
+
+
+def check_shards(config: DecoderConfig, size: int) -> None:
+    """Raise ConfigError where a model cannot be split into so many shards."""
+    kv_heads, vocab = config.num_kv_heads, config.vocab_size
+    split = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    for name, count in split.items():
+        if count % size:
+            raise ConfigError(f"tensor-parallel-size: {size}, {name} {count} is no multiple", "tensor-parallel-size")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"tensor-parallel-size: {size}, num_key_value_heads {kv_heads} is neither a multiple nor a divisor",
+            "tensor-parallel-size",
+        )
+    if not Shard(size - 1, size).of_tokens(vocab):
+        raise ConfigError(f"tensor-parallel-size: {size}, vocab_size {vocab} is too small", "tensor-parallel-size")
 
 
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:
@@ -226,14 +246,14 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def cache_key(directory: Path, dtype: torch.dtype) -> str:
+def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
     """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
 
     The ctime of a file cannot be forged, so changes that `identity` does not read are detected even with the former
     mtime.
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {layout()}".encode())
+    digest.update(f"{dtype} {layout()} {shard.rank} {shard.size}".encode())
     for path in _weight_files(directory):
         stat = path.stat()
         digest.update(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
@@ -312,7 +332,7 @@ def _check_weights(model: Decoder, directory: Path) -> None:
         if name.endswith(IGNORED):
             continue
         if name == HEAD and model.lm_head is None:
-            embedding = list(model.model.embed_tokens.weight.shape)
+            embedding = list(model.model.embed_tokens.tensors()["weight"])
             if shape != embedding:
                 raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {embedding}", "model")
             continue

@@ -97,25 +97,31 @@ class SharedMemoryRanks(Ranks):
 
 
 class DistributedRanks(Ranks):
-    """Ranks on CUDA devices, joined by NCCL.
+    """Ranks on CUDA devices, the n-th on the n-th device, joined by NCCL. Only once in a process.
 
     Args:
-        address: "tcp://HOST:PORT" where rank 0 listens.
+        meeting: path of a file that is not there, by which they find each other.
     """
 
-    def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, meeting: str, rank: int, size: int) -> None:
         from torch import distributed
 
         self.rank, self.size = rank, size
         self._group: Any = distributed
-        distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
+        torch.cuda.set_device(rank)
+        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=size)
 
     def gather(self, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        self._group.all_gather_into_tensor(out, x.contiguous())
+        self._group.all_gather(list(out), x.contiguous())
         return out
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place."""
         self._group.all_reduce(x)
         return x
+
+
+def joined(device: torch.device, ranks: SharedMemoryRanks, meeting: str) -> Ranks:
+    """What the model of such a device exchanges through; ranks of CUDA devices wait here for each other."""
+    return ranks if device.type == "cpu" else DistributedRanks(meeting, ranks.rank, ranks.size)

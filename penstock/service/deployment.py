@@ -75,8 +75,14 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its KV blocks are in the host's memory, where other processes can reach them."""
-        return _kind(self.device) != "cuda"
+        """Whether its KV blocks are in the host's memory, where other processes can reach them; those of several ranks
+        are in parts."""
+        return _kind(self.device) != "cuda" and self.ranks == 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute its model together."""
+        return int(self.options.get("tensor_parallel_size", 1))
 
     @property
     def instances(self) -> list[str]:
@@ -332,7 +338,7 @@ class _Parser:
         """What is asked of the host's memory, by all instances together."""
         taken = 0
         for group, spots in zip(groups, self.group_spots, strict=True):
-            name = "kv-cache-memory" if group.shares_memory else "host-cache-memory"
+            name = "host-cache-memory" if _kind(group.device) == "cuda" else "kv-cache-memory"
             asked = None if group.modelled else group.options[name.replace("-", "_")]
             if asked is None or self.memory is None:
                 continue
@@ -349,7 +355,7 @@ class _Parser:
         """Shares of one GPU add up, unless the cache's size is given."""
         shares: dict[str, float] = defaultdict(float)
         for group, spots in zip(groups, self.group_spots, strict=True):
-            if group.shares_memory or group.options["kv_cache_memory"] is not None:
+            if _kind(group.device) != "cuda" or group.options["kv_cache_memory"] is not None:
                 continue
             device = "cuda:0" if group.device == "cuda" else group.device
             shares[device] += group.count * group.options["gpu_memory_utilization"]
@@ -371,7 +377,8 @@ def _can_be_linked(groups: Sequence[Group]) -> bool:
 
 
 def _not_on(group: Group, what: str) -> str:
-    return f"{what} holds blocks in the host's memory, and group {group.name!r} has them on {group.device}"
+    where = f"spread over {group.ranks} ranks" if group.ranks > 1 else f"on {group.device}"
+    return f"{what} holds blocks in the host's memory, and group {group.name!r} has them {where}"
 
 
 def _kind(device: str) -> str:

@@ -109,7 +109,7 @@ def test_the_flags_of_serve():
         ),
         *("max-num-batched-tokens", "max-num-seqs", "max-queued-requests", "max-queued-tokens", "metrics-compat"),
         *("otlp-traces-endpoint", "pooling", "port", "scheduling-policy", "seed", "send-timeout", "served-model-name"),
-        *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),
+        *("share-prefixes", "speculative-config", "step-time-limit-ms", "tensor-parallel-size", "weight-cache"),
     }
 
 

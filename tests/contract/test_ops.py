@@ -139,6 +139,21 @@ def masked(data, rows: int, device: str):
     return logits_of(rows, vocab, device), which.to(device), masks.to(device)
 
 
+def choice(name: str, data, rows: int, dtype: torch.dtype):
+    """Arguments of the ops that tell tokens from few logits."""
+    wanted = [draw if draw.temperature == 0 or draw.top_k else draw._replace(top_k=9) for draw in draws(data, rows)]
+    if name == "choose_among":
+        count = data.draw(st.integers(1, 40))
+        ids = torch.stack([torch.randperm(3000)[:count] for _ in range(rows)])
+        ids[torch.rand(rows, count) < 0.2] = -1
+        ids[torch.rand(rows, count) < 0.02] = -2
+        return torch.randn(rows, count), ids, wanted
+    outs, width = data.draw(st.sampled_from([1, 15, 64, 150, 3000])), data.draw(st.integers(1, 200))
+    weight = PackedWeight.of(rows_of(data, outs, width).to(dtype))
+    most = [] if name == "choose" else [max(1 if draw.temperature == 0 else draw.top_k for draw in wanted)]
+    return rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted, *most
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -174,11 +189,8 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (torch.randn(rows, data.draw(st.sampled_from([1, 15, 16, 33, 40000]))).to(device),), []
     if name == "sample":
         return (logits_of(rows, data.draw(st.sampled_from(VOCABULARIES)), device), draws(data, rows)), []
-    if name == "choose":
-        outs, width = data.draw(st.sampled_from([1, 15, 64, 150, 3000])), data.draw(st.integers(1, 200))
-        weight = PackedWeight.of(rows_of(data, outs, width).to(dtype))
-        wanted = [draw if draw.temperature == 0 or draw.top_k else draw._replace(top_k=9) for draw in draws(data, rows)]
-        return (rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted), []
+    if name.startswith("choose"):
+        return choice(name, data, rows, dtype), []
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from penstock.cli.run_folder import run_folder
-from tests.helpers.deployments import PACED, colocated, deployed
+from tests.helpers.deployments import DEMO, PACED, colocated, deployed
 from tests.helpers.servers import refuses_while_it_drains
 from tests.helpers.waiting import eventually
 
@@ -281,6 +281,32 @@ def test_an_engine_that_is_alone_takes_up_what_it_had_when_it_is_back():
         eventually(lambda: up.metric("instance_lost_total", engine="engine-0") == 1)
         assert up.metric("recoveries_total") == 3
         assert not any("Traceback" in line for line in up.lines)
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on():
+    engine = DEMO | {"tensor-parallel-size": 2}
+    with deployed(colocated(1, engine=engine, restart={"backoff": 0.01})) as up:
+        earlier = up.pids()["engine-0"]
+        (rank,) = children_of(earlier)
+        body = {**ASK, "max_tokens": 200, "ignore_eos": True}
+        undisturbed = complete(up, **body).json()["choices"][0]["text"]
+        with httpx.stream("POST", up.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            os.kill(rank, signal.SIGKILL)
+            events = [line.removeprefix("data: ") for line in (first, *lines) if line]
+        assert events[-1] == "[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == undisturbed
+        said = "".join(up.lines)
+        assert f"the engine ends: rank 1 (process {rank}) was killed by SIGKILL" in said
+        (successor,) = children_of(up.wait_restarted("engine-0", earlier))
+        up.process.kill()
+        eventually(lambda: gone(successor))
+        assert "Traceback" not in said
 
 
 def test_requests_of_an_engine_that_does_not_come_back_end_with_an_error_each():

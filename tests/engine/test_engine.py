@@ -240,7 +240,7 @@ def test_int8_kv_takes_the_bytes_of_its_values_and_scales(checkpoint, dtype, wid
 
 @pytest.mark.parametrize(("in_place", "mode"), [(True, "table"), (False, "contiguous")])
 def test_ranges_where_attention_gains_by_them(checkpoint, monkeypatch, in_place, mode):
-    monkeypatch.setattr("penstock.engine.build.reads_in_place", lambda device, dtype: in_place)
+    monkeypatch.setattr("penstock.engine.worker.reads_in_place", lambda device, dtype: in_place)
     built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
     assert built.runner.cache.address_mode == mode
     built.close()

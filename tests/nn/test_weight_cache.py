@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.core.clock import SystemClock
-from penstock.engine import build
+from penstock.engine import build, worker
 from penstock.nn import native, weight_cache
 from penstock.nn.loader import cache_key, load_model
 from penstock.nn.methods import PACKED
@@ -288,7 +288,7 @@ def test_a_small_model_is_packed_each_time(checkpoint, folder) -> None:
 
 
 def test_an_engine_keeps_its_weights_and_finds_them_again(checkpoint, folder, monkeypatch) -> None:
-    monkeypatch.setattr(build, "WeightCache", lambda: WeightCache(folder, least=0))
+    monkeypatch.setattr(worker, "WeightCache", lambda files: WeightCache(folder, least=0, files=files))
     monkeypatch.setattr(
         WeightCache, "save_later", lambda self, later=WeightCache.save_later: (t := later(self)) and t.join()
     )

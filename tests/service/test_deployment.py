@@ -183,6 +183,11 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (SMALLEST + "    device: cuda", "up.yaml:4: instances[0].device: the shares of cuda:0 add up to 1.8"),
         (
+            SMALLEST + "    tensor-parallel-size: 2\nkv-pool: {}",
+            "up.yaml:5: kv-pool: a KV pool server holds blocks in the host's memory, and group 'engine' has them "
+            "spread over 2 ranks",
+        ),
+        (
             SMALLEST + "  - {name: b, device: 'modelled:h200'}",
             "up.yaml:4: instances[1].device: 'modelled:h200', allowed",
         ),
@@ -229,6 +234,11 @@ def test_a_mistake_has_its_line_key_value_and_what_is_allowed(text, says):
             "up.yaml:3: instances[0].host-cache-memory: 25.0 GiB for each of 1, 25.0",
         ),
         (SMALLEST + "    kv-cache-memory: 12G", None),
+        (SMALLEST + "    kv-cache-memory: 12G\n    tensor-parallel-size: 2", None),
+        (
+            SMALLEST + "    tensor-parallel-size: 2\n    kv-cache-memory: 13G",
+            "up.yaml:5: instances[0].kv-cache-memory: 13.0 GiB for each of 2, 26.0",
+        ),
         (SMALLEST + "    device: modelled:h200\n    kv-cache-memory: 100G", None),
     ],
 )

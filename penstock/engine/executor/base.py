@@ -86,6 +86,10 @@ class Executor(Protocol):
         """Readable when something may be done; None where nothing is computed beside the caller."""
         ...
 
+    def expect_alive(self) -> None:
+        """Raise RankFailed when a worker has failed, also where nothing runs."""
+        ...
+
     def settle(self) -> None:
         """Return when nothing is computed beside the caller. Results can still be taken."""
         ...

@@ -55,6 +55,9 @@ class InlineExecutor:
     def fileno(self) -> int | None:
         return None if self.thread is None else self.thread.fileno()
 
+    def expect_alive(self) -> None:
+        """Its worker cannot fail apart from this process."""
+
     def settle(self) -> None:
         if self.thread is not None:
             self.thread.settle()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from penstock.nn import ops
 from penstock.nn.batch import Batch
@@ -16,6 +17,7 @@ from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
 from penstock.nn.methods.base import LinearMethod
+from penstock.nn.ranks import Ranks
 from penstock.nn.rope import frequencies, longest
 
 # Of a block: where its weights go -> what checkpoints call them. Several names are the projections of one linear, in
@@ -43,7 +45,7 @@ class Decoder(nn.Module):
         headless: its logits mean nothing: the checkpoint is an embedding model's.
 
     Args:
-        shard: of every layer's heads and gates.
+        shard: of every layer's heads and gates, and of the vocabulary.
     """
 
     weights: ClassVar[WeightMap] = WEIGHTS
@@ -60,9 +62,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config = config
-        self.model = Stack(config, [self.block(config, layer, shard) for layer in range(config.num_layers)], self.norm)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, (config.vocab_size,))
+        self.config, self.shard = config, shard
+        blocks = [self.block(config, layer, shard) for layer in range(config.num_layers)]
+        self.model = Stack(config, blocks, self.norm, shard)
+        self.lm_head = None if config.tie_embeddings else self._new_head()
         self.headless = False
         self._rotations: list[Rotation] = []
         self._bounded_logits: BoundedLogits | None = None
@@ -76,16 +79,25 @@ class Decoder(nn.Module):
 
     def untie(self) -> Linear:
         """Have a head other than the embedding; it is on "meta"."""
-        embedding = self.model.embed_tokens
         with torch.device("meta"):
-            self.lm_head = Linear(embedding.ins, embedding.outs).to(self.dtype)
-            self.lm_head.hold(embedding.method)
+            self.lm_head = self._new_head().to(self.dtype)
+            self.lm_head.hold(self.model.embed_tokens.method)
         return self.lm_head
+
+    def _new_head(self) -> Linear:
+        vocab = self.config.vocab_size
+        return Linear(self.config.hidden_size, (vocab,), own_outs=(self.shard.of_tokens(vocab),))
 
     def bound_logits(self, least: int = LEAST) -> None:
         """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
-        if not self.headless:
-            self._bounded_logits = self.head.method.bounded_logits(self.head.weight, least)
+        if self.headless:
+            return
+        part = self.shard.part_of(self.config.vocab_size) * self.config.hidden_size * self.dtype.itemsize
+        self._bounded_logits = self.head.method.bounded_logits(self.head.weight, 0) if part >= least else None
+        if (ranks := self.shard.ranks) is not None:  # which all have them, or none
+            there = torch.tensor([self._bounded_logits is not None], device=self.device)
+            if not ranks.gather(there).all():
+                self._bounded_logits = None
 
     @property
     def head(self) -> Linear:
@@ -131,15 +143,40 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
         head = self.head
-        return head.method.apply(hidden, head.weight, head.bias, torch.float32)
+        own = head.method.apply(hidden, head.weight, head.bias, torch.float32)
+        if (ranks := self.shard.ranks) is None:
+            return own
+        vocab = self.config.vocab_size
+        padded = functional.pad(own, (0, self.shard.part_of(vocab) - own.shape[1]))
+        return ranks.gather(padded).transpose(0, 1).flatten(1)[:, :vocab]
 
     def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
         """[rows, hidden] -> [rows] tokens, without computing all logits; None where these are needed."""
         bounded = self._bounded_logits
-        if bounded is None or not ops.choose_pays(draws):
+        if bounded is not None and not ops.choose_pays(draws):
+            bounded = None
+        if (ranks := self.shard.ranks) is not None:
+            tokens = self._choose_together(hidden, draws, bounded, ranks)
+        else:
+            tokens = None if bounded is None else ops.choose(hidden, bounded.weight, bounded, draws)
+        if tokens is None:
             return None
-        tokens = ops.choose(hidden, bounded.weight, bounded, draws)
         return None if -1 in tokens.tolist() else tokens
+
+    def _choose_together(
+        self, hidden: Tensor, draws: Sequence[ops.Draw], bounded: BoundedLogits | None, ranks: Ranks
+    ) -> Tensor | None:
+        """The same where each rank has some of the vocabulary: few numbers are exchanged instead of all logits."""
+        if bounded is not None:
+            logits, ids = ops.choose_candidates(hidden, bounded.weight, bounded, draws)
+        elif all(draw.temperature == 0 for draw in draws):
+            head = self.head
+            own = head.method.apply(hidden, head.weight, head.bias, torch.float32)
+            best, finite = ops.argmax(own)
+            logits, ids = own.gather(1, best[:, None]), torch.where(finite, best, -2)[:, None]
+        else:
+            return None
+        return ops.choose_among(logits, ids, self.head.own_outs[0].start, draws, ranks)
 
 
 class Rotation:

@@ -251,9 +251,10 @@ void find_groups(const float* most, const float* least, int64_t groups, int64_t 
 
 }  // namespace
 
-template <class T>
-void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
-            int64_t* tokens) {
+// f(row, candidates) for each row, in order: the logits that can matter, or none where they cannot be told.
+template <class T, class F>
+void each_likeliest(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows,
+                    const Draw* draws, F&& f) {
     const int64_t groups = weight.groups(), width = weight.steps() * Packed<T>::IN_WORD;
     std::vector<T> padded(rows * width, T{});
     std::vector<Input> inputs(rows);
@@ -289,8 +290,37 @@ void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x,
         for (int64_t i = from; i < ends[row]; i++)
             for (int64_t id = found[i] * LANES; id < std::min(weight.outs, (found[i] + 1) * LANES); id++)
                 likeliest.push_back({logits[i * LANES + id % LANES], id});
-        tokens[row] = likeliest.empty() ? -1 : sample(likeliest, draws[row]);
+        f(row, likeliest);
     }
+}
+
+template <class T>
+void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
+            int64_t* tokens) {
+    each_likeliest(weight, quantized, x, x_stride, rows, draws, [&](int64_t row, std::vector<Candidate>& likeliest) {
+        tokens[row] = likeliest.empty() ? -1 : sample(likeliest, draws[row]);
+    });
+}
+
+// Which are the likeliest is decided by what `sample` compares: logits that temperature has made equal come by their ids.
+template <class T>
+void candidates(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
+                int64_t most, float* values, int64_t* outputs) {
+    each_likeliest(weight, quantized, x, x_stride, rows, draws, [&](int64_t row, std::vector<Candidate>& likeliest) {
+        const Draw& draw = draws[row];
+        const bool greedy = draw.temperature == 0;
+        const float scale = greedy ? 1.0f : 1.0f / static_cast<float>(draw.temperature);
+        const size_t wanted = std::min<size_t>(likeliest.size(), std::min(most, greedy ? 1 : draw.top_k));
+        const auto before = [&](const Candidate& a, const Candidate& b) {
+            return Candidate{a.value * scale, a.id} < Candidate{b.value * scale, b.id};
+        };
+        std::partial_sort(likeliest.begin(), likeliest.begin() + wanted, likeliest.end(), before);
+        for (int64_t i = 0; i < most; i++) {
+            const bool there = i < static_cast<int64_t>(wanted);
+            values[row * most + i] = there ? likeliest[i].value : 0.0f;
+            outputs[row * most + i] = there ? likeliest[i].id : i == 0 ? -2 : -1;
+        }
+    });
 }
 
 // Codes and bounds of a group of 16 outputs. Returns whether all of its weights are usable.
@@ -379,8 +409,30 @@ int64_t penstock_can_bound_logits(int64_t ins) {
                                   int64_t* tokens) {                                                                  \
         choose<T>({static_cast<const Line*>(lines), outs, ins}, {{static_cast<const Line*>(codes), outs, ins}, bounds}, \
                   x, x_stride, rows, draws, tokens);                                                                  \
+    }                                                                                                                 \
+    void penstock_candidates_##SUFFIX(const void* lines, int64_t outs, int64_t ins, const void* codes,                \
+                                      const float* bounds, const T* x, int64_t x_stride, int64_t rows,                \
+                                      const Draw* draws, int64_t most, float* values, int64_t* outputs) {             \
+        candidates<T>({static_cast<const Line*>(lines), outs, ins},                                                   \
+                      {{static_cast<const Line*>(codes), outs, ins}, bounds}, x, x_stride, rows, draws, most, values, \
+                      outputs);                                                                                       \
     }
 BOUNDED_LOGITS(bf16, bf16)
 BOUNDED_LOGITS(f32, float)
 #undef BOUNDED_LOGITS
+
+// The tokens of rows, from [rows][count] candidates of all ranks: -1 are none, -2 that none can be told.
+void penstock_choose_among(const float* values, const int64_t* ids, int64_t rows, int64_t count, const Draw* draws,
+                           int64_t* tokens) {
+    std::vector<Candidate> likeliest;
+    for (int64_t row = 0; row < rows; row++) {
+        likeliest.clear();
+        bool known = true;
+        for (int64_t i = row * count; i < (row + 1) * count; i++) {
+            known &= ids[i] != -2;
+            if (ids[i] >= 0) likeliest.push_back({values[i], ids[i]});
+        }
+        tokens[row] = known && !likeliest.empty() ? sample(likeliest, draws[row]) : -1;
+    }
+}
 }

@@ -29,4 +29,10 @@ template <class T>
 void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
             int64_t* tokens);
 
+// Of a weight that is some of the outputs of a larger one: what `choose` needs to know of them, [rows][most] logits and the
+// outputs they are of, so many as a row's draw can take and -1 behind them. A row's first is -2 where none can be told.
+template <class T>
+void candidates(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
+                int64_t most, float* values, int64_t* outputs);
+
 }  // namespace penstock

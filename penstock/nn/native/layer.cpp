@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "gemm.h"
 
@@ -17,15 +18,27 @@ void project(const Projection& p, const T* x, int64_t rows, T* out) {
 }
 
 template <class T>
-void embed(const Decoder& decoder, const Rows& rows, T* out) {
+void embed(const Decoder& decoder, const int64_t* tokens, int64_t rows, T* out) {
     const int64_t width = decoder.hidden;
     if (decoder.embedding_is_packed)
-        gather<T>({static_cast<const Line*>(decoder.embedding), decoder.vocab, width}, rows.tokens, rows.rows, out);
+        gather<T>({static_cast<const Line*>(decoder.embedding), decoder.vocab, width}, tokens, rows, out);
     else
-        for (int64_t r = 0; r < rows.rows; r++)
-            std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + rows.tokens[r] * width,
-                        width * sizeof(T));
-    if (decoder.embedding_scale != 1) scale(IS_BF16<T>, out, decoder.embedding_scale, rows.rows, width);
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + tokens[r] * width, width * sizeof(T));
+    if (decoder.embedding_scale != 1) scale(IS_BF16<T>, out, decoder.embedding_scale, rows, width);
+}
+
+// Zeros for tokens that other ranks have.
+template <class T>
+void embed_own(const Decoder& decoder, const Rows& rows, T* out) {
+    std::vector<int64_t> own(rows.tokens, rows.tokens + rows.rows);
+    const auto has = [&](int64_t token) { return token >= 0 && token < decoder.vocab; };
+    for (int64_t& token : own) token -= decoder.first_token;
+    std::vector<int64_t> tokens(own);
+    for (int64_t& token : tokens) token = has(token) ? token : 0;
+    embed(decoder, tokens.data(), rows.rows, out);
+    for (int64_t r = 0; r < rows.rows; r++)
+        if (!has(own[r])) std::fill_n(out + r * decoder.hidden, decoder.hidden, T{});
 }
 
 // Moves rows to the front.
@@ -40,7 +53,8 @@ template <class T>
 struct Progress {
     const Decoder& decoder;
     const Rows& rows;
-    T *residual, *x;  // [rows, hidden]
+    T *residual, *x;         // [rows, hidden]
+    int64_t status = MET;  // once it is something else nothing more is computed
 
     Progress(const Decoder& decoder, const Rows& rows, void* scratch, void* out)
         : decoder(decoder), rows(rows), residual(static_cast<T*>(scratch)), x(static_cast<T*>(out)) {}
@@ -59,12 +73,22 @@ struct Progress {
         if (weight) rms_norm(IS_BF16<T>, x, width, norm(weight), decoder.eps, x, width, count, width);
     }
 
-    void until_attention(int64_t i, const Cache* caches, int64_t query_heads) const {
+    // Of what each rank has computed in x.
+    void sum_up(int64_t count) {
+        if (decoder.ranks) status = all_reduce(*decoder.ranks, IS_BF16<T>, x, count * decoder.hidden);
+    }
+
+    void until_attention(int64_t i, const Cache* caches, int64_t query_heads) {
         const Layer& layer = decoder.layers[i];
         if (i == 0) {
-            embed(decoder, rows, x);
+            if (decoder.ranks)
+                embed_own(decoder, rows, x);
+            else
+                embed(decoder, rows.tokens, rows.rows, x);
+            sum_up(rows.rows);
             std::fill_n(residual, rows.rows * decoder.hidden, T{});
         }
+        if (status) return;
         normed(layer.mixer_norm, rows.rows);
         project(layer.qkv, x, rows.rows, qkv());
         qkv_to_cache(caches[i], qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
@@ -72,7 +96,7 @@ struct Progress {
     }
 
     // `attended`: [rows, o.ins], which is overwritten.
-    void after_attention(int64_t i, T* attended) const {
+    void after_attention(int64_t i, T* attended) {
         const Layer& layer = decoder.layers[i];
         const bool last = i == decoder.count - 1;
         const int64_t count = last && rows.kept ? rows.kept_count : rows.rows;
@@ -81,12 +105,16 @@ struct Progress {
             keep(rows, residual, decoder.hidden);
         }
         project(layer.o, attended, count, x);
+        sum_up(count);
+        if (status) return;
         post_normed(layer.mixer_post_norm, count);
         normed(layer.feed_forward_norm, count);
         T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
         gate_mul(IS_BF16<T>, decoder.activation, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
         project(layer.down, gated, count, x);
+        sum_up(count);
+        if (status) return;
         post_normed(layer.feed_forward_post_norm, count);
         if (last) normed(decoder.norm, count);
     }
@@ -119,36 +147,48 @@ using namespace penstock;
 
 int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*decoder); }
 
-// A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first, and nothing else is of any
-// use. `heads` are those of q.
-void penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch, void* out,
-                   const Span* spans, int64_t count, const int64_t* ids) {
+// A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first,
+// and nothing else is of any use. `heads` are those of q. Returns MET, or why ranks have not met.
+int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch, void* out,
+                      const Span* spans, int64_t count, const int64_t* ids) {
     const AttentionBatch batch{spans, count, ids, heads};
+    int64_t status = MET;
     with_type(caches, [&](auto type) {
-        const Progress<decltype(type)> step(*decoder, *rows, scratch, out);
-        for (int64_t i = 0; i < decoder->count; i++) {
+        Progress<decltype(type)> step(*decoder, *rows, scratch, out);
+        for (int64_t i = 0; i < decoder->count && !step.status; i++) {
             const Layer& layer = decoder->layers[i];
             step.until_attention(i, caches, heads);
+            if (step.status) break;
             attention(batch, caches[i], step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
             step.after_attention(i, step.heads(layer));
         }
+        status = step.status;
     });
+    return status;
 }
 
 // The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
 // behind [rows, hidden], as [rows, qkv.outs] with k and v, to `attended`, [rows, o.ins], which is overwritten.
-void penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
-                              void* out, int64_t layer) {
+int64_t penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
+                                 void* out, int64_t layer) {
+    int64_t status = MET;
     with_type(caches, [&](auto type) {
-        Progress<decltype(type)>(*decoder, *rows, scratch, out).until_attention(layer, caches, heads);
+        Progress<decltype(type)> step(*decoder, *rows, scratch, out);
+        step.until_attention(layer, caches, heads);
+        status = step.status;
     });
+    return status;
 }
 
-void penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, void* attended, void* scratch,
-                              void* out, int64_t layer) {
+int64_t penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, void* attended, void* scratch,
+                                 void* out, int64_t layer) {
+    int64_t status = MET;
     with_type(caches, [&](auto type) {
         using T = decltype(type);
-        Progress<T>(*decoder, *rows, scratch, out).after_attention(layer, static_cast<T*>(attended));
+        Progress<T> step(*decoder, *rows, scratch, out);
+        step.after_attention(layer, static_cast<T*>(attended));
+        status = step.status;
     });
+    return status;
 }
 }

@@ -1,6 +1,7 @@
 // All layers of a step, one after the other: the functions that ops call one by one, in the same order.
 #pragma once
 
+#include "ranks.h"
 #include "rows.h"
 
 namespace penstock {
@@ -26,6 +27,8 @@ struct Layer {
     int64_t rotation;  // which of the step's
 };
 
+// With ranks, what this one has of a model: some heads and gates of every layer, and the embedding of some tokens. What o
+// and down make of theirs are summands.
 struct Decoder {
     const Layer* layers;
     int64_t count;
@@ -35,6 +38,8 @@ struct Decoder {
     int64_t wide_norms;  // all weights of norms are float32
     int64_t activation;  // of gates
     float eps, scale, embedding_scale;
+    Ranks* ranks;         // or null
+    int64_t first_token;  // of the embedding
 };
 
 constexpr int ROTATIONS = 2;

@@ -173,8 +173,6 @@ int64_t place_bytes(int64_t size) { return sizeof(Shared) + size * sizeof(Place)
 
 }  // namespace
 
-int64_t rank_of(const Ranks& ranks) { return ranks.rank; }
-
 int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count) {
     const int64_t bytes = count * (is_bf16 ? sizeof(bf16) : sizeof(float));
     for (int64_t at = 0; at < bytes; at += PIECE) {

@@ -23,6 +23,4 @@ int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count);
 // out[size][bytes] is what each rank has in x[bytes].
 int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out);
 
-int64_t rank_of(const Ranks& ranks);
-
 }  // namespace penstock

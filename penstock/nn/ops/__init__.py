@@ -10,7 +10,7 @@ from penstock.nn.ops.all_reduce import all_reduce
 from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
-from penstock.nn.ops.choose import choose, choose_pays
+from penstock.nn.ops.choose import choose, choose_among, choose_candidates, choose_pays
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.mask_logits import mask_logits
@@ -31,6 +31,8 @@ __all__ = [
     "attention",
     "branch_attention",
     "choose",
+    "choose_among",
+    "choose_candidates",
     "choose_pays",
     "gate_mul",
     "gumbel_noise",

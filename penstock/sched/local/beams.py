@@ -230,7 +230,7 @@ class BeamGroup(Sequence):
             self.computed,
             [beam.token for beam in search.live],
             blocks[:first],
-            False,
+            0,
             self.request.params,
             self.request.seed,
             candidates=self._candidates,

@@ -1,0 +1,61 @@
+"""Messages between rank 0 of an engine and its other ranks, over one socket each that keeps messages apart. Plans go
+through shared memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.wire.codec import decoder
+
+MAX_MESSAGE = 64 << 10  # bytes
+
+
+class OpenCache(msgspec.Struct, tag=True, frozen=True):
+    """Make the KV cache, and run the plans that come.
+
+    Attributes:
+        num_blocks: the same on all ranks.
+        max_model_len: of a sequence.
+    """
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The weights are there.
+
+    Attributes:
+        room: bytes that the rank's part of the KV cache may take.
+    """
+
+    room: int
+
+
+class Opened(msgspec.Struct, tag=True, frozen=True):
+    """Plans can come."""
+
+
+class Logged(msgspec.Struct, tag=True, frozen=True):
+    """A line for the log, as `logging` has it."""
+
+    logger: str
+    level: int
+    text: str
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """The rank ends, because of an error.
+
+    Attributes:
+        field: the option that is wrong, or None where it is something else that has failed.
+    """
+
+    text: str
+    wrong_option: bool = False
+    field: str | None = None
+
+
+FromRank = Loaded | Opened | Logged | Ended
+decode_from_rank = decoder(FromRank).decode
+decode_to_rank = decoder(OpenCache).decode

@@ -1,0 +1,327 @@
+"""Several workers that compute one model together: rank 0 in the engine's process, the others in their own.
+
+Every rank runs every plan on its shard of the model, and has the same tokens at the end (`nn/ranks.py`), so that only
+plans go to them, through shared memory, and nothing comes back. A rank that ends or stands still ends all waits for it,
+and the engine. The other ranks end with the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.plan import StepPlan
+from penstock.core.wire.codec import encode
+from penstock.core.wire.rank import MAX_MESSAGE, Ended, Loaded, Logged, OpenCache, Opened, decode_from_rank
+from penstock.engine.executor.base import MaskCosts, Pending, Ran
+from penstock.engine.executor.inline import InlineExecutor
+from penstock.engine.executor.plans import encode_plan
+from penstock.engine.options import EngineOptions
+from penstock.nn.ranks import Ranks, SharedMemoryRanks, joined
+
+log = logging.getLogger("penstock.engine")
+# Of plans that all ranks have read; two are in flight, and one is being written. The memory is found when it is used.
+SLOTS = 4
+SLOT_BYTES = 256 << 20
+LOOK = 1.0  # seconds between two looks at a rank that is waited for
+STUCK = 4  # looks in a row at which one has used no processor
+GOES = 5.0  # seconds that a process has to end after it was killed
+
+
+class Rank:
+    """Another rank's process, as its starter sees it.
+
+    Attributes:
+        room: bytes that its part of the KV cache may take; None while it loads.
+        opened: it runs plans.
+    """
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.rank, self.process, self.link = rank, process, link
+        self.room: int | None = None
+        self.opened = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def processor_time(self) -> int:
+        """In clock ticks."""
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+        return -1
+
+    def ending(self) -> str:
+        """How its process ended."""
+        try:
+            code = self.process.wait(GOES)
+        except subprocess.TimeoutExpired:
+            return "does not answer"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+
+
+class RankProcesses:
+    """Starts all ranks but rank 0, and watches them. From any thread.
+
+    Args:
+        options: of the engine; `tensor_parallel_size` of them is how many ranks there are.
+        device: rank 0's; on a CPU all have the same.
+        threads: that each rank's kernels run on.
+
+    Attributes:
+        ranks: rank 0's own.
+        failure: what has happened to one of them.
+    """
+
+    def __init__(self, options: EngineOptions, device: torch.device, threads: int) -> None:
+        self._device = device
+        self._meeting = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"  # made where it is used
+        size = options.tensor_parallel_size
+        exchanged = SharedMemoryRanks.bytes_for(size)
+        fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(fd, exchanged + SLOTS * SLOT_BYTES)
+        self._memory = mmap.mmap(fd, exchanged + SLOTS * SLOT_BYTES)
+        self._plans = exchanged  # where they begin
+        self._posted = 0
+        self.ranks = SharedMemoryRanks(self._memory, 0, size)
+        self.failure: RankFailed | ConfigError | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        try:
+            self.others = [_start(rank, fd, options, threads, self._meeting) for rank in range(1, size)]
+        finally:
+            os.close(fd)
+        self._thread = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
+        self._thread.start()
+
+    def executor(self, own: InlineExecutor) -> ProcessExecutor:
+        """Of rank 0's own and these."""
+        return ProcessExecutor(own, self)
+
+    def join(self) -> Ranks:
+        """What rank 0's model exchanges through."""
+        return joined(self._device, self.ranks, self._meeting)
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether a step ends when a rank has failed: NCCL waits for it for ever."""
+        return self.failure is None or self._device.type == "cpu"
+
+    def room(self) -> int:
+        """Wait until all have loaded their weights. Returns the bytes that the part of the KV cache of the one with the
+        least room may take. Raises RankFailed or ConfigError."""
+        self._await(lambda rank: rank.room is not None)
+        return min(rank.room or 0 for rank in self.others)
+
+    def open(self, num_blocks: int, max_model_len: int) -> None:
+        """Have all make their KV cache. Raises RankFailed or ConfigError."""
+        message = encode(OpenCache(num_blocks, max_model_len))
+        for rank in self.others:
+            with suppress(OSError):  # whoever watches has noticed, or will
+                rank.link.send(message)
+
+    def opened(self) -> None:
+        """Wait until all can run plans. Raises RankFailed or ConfigError."""
+        self._await(lambda rank: rank.opened)
+
+    def post(self, plan: StepPlan) -> None:
+        """Have all run a plan. Of those that were posted before, all but the last two have been run."""
+        data = encode_plan(plan)
+        assert len(data) <= SLOT_BYTES - 8, f"a plan of {len(data)} bytes"
+        at = self._plans + self._posted % SLOTS * SLOT_BYTES
+        self._memory[at : at + 8] = len(data).to_bytes(8, "little")
+        self._memory[at + 8 : at + 8 + len(data)] = data
+        self._posted += 1
+        self.ranks.post()
+
+    def expect_alive(self) -> None:
+        """Raises RankFailed when one has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, rank: int, error: RankFailed | ConfigError) -> None:
+        """All waits end, and the engine does."""
+        with self._changed:
+            if self.failure is None and not self._closing:
+                self.failure = error
+            self._changed.notify_all()
+        self.ranks.fail(rank)
+
+    def close(self) -> None:
+        """End all. No thread may be in an exchange that it is to come out of whole."""
+        self._closing = True
+        self.ranks.fail(0)
+        for rank in self.others:
+            rank.process.kill()
+        for rank in self.others:
+            with suppress(subprocess.TimeoutExpired):
+                rank.process.wait(GOES)
+        if self._thread is not threading.current_thread():
+            self._thread.join(GOES)
+        Path(self._meeting).unlink(missing_ok=True)
+
+    def _await(self, condition: Callable[[Rank], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or all(map(condition, self.others)))
+        self.expect_alive()
+
+    # --- the thread that watches
+
+    def _watch(self) -> None:
+        links = {rank.link.fileno(): rank for rank in self.others}
+        waiter = select.poll()
+        for fd in links:
+            waiter.register(fd, select.POLLIN)
+        watched: tuple[int, int] | None = None  # the rank that is waited for, and the time it had used
+        looks = 0
+        while links:
+            for fd, _ in waiter.poll(LOOK * 1e3):
+                rank = links[fd]
+                if not self._hear(rank):
+                    waiter.unregister(fd)
+                    rank.link.close()
+                    del links[fd]
+            number = self.ranks.awaits
+            if not number or not self.others[number - 1].opened:  # one that loads may wait long for a disk
+                watched, looks = None, 0
+                continue
+            awaited = self.others[number - 1]
+            seen = number, awaited.processor_time()
+            looks = looks + 1 if seen == watched else 0
+            watched = seen
+            if looks == STUCK:
+                self._failed(awaited, "stands still")
+
+    def _hear(self, rank: Rank) -> bool:
+        """One message; False when there will be no more."""
+        try:
+            data = rank.link.recv(MAX_MESSAGE)
+        except OSError:
+            data = b""
+        if not data:
+            if not self._closing:
+                self._failed(rank, rank.ending())
+            return False
+        match decode_from_rank(data):
+            case Loaded(room):
+                rank.room = room
+            case Opened():
+                rank.opened = True
+            case Logged(logger, level, text):
+                logging.getLogger(logger).log(level, "rank %d: %s", rank.rank, text)
+            case Ended(text, wrong_option, field):
+                error = ConfigError(text, field) if wrong_option else RankFailed(f"{rank.name} has failed: {text}")
+                self.fail(rank.rank, error)
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def _failed(self, rank: Rank, how: str) -> None:
+        if self.failure is None:
+            log.error("%s %s", rank.name, how)
+        self.fail(rank.rank, RankFailed(f"{rank.name} {how}"))
+
+
+def _start(rank: int, memory: int, options: EngineOptions, threads: int, meeting: str) -> Rank:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = {
+        "rank": rank,
+        "memory": memory,
+        "link": theirs.fileno(),
+        "parent": os.getpid(),
+        "threads": threads,
+        "meeting": meeting,
+        "log_level": log.getEffectiveLevel(),
+        "options": asdict(options),
+    }
+    command = [sys.executable, "-m", "penstock.engine.executor.rank", json.dumps(settings)]
+    process = subprocess.Popen(command, pass_fds=(memory, theirs.fileno()), stdin=subprocess.DEVNULL)
+    theirs.close()
+    return Rank(rank, process, ours)
+
+
+class ProcessExecutor:
+    """Computes with rank 0's worker as an inline executor does, and with the other ranks beside it.
+
+    A step that fails leaves the ranks at different places, so that nothing can be launched after it.
+    """
+
+    def __init__(self, own: InlineExecutor, others: RankProcesses) -> None:
+        self._own, self._others = own, others
+        self._close = weakref.finalize(self, others.close)
+
+    @property
+    def ahead(self) -> bool:
+        return self._own.ahead
+
+    @property
+    def mask_costs(self) -> MaskCosts:
+        return self._own.mask_costs
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._others.expect_alive()
+        self._others.post(plan)
+        return _Together(self._own.launch(plan), self._others, beside=self._own.ahead)
+
+    def fileno(self) -> int | None:
+        return self._own.fileno()
+
+    def expect_alive(self) -> None:
+        self._others.expect_alive()
+
+    def settle(self) -> None:
+        self._own.settle()
+
+    def close(self) -> None:
+        if self._others.can_settle:
+            self._own.close()
+        self._close()
+
+    def counts(self) -> dict[str, int]:
+        return self._own.counts()
+
+    def check(self) -> None:
+        self._own.check()
+
+
+class _Together:
+    """A step of all ranks.
+
+    Args:
+        beside: rank 0 computes it in a thread, which an interrupt of the caller does not reach.
+    """
+
+    def __init__(self, own: Pending, others: RankProcesses, *, beside: bool) -> None:
+        self._own, self._others, self._beside = own, others, beside
+
+    def done(self) -> bool:
+        return self._own.done()
+
+    def result(self) -> Ran:
+        try:
+            return self._own.result()
+        except BaseException as error:
+            if isinstance(error, Exception) or not self._beside:
+                self._others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
+            if isinstance(error, RankFailed):
+                self._others.expect_alive()  # which says more of it
+            raise

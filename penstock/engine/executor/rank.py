@@ -1,0 +1,99 @@
+"""A rank's process: python -m penstock.engine.executor.rank JSON. Started by `executor/processes.py`.
+
+JSON:
+    rank, parent        which one; the process id of rank 0, without which this one ends
+    meeting             path of a file by which ranks of CUDA devices find each other
+    memory, link        file descriptors: of the memory that ranks share, of the socket to rank 0
+    threads             that kernels run on
+    log_level           of what is sent to rank 0's log
+    options             fields of EngineOptions
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.wire.codec import encode
+from penstock.core.wire.rank import MAX_MESSAGE, Ended, Loaded, Logged, Opened, decode_to_rank
+
+
+class LinkHandler(logging.Handler):
+    """Sends log lines to rank 0."""
+
+    def __init__(self, link: socket.socket) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)[: MAX_MESSAGE // 8]
+        with suppress(OSError):  # rank 0 has ended
+            self._link.send(encode(Logged(record.name, record.levelno, text)))
+
+
+def main(settings: dict[str, Any]) -> int:
+    """Returns 0 when rank 0 has ended, 1 after a failure."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which reach the whole group; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
+    link = socket.socket(fileno=settings["link"])
+    logging.basicConfig(level=settings["log_level"], handlers=[LinkHandler(link)], format="%(message)s")
+    try:
+        run(settings, link)
+    except RankFailed:
+        return 0  # rank 0 knows of it, or is no more
+    except ConfigError as error:
+        link.send(encode(Ended(str(error), True, error.field)))
+        return 1
+    except Exception as error:
+        logging.getLogger("penstock.engine").exception("a step failed")
+        link.send(encode(Ended(f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+def run(settings: dict[str, Any], link: socket.socket) -> None:
+    """Load, and run plans until rank 0 ends. Raises RankFailed then."""
+    import torch
+
+    from penstock.engine.executor.plans import PlanDecoder
+    from penstock.engine.executor.processes import SLOT_BYTES, SLOTS
+    from penstock.engine.options import EngineOptions, device_of
+    from penstock.engine.worker import Worker
+    from penstock.nn import native
+    from penstock.nn.ranks import SharedMemoryRanks, joined
+
+    torch.set_num_threads(settings["threads"])
+    native.set_threads(settings["threads"])
+    options = EngineOptions(**settings["options"])
+    size = options.tensor_parallel_size
+    memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
+    ranks = SharedMemoryRanks(memory, settings["rank"], size, settings["parent"])
+    worker = Worker(options, joined(device_of(options.device), ranks, settings["meeting"]))
+    link.send(encode(Loaded(worker.room())))
+    data = link.recv(MAX_MESSAGE)
+    if not data:
+        return
+    wanted = decode_to_rank(data)
+    worker.open(wanted.num_blocks, wanted.max_model_len)
+    link.send(encode(Opened()))
+    worker.save_weights()
+    decode, plans = PlanDecoder(), SharedMemoryRanks.bytes_for(size)
+    number = 0
+    while True:
+        ranks.await_plan()
+        at = plans + number % SLOTS * SLOT_BYTES
+        length = int.from_bytes(memory[at : at + 8], "little")
+        worker.runner.run(decode(memory[at + 8 : at + 8 + length]))
+        number += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

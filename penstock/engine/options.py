@@ -1,0 +1,107 @@
+"""What an engine is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KV_DTYPES
+from penstock.nn.config import DTYPES
+from penstock.nn.graph import MODES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """An engine's options; None leaves the choice to the engine.
+
+    Attributes:
+        model: a Hugging Face checkpoint folder.
+        device: "cpu", "cuda", "cuda:1"; None takes CUDA where there is one.
+        dtype: "bfloat16", "float16" or "float32"; None or "auto" takes the checkpoint's.
+        kv_cache_dtype: that K and V are stored in, a name in `core.layout.KV_DTYPES`; "auto" is `dtype`.
+        max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens in one step; None finds out how many stay within `step_time_limit_ms`.
+        step_time_limit_ms: of a step with prompts; None is the default (`StepLimit.asked`).
+        kv_cache_memory: bytes of KV cache.
+        host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
+        gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
+        prefix_cache: whether computed prefixes are found again.
+        kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: on a CPU, table with
+            our own kernels and contiguous with torch's; table on CUDA, which has nothing else yet.
+        kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
+            faster in either mode.
+        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
+        speculative_config: see `sched.local.speculation.make_speculation`.
+        graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
+        async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
+        tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
+        weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
+    """
+
+    model: str
+    device: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    step_time_limit_ms: float | None = None
+    kv_cache_memory: int | None = None
+    host_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True
+    kv_address_mode: str = "auto"
+    kv_layout: str = "auto"
+    scheduling_policy: str = "slack"
+    speculative_config: str = "auto"
+    graph_mode: str = "auto"
+    async_scheduling: bool = True
+    weight_cache: bool = True
+    tensor_parallel_size: int = 1
+
+
+def check_options(options: EngineOptions) -> None:
+    """Ranges, in the flags' names. Raises ConfigError."""
+    ranges = {
+        "tensor-parallel-size": (options.tensor_parallel_size, 1, 64),
+        "max-num-seqs": (options.max_num_seqs, 1, 65536),
+        "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
+        "gpu-memory-utilization": (options.gpu_memory_utilization, 0.01, 1.0),
+    }
+    for name, (value, low, high) in ranges.items():
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+    choices = {
+        "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
+        "kv-cache-dtype": (options.kv_cache_dtype, tuple(KV_DTYPES)),
+        "kv-layout": (options.kv_layout, ("auto", "block", "token")),
+        "graph-mode": (options.graph_mode, MODES),
+    }
+    for name, (choice, allowed) in choices.items():
+        if choice not in allowed:
+            raise ConfigError(f"{name}: {choice!r}, allowed are {', '.join(allowed)}", name)
+
+
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: {name!r}, allowed are cpu, cuda, cuda:N", "device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {name!r}, allowed are cpu, cuda, cuda:N", "device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r}, this machine has {torch.cuda.device_count()} CUDA devices", "device")
+    return device
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    if name in (None, "auto"):
+        return None
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: {name!r}, allowed are auto, {', '.join(DTYPES)}", "dtype")
+    return DTYPES[name]

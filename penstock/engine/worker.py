@@ -1,0 +1,169 @@
+"""A worker: a device, its shard of a model, its part of the KV cache, and the runner that computes with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.memory import free_bytes, mapping_budget
+from penstock.engine.options import EngineOptions, device_of, dtype_of
+from penstock.engine.runner import Runner
+from penstock.nn.graph import Mode, obstacle
+from penstock.nn.linear import WHOLE, Shard
+from penstock.nn.loader import identity, load_model
+from penstock.nn.models.decoder import Decoder
+from penstock.nn.ops.attention import reads_in_place
+from penstock.nn.ranks import Ranks
+from penstock.nn.rope import longest
+from penstock.nn.weight_cache import FILES, WeightCache
+from penstock.sched.local.limits import StepBudget
+from penstock.sched.local.policy.base import StepLimit
+from penstock.sched.local.sequence import blocks_for
+from penstock.text.grammar import Grammars
+from penstock.transfer.pool import KVPool, OpenPool, anonymous_pool, memfd_pool
+
+MOST_TOKENS = 8192  # in a step, however fast the device is
+
+
+class Worker:
+    """Loads a model, and then has a KV cache of the size that all workers have room for.
+
+    Args:
+        ranks: that compute the model together, this one among them; None where it is alone.
+
+    Attributes:
+        layout: of its part of a block.
+        max_model_len: of a sequence, as far as the model decides it.
+        budget: of a step's tokens.
+
+    Raises:
+        ConfigError: a checkpoint or an option that cannot be served.
+    """
+
+    runner: Runner
+
+    def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
+        device = device_of(options.device)
+        if ranks is not None and device.type == "cuda":
+            device = torch.device("cuda", ranks.rank)
+        self.options = options
+        self.shard = shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size, ranks)
+        self._weights = WeightCache(files=FILES * shard.size) if options.weight_cache else None
+        self.model = model = load_model(
+            Path(options.model), device, dtype_of(options.dtype), self._weights, shard, model_len=options.max_model_len
+        )
+        mode = options.graph_mode
+        if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
+            raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
+        self.max_model_len = _model_len(model, options.max_model_len)
+        self.limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
+        self.budget = _step_budget(options, self.max_model_len, self.limit)
+        order = _chosen(options.kv_layout, "block")
+        name = "-".join(filter(None, (identity(Path(options.model)), model.config.variant)))
+        self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
+        self.pool: KVPool | None = None
+
+    def room(self) -> int:
+        """Bytes that its part of the KV cache may take by default; the ranks of a CPU share what there is."""
+        model, options = self.model, self.options
+        if model.device.type == "cuda":
+            _touch_memory(model, self.budget.high, options.kv_cache_dtype)
+            return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers)
+        return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers) // self.shard.size
+
+    def open(self, num_blocks: int, max_model_len: int, open_pool: OpenPool = memfd_pool) -> None:
+        """Make the KV cache.
+
+        Args:
+            open_pool: where its blocks come from.
+
+        Raises:
+            ConfigError: or a KV pool server that refuses.
+            Unavailable: there is no KV pool server.
+        """
+        cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
+        grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
+        self.runner = Runner(self.model, cache, self.options.graph_mode, grammars)
+
+    def save_weights(self) -> None:
+        """Have packed weights kept for the next start, in the background."""
+        if self._weights is not None:
+            self._weights.save_later()
+
+    def close(self) -> None:
+        """Release the KV memory; the worker cannot be used afterwards."""
+        self.runner.cache.close()
+        if self.pool is not None:
+            self.pool.close()
+
+
+def _open_cache(
+    options: EngineOptions,
+    model: Decoder,
+    layout: KVLayout,
+    num_blocks: int,
+    model_len: int,
+    open_pool: OpenPool,
+) -> tuple[KVCache, KVPool | None]:
+    """The pool is None on CUDA."""
+    if model.device.type == "cuda":
+        if open_pool is not memfd_pool:
+            raise ConfigError("kv_pool: KV blocks on a CUDA device cannot be shared between processes yet", "kv_pool")
+        return KVCache.on_device(layout, num_blocks, model.device), None
+    table = _chosen(options.kv_address_mode, _faster_mode(model)) == "table"
+    if table and open_pool is memfd_pool:
+        open_pool = anonymous_pool
+    pool = open_pool(layout, num_blocks)
+    try:
+        if table:
+            return KVCache.over_pool(layout, pool.memory), pool
+        ranges = {"max_sequences": options.max_num_seqs, "range_blocks": blocks_for(model_len)}
+        return ContiguousCache(layout, pool.memory, **ranges, budget=mapping_budget()), pool
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _faster_mode(model: Decoder) -> str:
+    """Kernels that read blocks where they lie gain nothing by ranges, and prompts need not wait for mappings."""
+    return "table" if reads_in_place(model.device.type, model.dtype) else "contiguous"
+
+
+def _chosen(option: str, auto: str) -> str:
+    return auto if option == "auto" else option
+
+
+def _model_len(model: Decoder, asked: int | None) -> int:
+    most = longest(model.config)
+    if asked is not None and not 2 <= asked <= most:
+        raise ConfigError(f"max-model-len: {asked}, this checkpoint allows 2 to {most}", "max-model-len")
+    return asked or most
+
+
+def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> StepBudget:
+    """Of one size when that was asked for."""
+    asked, least = options.max_num_batched_tokens, options.max_num_seqs
+    if asked is not None and asked < least:
+        raise ConfigError(
+            f"max-num-batched-tokens: {asked}, at least max-num-seqs ({least}) is needed, "
+            "so that every running sequence gets a token in every step",
+            "max-num-batched-tokens",
+        )
+    low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
+    return StepBudget(low, high, limit.most / 1e3)
+
+
+def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> None:
+    """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest."""
+    layout = make_layout(model.config, model.dtype, "block", "", kv_cache_dtype, ranks=model.shard.size)
+    blocks = tuple(range(blocks_for(tokens)))
+    params = SamplingParams(temperature=0.0)
+    plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
+    Runner(model, KVCache.on_device(layout, len(blocks), model.device)).run(plan)

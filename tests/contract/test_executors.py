@@ -1,0 +1,180 @@
+"""Every executor brings the same results of the same plans, in order, whatever it computes them with; and says so when
+a worker has failed."""
+
+import os
+import signal
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.plan import Branches, SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.executor import processes
+from penstock.engine.executor.plans import PlanDecoder, encode_plan
+from penstock.nn import native
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engines import Collector, make_request
+
+together = pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+EXECUTORS = {
+    "in turn": {"async_scheduling": False},
+    "thread": {},
+    "processes": {"tensor_parallel_size": 2},
+    "processes in turn": {"tensor_parallel_size": 2, "async_scheduling": False},
+}
+SPECIAL = {
+    "greedy": {"max_tokens": 30},
+    "stop": {"stop_ids": range(0, 320, 9), "max_tokens": 40},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 20},
+    "sampled": {"temperature": 1.2, "top_p": 0.9, "top_k": 40, "max_tokens": 20},
+    "least": {"min_tokens": 7, "stop_ids": range(0, 320, 5), "max_tokens": 20},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 10},
+    "bias": {"logit_bias": {7: 5.0, 9: -100.0}, "allowed_token_ids": tuple(range(5, 200)), "max_tokens": 10},
+    "beams": {"n": 2, "use_beam_search": True, "max_tokens": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "llama-bias", dtype=torch.float32)
+
+
+def build(folder, **options):
+    threads = native.threads()
+    try:
+        return build_engine(
+            EngineOptions(model=str(folder), device="cpu", kv_cache_memory=16 << 20, max_num_seqs=8, **options),
+            SystemClock(),
+        )
+    finally:
+        native.set_threads(threads)
+
+
+def answers(built):
+    requests = [
+        make_request(f"{name}{i}", [(7 * i + k) % 300 + 1 for k in range(30 + 70 * i)], seed=i, **special)
+        for i in range(2)
+        for name, special in SPECIAL.items()
+    ]
+    collector = Collector(built.engine)
+    collector.run(*requests)
+    built.engine.settle()
+    assert built.engine.scheduler.pool.used == 0
+    return {r.id: (collector.tokens.get(r.id), collector.finish[r.id]) for r in requests}
+
+
+@together
+def test_every_executor_brings_the_same_results_in_order(folder):
+    """Also of two steps of one sequence, the second of which reads what the first has drawn."""
+    params = SamplingParams(temperature=0.0)
+    plans = [
+        StepPlan((SequenceStep("a", 0, [1, 2, 3], (0,), 1, params, 0),), (0,)),
+        StepPlan((SequenceStep("a", 3, [-1], (0,), 1, params, 0),)),
+    ]
+    found, drawn = {}, {}
+    for name, options in EXECUTORS.items():
+        with closing(build(folder, max_num_batched_tokens=70, **options)) as built:
+            executor = built.engine.executor
+            pending = [executor.launch(plan) for plan in plans]
+            ran = [one.result() for one in pending]
+            assert all(one.done() for one in pending)
+            assert ran[0].began <= ran[0].ended <= ran[1].began <= ran[1].ended
+            executor.settle()
+            executor.expect_alive()
+            executor.check()
+            drawn[name] = [one.result.tokens for one in ran]
+            found[name] = answers(built)
+    assert all(tokens == drawn["in turn"] for tokens in drawn.values()), drawn
+    assert all(of_one == found["in turn"] for of_one in found.values()), found
+
+
+def in_time(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def others_of(built):
+    return built.engine.executor._others
+
+
+@together
+def test_a_killed_rank_is_named(folder):
+    """Where nothing runs, and in the midst of a step; then nothing more can be launched, and closing does not wait."""
+    with closing(build(folder, tensor_parallel_size=2)) as built:
+        (rank,) = others_of(built).others
+        collector = Collector(built.engine)
+        collector.run(make_request("a", [1, 2, 3], max_tokens=3))
+        os.kill(rank.process.pid, signal.SIGKILL)
+        in_time(lambda: others_of(built).failure is not None)
+        says = rf"rank 1 \(process {rank.process.pid}\) was killed by SIGKILL"
+        with pytest.raises(RankFailed, match=says):
+            built.engine.executor.expect_alive()
+        built.engine.add(make_request("b", [1, 2, 3]))
+        with pytest.raises(RankFailed, match=says):
+            built.engine.step()
+
+
+@together
+def test_a_rank_that_stands_still_is_named(folder, monkeypatch):
+    with closing(build(folder, tensor_parallel_size=2)) as built:
+        monkeypatch.setattr(processes, "LOOK", 0.05)
+        (rank,) = others_of(built).others
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        built.engine.add(make_request("a", [1, 2, 3]))
+        with pytest.raises(RankFailed, match=rf"rank 1 \(process {rank.process.pid}\) stands still"):
+            built.engine.step()
+    assert rank.process.returncode == -signal.SIGKILL, "closing the engine ends it"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor-parallel-size: 3, num_attention_heads 4 is no multiple"),
+        ({"tensor_parallel_size": 0}, "tensor-parallel-size: 0, allowed is 1 to 64"),
+        ({"tensor_parallel_size": 2, "kv_address_mode": "contiguous"}, "contiguous is not supported"),
+        ({"tensor_parallel_size": 2, "host_cache_memory": 1 << 20}, "host-cache-memory"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folder, options, says):
+    with pytest.raises(ConfigError, match=says):
+        build(folder, **options)
+
+
+def test_plans_arrive_as_they_were():
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.5}, allowed_token_ids=[1, 2], stop=["x"], seed=1 << 40)
+    whole = SequenceStep(
+        request_id="a",
+        start=100,
+        tokens=[5, -1],
+        blocks=[4, 1],
+        sample=2,
+        params=params,
+        seed=(1 << 62) + 1,
+        generated=[1, 2, -1],
+        prompt=[6, 5],
+        ahead=[9],
+        stop_ids=frozenset({3}),
+        bad_words=[(1, 2), (3,)],
+        targets=[8],
+        candidates=4,
+        branches=Branches([[0, 1], [1, 1]], 3, [7, 8]),
+        pool="mean",
+    )
+    plan = StepPlan((whole, replace(whole, request_id="b", generated=None, branches=None)), (4,), ("c",))
+    decode = PlanDecoder()
+    for _ in range(2):  # the second time parameters are known
+        arrived = decode(encode_plan(plan))
+        assert arrived.fresh_blocks == (4,)
+        assert arrived.released == ("c",)
+        for mine, theirs in zip(plan.sequences, arrived.sequences, strict=True):
+            for name in SequenceStep.__dataclass_fields__:
+                assert getattr(theirs, name) == getattr(mine, name), name
