@@ -16,7 +16,16 @@ import pytest
 from tests.helpers.servers import QUICK, serving
 from tests.helpers.waiting import eventually
 
-LONG = {"model": "demo", "prompt": "a", "max_tokens": 500, "temperature": 0, "stream": True, "ignore_eos": True}
+# sampled: a greedy text soon repeats itself, and is over in no time
+LONG = {
+    "model": "demo",
+    "prompt": "a",
+    "max_tokens": 500,
+    "temperature": 1,
+    "seed": 1,
+    "stream": True,
+    "ignore_eos": True,
+}
 
 
 def text_of(lines):

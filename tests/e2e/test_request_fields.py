@@ -108,7 +108,7 @@ def test_usage_so_far_and_truncation(post):
         ("min_tokens", 17),
         ("bad_words", [""]),
         ("allowed_token_ids", [10**6]),
-        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
     ],
 )
 def test_what_cannot_be_served_is_named(post, field, value):

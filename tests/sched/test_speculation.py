@@ -113,6 +113,16 @@ def test_whatever_lands_by_ones_or_in_runs_is_known_the_same(tokens, cuts, text)
     assert one._earlier == many._earlier
 
 
+def test_a_run_that_makes_the_chains_grow_goes_on_being_followed():
+    text = list(range(1000))
+    proposer = PromptLookup([1, 2, 3], text)
+    proposer.land(text[:700])
+    proposer.land([5000])
+    assert proposer.propose(4) == []
+    proposer.land(text[300:302])
+    assert proposer.propose(4) == text[302:306]
+
+
 def test_a_prediction_is_copied_from_its_beginning_and_found_again_after_an_edit():
     text = list(range(100, 160))
     proposer = PromptLookup([1, 2, 3], text)
