@@ -18,7 +18,7 @@ from penstock.engine.cache import as_layers
 from penstock.nn import native, ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
-from penstock.nn.kv import LayerKV, quantised
+from penstock.nn.kv import LARGEST, LayerKV, quantised
 from penstock.nn.methods import PACKED
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
@@ -37,7 +37,7 @@ BACKENDS = [
     and (not name.startswith(ON_PACKED) or PACKED.missing(torch.device(device), torch.float32) is None)
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-STORED = [None, torch.int8, torch.float8_e4m3fn]  # what a cache has where it is not the rows' dtype
+STORED = [None, *LARGEST]  # what a cache has where it is not the rows' dtype
 IN_WHOLE = 1.5e-2  # tolerance of products of values in 8 bits with what is rounded to 16
 EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
 
@@ -348,7 +348,7 @@ def test_one_pass_is_the_same_to_the_bit_as_its_parts(half, normed, stored, dtyp
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [backend.name for backend in OPS["store_kv"].backends])
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("stored", LARGEST)
 def test_what_is_stored_in_8_bits_is_near_and_where_it_is_no_number_it_says_so(stored, backend, device):
     """Over what places had; a head's values count by themselves."""
     if not OPS["store_kv"].backend(backend).serves(device):

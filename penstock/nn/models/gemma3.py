@@ -58,7 +58,7 @@ class Gemma3(Decoder):
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """By `layer_types`, or on all but every so manieth layer."""
+    """By `layer_types`, or on all layers but each one that completes a pattern."""
     window = count(hf, "sliding_window")
     if hf.get("layer_types") is not None:
         return typed_windows(hf, window)
