@@ -103,10 +103,8 @@ class Grammars:
         """Takes a second for a large vocabulary, and a hundred megabytes."""
         import llguidance
 
-        spelled = _Spelled(self._directory)
-        size = max(self._vocab_size, len(spelled.tokens))
-        wrapper = llguidance.TokenizerWrapper(spelled)
-        return llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=spelled.eos_token_id)
+        spelled = _Spelled(self._directory, self._vocab_size)
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), eos_token=spelled.eos_token_id)
 
 
 def problem_of(matcher: LLMatcher) -> str:
@@ -116,15 +114,21 @@ def problem_of(matcher: LLMatcher) -> str:
 
 
 class _Spelled:
-    """A tokenizer as llguidance wants it: what each token spells, and one more that is the end of the output."""
+    """A tokenizer as llguidance wants it: what each token spells, and one more that is the end of the output.
+
+    Args:
+        vocab_size: of the model. Its rows that no token of the tokenizer stands for spell nothing, and are never allowed.
+    """
 
     bos_token_id = None
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, vocab_size: int) -> None:
         self._backend = files.load_backend(directory, files.read_config(directory))
         vocabulary = Vocabulary(self._backend)
-        size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.tokens = [*map(vocabulary.token_bytes, range(size)), b"<end of output>"]
+        known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        size = max(known, vocab_size)
+        spelled = map(vocabulary.token_bytes, range(known))
+        self.tokens = [*spelled, *[b""] * (size - known), b"<end of output>"]
         self.eos_token_id = size
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = [size, *(token for token, entry in added.items() if entry.special)]

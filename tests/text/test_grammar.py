@@ -173,3 +173,14 @@ def test_matchers_are_apart(grammars: Grammars) -> None:
     assert not grammars.matcher(wanted).is_accepting()
     with pytest.raises(InvalidRequest, match="nothing may come next"):
         grammars.matcher(StructuredOutputs(json={"$ref": "#"}))
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 4100, 5000])
+def test_rows_of_the_model_that_no_token_stands_for_are_never_allowed(vocab_size: int) -> None:
+    """Models have more rows than their tokenizers have tokens, for even shapes."""
+    grammars = Grammars(DEMO, vocab_size)
+    matcher = grammars.matcher(StructuredOutputs.of({"regex": "[a-z]*"}))
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    assert 32 * grammars.words > vocab_size
+    assert mask >> 4096 == 1 << grammars.end - 4096, "only the end is beyond the tokenizer's"
+    assert grammars.end >= vocab_size

@@ -11,5 +11,5 @@ def server(tmp_path):
     server = PoolServer(str(tmp_path / "kv-pool"))
     yield server
     server.stop()
-    assert set(os.listdir("/proc/self/fd")) == before, "descriptors leak"
+    assert set(os.listdir("/proc/self/fd")) <= before, "descriptors leak"  # what tests before left may be closed by now
     assert not os.path.exists(server.path)
