@@ -117,7 +117,7 @@ class _Spelled:
     """A tokenizer as llguidance wants it: what each token spells, and one more that is the end of the output.
 
     Args:
-        vocab_size: of the model. Its rows that no token of the tokenizer stands for spell nothing, and are never allowed.
+        vocab_size: of the model. Rows of it that no token of the tokenizer stands for spell nothing and are never allowed.
     """
 
     bos_token_id = None
