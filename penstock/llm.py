@@ -6,6 +6,7 @@ outputs = LLM("demo").generate(["import os"], SamplingParams(max_tokens=32))
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -408,6 +409,8 @@ def _of_kind(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
     if not isinstance(value, bool):
+        if name == "speculative_config" and isinstance(value, Mapping):
+            return json.dumps(dict(value))
         if int in kinds and isinstance(value, Integral):
             return int(value)
         if float in kinds and isinstance(value, Real):

@@ -15,7 +15,7 @@ from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
 from penstock.api.structured import check_grammar
-from penstock.core.errors import InvalidRequest, UserError
+from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, longest_whole, truncated
@@ -76,8 +76,11 @@ async def _predicted(frontend: Frontend, prediction: Prediction | None) -> list[
         return []
     try:
         return await frontend.encode(prediction.text, False, frontend.max_model_len)
-    except UserError as error:
-        raise InvalidRequest(f"prediction: {error}", "prediction") from None
+    except PromptTooLong:
+        longest = frontend.max_model_len
+        raise InvalidRequest(f"prediction: more than the {longest} tokens of the context", "prediction") from None
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("prompt", "prediction", 1), "prediction") from None
 
 
 class ChatShape:

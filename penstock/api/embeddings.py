@@ -198,7 +198,8 @@ def _cut(body: ServedBody) -> SamplingParams:
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum([x * y for x, y in zip(a, b, strict=True)])
+    """A cosine, for vectors of length 1."""
+    return max(-1.0, min(1.0, sum([x * y for x, y in zip(a, b, strict=True)])))
 
 
 def _doubles(vector: list[float]) -> array[float]:

@@ -117,7 +117,7 @@ class _Spelled:
     """A tokenizer as llguidance wants it: what each token spells, and one more that is the end of the output.
 
     Args:
-        vocab_size: of the model. Rows of it that no token of the tokenizer stands for spell nothing and are never allowed.
+        vocab_size: of the model. Rows that no token of the tokenizer stands for spell nothing, and are never allowed.
     """
 
     bos_token_id = None
@@ -191,7 +191,10 @@ def _of_schema(wanted: StructuredOutputs, schema: Any) -> str:
     if not wanted.disable_any_whitespace:
         options["whitespace_pattern"] = SPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
     text = json.dumps({} if schema is True else _without_notes(schema))
-    return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
+    except ValueError as error:  # whole numbers that no float is
+        raise InvalidRequest(f"{FIELD}.json: {_short(str(error))}", f"{FIELD}.json") from None
 
 
 def _check_multiples(schema: Any) -> None:

@@ -184,3 +184,11 @@ def test_rows_of_the_model_that_no_token_stands_for_are_never_allowed(vocab_size
     assert 32 * grammars.words > vocab_size
     assert mask >> 4096 == 1 << grammars.end - 4096, "only the end is beyond the tokenizer's"
     assert grammars.end >= vocab_size
+
+
+@pytest.mark.parametrize("key", ["minimum", "const", "maxItems"])
+def test_a_whole_number_that_no_float_is_is_the_users_mistake(key: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(StructuredOutputs.of({"json": {"type": "number", key: 10**400}}))
+    assert refused.value.field is not None
+    assert refused.value.field.startswith("structured_outputs.json")
