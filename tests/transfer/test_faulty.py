@@ -132,8 +132,8 @@ def test_a_partition_swallows_both_directions_and_keeps_the_sockets(kind, tmp_pa
         b.until(lambda: len(b.arrivals) == 5)
         for message in releases(8):
             b.transport.send(a.peer, message)
-        a.until(lambda: a.transport.counters.dropped["partition"] == 3)
-        assert len(a.arrivals) == 5
+        # what was dropped is counted where it comes in, perhaps before what came before it is taken
+        a.until(lambda: a.transport.counters.dropped["partition"] == 3 and len(a.arrivals) == 5)
         for message in releases(4):
             a.transport.send(b.peer, message)
         a.until(lambda: a.transport.counters.dropped["partition"] == 7)
