@@ -724,6 +724,8 @@ class Scheduler:
         if self.offload is not None:
             self.offload.check()
             holders += self.offload.holders()
+        if self.speculation is not None:
+            self.speculation.check(holding)
         self.pool.check_holders(holders)
         self.pool.check_transfers(transfers)
         for s in holding:

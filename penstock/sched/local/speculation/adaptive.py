@@ -241,6 +241,13 @@ class Speculation:
         drafts = Counter(s for _, s in offers)
         return {s: self._drafts[s].proposal[:count] for s, count in drafts.items()}
 
+    def check(self, holding: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless drafts are of sequences that hold blocks, and only of these."""
+        assert self.hot.keys() <= self.ready.keys()
+        assert self._drafts.keys() >= set(self.ready.values())
+        assert self._drafts.keys() <= set(holding), "a sequence has gone, and what was proposed for it has not"
+        assert all(len(draft.proposal) <= self.most for draft in self._drafts.values())
+
 
 class _Step:
     """What a step takes and brings, by its drafts.
