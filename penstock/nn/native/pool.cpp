@@ -8,10 +8,6 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#endif
-
 namespace penstock {
 namespace {
 
@@ -26,14 +22,6 @@ constexpr int LOOKS = 64;  // between two readings of the clock
 constexpr uint64_t OPEN = 1u << 31;
 constexpr uint64_t INSIDE = OPEN - 1;
 constexpr int NUMBER = 32;
-
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 struct Pool {
     alignas(64) std::atomic<uint64_t> gate{0};

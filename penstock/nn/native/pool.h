@@ -6,7 +6,20 @@
 
 #include <type_traits>
 
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
 namespace penstock {
+
+// Between two looks at what is waited for.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 // How many threads take part, the calling one included.
 int threads();

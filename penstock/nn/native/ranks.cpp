@@ -17,10 +17,6 @@
 #include "pool.h"
 #include "vec.h"
 
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#endif
-
 namespace penstock {
 namespace {
 
@@ -65,14 +61,6 @@ struct Ranks {
 };
 
 namespace {
-
-inline void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
 #if defined(__linux__)

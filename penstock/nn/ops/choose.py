@@ -44,6 +44,12 @@ def _reference(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: S
     return torch.where(argmax(logits)[1], sample(logits, draws), -1)
 
 
+def _arguments(x: Tensor, weight: PackedWeight, bounded: BoundedLogits) -> tuple[int, ...]:
+    """The first ones of both kernels."""
+    of_weight = (weight.memory.data_ptr(), *weight.shape, bounded.codes.memory.data_ptr(), bounded.bounds.data_ptr())
+    return (*of_weight, x.data_ptr(), x.stride(0), len(x))
+
+
 def _native(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:
     assert x.dtype == weight.memory.dtype
     assert all(draw.temperature == 0 or draw.top_k > 0 for draw in draws)
@@ -52,13 +58,7 @@ def _native(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequ
     tokens = torch.empty(len(x), dtype=torch.int64)
     rows = rows_of(draws)
     function(f"penstock_choose_{SUFFIX[x.dtype]}", "pnnpppnnpp")(
-        weight.memory.data_ptr(),
-        *weight.shape,
-        bounded.codes.memory.data_ptr(),
-        bounded.bounds.data_ptr(),
-        x.data_ptr(),
-        x.stride(0),
-        len(x),
+        *_arguments(x, weight, bounded),
         ctypes.addressof(rows),
         tokens.data_ptr(),
     )
@@ -115,13 +115,7 @@ def _candidates_native(
     values, ids = torch.empty(len(x), most), torch.empty(len(x), most, dtype=torch.int64)
     rows = rows_of(draws)
     function(f"penstock_candidates_{SUFFIX[x.dtype]}", "pnnpppnnpnpp")(
-        weight.memory.data_ptr(),
-        *weight.shape,
-        bounded.codes.memory.data_ptr(),
-        bounded.bounds.data_ptr(),
-        x.data_ptr(),
-        x.stride(0),
-        len(x),
+        *_arguments(x, weight, bounded),
         ctypes.addressof(rows),
         most,
         values.data_ptr(),
