@@ -31,6 +31,7 @@ class Option:
         default: as converted.
         help: one line.
         short: another flag, such as "-q".
+        takes_object: whether a section may stand for it in a file, of which `convert` gets JSON.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Option:
     default: Any
     help: str
     short: str | None = None
+    takes_object: bool = False
 
     @property
     def key(self) -> str:
@@ -188,7 +190,7 @@ def read_options(options: Sequence[Option], args: argparse.Namespace, environmen
                 environment[option.variable], option.variable + _origin(environment, option)
             )
         elif option.key in file:
-            values[option.key] = option.read(file[option.key], f"{args.config}: {option.name}")
+            values[option.key] = file[option.key]
         else:
             values[option.key] = option.default
     return values
@@ -242,27 +244,14 @@ def read_text(path: str, named: str) -> str:
         raise ConfigError(f"{named} cannot be read ({reason})") from None
 
 
-def _read_file(path: str, options: Sequence[Option]) -> dict[str, str]:
-    import yaml
+def _read_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
+    """The value of every option that the file gives, by its key."""
+    from penstock.service.settings_file import SettingsFile
 
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: {path} cannot be read ({str(error).splitlines()[0]})", "config") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: {path} must hold settings, one 'name: value' a line", "config")
-    known = {option.key for option in options}
-    found = {}
-    for name, value in content.items():
-        key = str(name).replace("-", "_")
-        if new := new_name(key.replace("_", "-"), [option.name for option in options]):
-            raise ConfigError(f"--config: {path}: {name!r} is called {new} now", "config")
-        if key not in known:
-            names = ", ".join(sorted(option.name for option in options))
-            raise ConfigError(f"--config: {path}: {name!r} is no setting; allowed are {names}", "config")
-        if value is not None:  # a key left blank
-            found[key] = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return found
+    file = SettingsFile(path, read_text(path, f"--config: {path}"))
+    values = file.values(file.section(file.root, [option.name for option in options]), options)
+    file.finish()
+    return values
 
 
 def _origin(environment: Mapping[str, str], option: Option) -> str:

@@ -80,6 +80,7 @@ ENGINE_OPTIONS = (
         "auto",
         'drafts that a step checks beside the next token: auto, off, or an object such as {"method": "ngram", '
         '"num_speculative_tokens": 4}; the tokens are the same',
+        takes_object=True,
     ),
     Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),
     Option(

@@ -54,11 +54,24 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     if args.check:
+        _check_checkpoint(deployment)
         _show(deployment)
         for warning in warnings_about(deployment, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
         return 0
     return _up(deployment)
+
+
+def _check_checkpoint(deployment: Deployment) -> None:
+    """Raise ConfigError, as an engine would at its start, where the groups' settings do not fit the model."""
+    real = [group for group in deployment.groups if not group.modelled]
+    if not real:
+        return
+    from penstock.nn.loader import read_architecture
+
+    directory = find_checkpoint(deployment.model)
+    for group in real:
+        read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
 def _up(deployment: Deployment) -> int:

@@ -62,7 +62,7 @@ class Worker:
         mode = options.graph_mode
         if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
             raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
-        self.max_model_len = _model_len(model, options.max_model_len)
+        self.max_model_len = options.max_model_len or longest(model.config)
         self.limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
         self.budget = _step_budget(options, self.max_model_len, self.limit)
         order = _chosen(options.kv_layout, "block")
@@ -138,13 +138,6 @@ def _faster_mode(model: Decoder) -> str:
 
 def _chosen(option: str, auto: str) -> str:
     return auto if option == "auto" else option
-
-
-def _model_len(model: Decoder, asked: int | None) -> int:
-    most = longest(model.config)
-    if asked is not None and not 2 <= asked <= most:
-        raise ConfigError(f"max-model-len: {asked}, this checkpoint allows 2 to {most}", "max-model-len")
-    return asked or most
 
 
 def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> StepBudget:

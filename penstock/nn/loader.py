@@ -76,25 +76,7 @@ def load_model(
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
             that does not fit into memory.
     """
-    _weight_files(directory)  # a common error, checked first
-    hf = read_json(directory, "config.json")
-    check_finite(hf, str(directory / "config.json"))
-    if hf.get("quantization_config"):
-        raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
-    try:
-        cls = architecture(hf)
-        config = rope.settled(cls.read_config(hf), model_len)
-        rope.check(config)
-        headless = not config.tie_embeddings and _headless(directory)
-        if headless:
-            config = replace(config, tie_embeddings=True)  # so that none is missed
-    except ConfigError:
-        raise
-    except MALFORMED as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
-    _check_layers(directory, config.num_layers)
-    check_shards(config, shard.size)
+    cls, config, headless = read_architecture(directory, shard.size, model_len)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
     method = method_for(device, dtype)
@@ -128,20 +110,59 @@ def load_model(
     return model.eval()
 
 
-def check_shards(config: DecoderConfig, size: int) -> None:
-    """Raise ConfigError where a model cannot be split into so many shards."""
-    kv_heads, vocab = config.num_kv_heads, config.vocab_size
+def read_architecture(
+    directory: Path, shards: int = 1, model_len: int | None = None
+) -> tuple[type[Decoder], DecoderConfig, bool]:
+    """What the checkpoint's config.json says, once it is known that such a model can be served; no weight is read.
+
+    Args:
+        shards: over how many ranks the model is spread.
+        model_len: as `load` has it.
+
+    Returns:
+        The model's class, its configuration, and whether no weights of an output head are there, as in an embedder.
+
+    Raises:
+        ConfigError: unsupported architecture or option; no weights; a model that cannot be split into so many shards,
+            or has no such long sequences.
+    """
+    _weight_files(directory)  # a common error, checked first
+    hf = read_json(directory, "config.json")
+    check_finite(hf, str(directory / "config.json"))
+    if hf.get("quantization_config"):
+        raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
+    try:
+        cls = architecture(hf)
+        config = rope.settled(cls.read_config(hf), model_len)
+        rope.check(config)
+        headless = not config.tie_embeddings and _headless(directory)
+        if headless:
+            config = replace(config, tie_embeddings=True)  # so that none is missed
+    except ConfigError:
+        raise
+    except MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
+    _check_layers(directory, config.num_layers)
+    _check_shards(config, shards)
+    most = rope.longest(config)
+    if model_len is not None and not 2 <= model_len <= most:
+        raise ConfigError(f"max-model-len: {model_len}, this checkpoint allows 2 to {most}", "max-model-len")
+    return cls, config, headless
+
+
+def _check_shards(config: DecoderConfig, size: int) -> None:
+    def refuse(allowed: str) -> ConfigError:
+        return ConfigError(f"tensor-parallel-size: {size}, allowed is {allowed}", "tensor-parallel-size")
+
     split = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     for name, count in split.items():
         if count % size:
-            raise ConfigError(f"tensor-parallel-size: {size}, {name} {count} is no multiple", "tensor-parallel-size")
-    if kv_heads % size and size % kv_heads:
-        raise ConfigError(
-            f"tensor-parallel-size: {size}, num_key_value_heads {kv_heads} is neither a multiple nor a divisor",
-            "tensor-parallel-size",
-        )
-    if not Shard(size - 1, size).of_tokens(vocab):
-        raise ConfigError(f"tensor-parallel-size: {size}, vocab_size {vocab} is too small", "tensor-parallel-size")
+            raise refuse(f"what divides the model's {name}, {count}")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise refuse(f"a divisor or a multiple of the model's num_key_value_heads, {config.num_kv_heads}")
+    if not Shard(size - 1, size).of_tokens(config.vocab_size):
+        raise refuse(f"fewer than the model's vocab_size, {config.vocab_size}, has parts for")
 
 
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:

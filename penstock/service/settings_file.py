@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ class Setting(Protocol):
         key: the name with underscores.
         convert: text -> value; raises ValueError whose message says what is allowed.
         default: as converted.
+        takes_object: whether a section may stand there, of which `convert` gets JSON.
     """
 
     @property
@@ -33,6 +35,8 @@ class Setting(Protocol):
     def convert(self) -> Callable[[str], Any]: ...
     @property
     def default(self) -> Any: ...
+    @property
+    def takes_object(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,16 @@ def _convert(spot: Spot, setting: Setting) -> Any:
         value = setting.convert(",".join(item.value for item in node.value))
         if isinstance(value, tuple):
             return value
+    if isinstance(node, yaml.MappingNode) and setting.takes_object:
+        return setting.convert(_json(node))
     raise ValueError("one value")
+
+
+def _json(node: yaml.Node) -> str:
+    try:
+        return json.dumps(yaml.constructor.SafeConstructor().construct_document(node), default=str)
+    except (yaml.YAMLError, TypeError, ValueError):  # a tag, a key or a circle that no JSON has
+        raise ValueError("what JSON can say") from None
 
 
 def _blank(node: yaml.Node) -> bool:

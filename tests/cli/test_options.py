@@ -1,6 +1,7 @@
 """Where settings come from, and one line for each mistake. The command line is frozen here."""
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -39,6 +40,19 @@ def test_flag_environment_file_default(tmp_path):
     assert read("--config", str(file)) == read()  # left blank is not given
 
 
+@pytest.mark.parametrize(
+    "content", ["draft: {a: 1, b: [x]}", "draft:\n  a: 1\n  b: [x]", """draft: '{"a": 1, "b": ["x"]}'"""]
+)
+def test_an_object_is_a_section_of_a_file_or_json(tmp_path, content):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    option = Option("draft", json.loads, None, "an object", takes_object=True)
+    assert read("--config", str(file), options=(option,)) == {"draft": {"a": 1, "b": ["x"]}}
+    file.write_text("draft: {? [1, 2] : 3}")
+    with pytest.raises(ConfigError, match="1: draft: a section, allowed is what JSON can say"):
+        read("--config", str(file), options=(option,))
+
+
 def test_a_setting_under_its_old_name_is_refused_with_the_new_one(tmp_path, capsys):
     options = (Option("kv-pool", words, (), "was called keeper"),)
     with pytest.raises(SystemExit):
@@ -48,7 +62,7 @@ def test_a_setting_under_its_old_name_is_refused_with_the_new_one(tmp_path, caps
         read(environment={"PENSTOCK_KEEPER": "x"}, options=options)
     file = tmp_path / "settings.yaml"
     file.write_text("keeper: [x]\n")
-    with pytest.raises(ConfigError, match="'keeper' is called kv-pool now"):
+    with pytest.raises(ConfigError, match=r"settings\.yaml:1: keeper: it is called kv-pool now"):
         read("--config", str(file), options=options)
     assert read(environment={"PENSTOCK_KEEPER": "x"}) == read(), "that was no setting here"
 
@@ -83,12 +97,20 @@ def test_mistakes_name_source_value_and_what_is_allowed(argv, environment, says)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("nope: 1", "'nope' is no setting"), ("- 1", "must hold settings"), (": :", "cannot be read")]
+    ("content", "says"),
+    [
+        ("port: 1\nnope: 1", "2: nope: no such setting"),
+        ("- 1", "1: a list, allowed are settings"),
+        (": :", "1: this is no YAML"),
+        ("port: x\nport: 1", "2: port: given twice"),
+        ("port: x", "1: port: 'x', allowed is a whole number"),
+        ("kind: {a: b}", "1: kind: a section, allowed is one value"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path, content, says):
     file = tmp_path / "settings.yaml"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=f"settings.yaml:{says}"):
         read("--config", str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read("--config", str(tmp_path / "absent.yaml"))

@@ -138,7 +138,10 @@ def test_a_rank_that_stands_still_is_named(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tensor_parallel_size": 3}, "tensor-parallel-size: 3, num_attention_heads 4 is no multiple"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor-parallel-size: 3, allowed is what divides the model's num_attention_heads, 4",
+        ),
         ({"tensor_parallel_size": 0}, "tensor-parallel-size: 0, allowed is 1 to 64"),
         ({"tensor_parallel_size": 2, "kv_address_mode": "contiguous"}, "contiguous is not supported"),
         ({"tensor_parallel_size": 2, "host_cache_memory": 1 << 20}, "host-cache-memory"),

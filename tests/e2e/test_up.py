@@ -364,9 +364,17 @@ def test_a_file_that_is_not_there_is_one_line():
     assert done.stderr == "penstock: /no/such.yaml: cannot be read (No such file or directory)\n"
 
 
-def test_what_only_an_engine_can_find_out_ends_with_2_too(tmp_path):
+def test_settings_that_do_not_fit_the_model_fail_the_check_and_the_start(tmp_path):
+    file = tmp_path / "ranks.yaml"
+    file.write_text("model: demo\ninstances: [{tensor-parallel-size: 3}]\n")
+    done = penstock_up(file, "--check")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "penstock: --tensor-parallel-size: 3, allowed is what divides the model's num_attention_heads, 8\n"
+    )
     file = tmp_path / "up.yaml"
     file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")
+    assert "max-model-len: 99999999, this checkpoint allows" in penstock_up(file, "--check").stderr
     done = penstock_up(file)
     assert done.returncode == 2
     assert "[engine-0]: max-model-len: 99999999, this checkpoint allows" in done.stderr
