@@ -105,7 +105,7 @@ def body_schema(
     if issubclass(model, RerankBody):
         fields["query"]["minLength"] = 1
         fields["documents"] |= {"items": TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}
-        fields["top_n"] = {"anyOf": [{"type": "integer", "minimum": 1}, NULL]}
+        fields["top_n"] = {"anyOf": [{"type": "integer", "minimum": 0}, NULL]}
     if issubclass(model, ScoreBody):
         fields["text_1"] = TEXT
         fields["text_2"] = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}]}

@@ -160,7 +160,7 @@ async def _rerank(embedder: _Embedder, body: RerankBody, send: Send) -> None:
     texts = [body.query, *body.documents]
     query, *documents = await _directions(embedder, texts, "documents", body.add_special_tokens)
     scores = [_dot(query, document) for document in documents]
-    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
     results = [
         {"index": i, "relevance_score": scores[i]}
         | ({"document": {"text": body.documents[i]}} if body.return_documents else {})

@@ -420,8 +420,8 @@ class RerankBody(ServedBody):
         super().check()
         _check_some("query", [self.query])
         _check_some("documents", self.documents)
-        if self.top_n is not None and self.top_n < 1:
-            raise InvalidRequest(f"top_n: {self.top_n}, allowed is a whole number at least 1", "top_n")
+        if self.top_n is not None and self.top_n < 0:
+            raise InvalidRequest(f"top_n: {self.top_n}, allowed is a whole number at least 0, which is all", "top_n")
 
 
 class ScoreBody(ServedBody):
@@ -500,10 +500,10 @@ def field_table(model: type[Body]) -> dict[str, str]:
 
 def _check_some(field: str, texts: list[str]) -> None:
     """Raises `InvalidRequest` unless there is a text, and not too many, and something in each."""
-    if not texts or not all(texts):
-        raise InvalidRequest(f"{field}: empty, at least one token is needed", field)
-    if len(texts) > MAX_PROMPTS:
-        raise InvalidRequest(f"{field}: {len(texts)} texts, at most {MAX_PROMPTS} are allowed", field)
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"{field}: {len(texts)} texts, allowed are 1 to {MAX_PROMPTS}", field)
+    if not all(texts):
+        raise InvalidRequest(f"{field}: an empty text, at least one token is needed", field)
 
 
 def check_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:

@@ -142,7 +142,7 @@ async def test_texts_are_scored_in_pairs(client):
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * (MAX_PROMPTS + 1)}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a" * 200]}, "documents"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": [""]}, "text_2"),
