@@ -567,6 +567,7 @@ class Scheduler:
         admitting = True
         if allowance.bounded:
             admitting = self._prefill(builder, allowance, prefilling, admitting, _ONLINE)
+            self._lengthen(builder, allowance)
             self._decode(builder, allowance.held_back())
         self._prefill(builder, allowance, prefilling, admitting)
 
@@ -594,6 +595,19 @@ class Scheduler:
                 # no admission in a step that preempted: the victim would be admitted again
                 admitting = not builder.short and self._admit(builder, allowance, waiting.head)
         return admitting
+
+    def _lengthen(self, builder: StepBuilder, allowance: Allowance) -> None:
+        """Give the favoured prompt what others have left of the step."""
+        sequence = allowance.favoured
+        if sequence is None or not sequence.blocks:
+            return
+        count, room = builder.grants.get(sequence, 0), len(sequence.blocks) + self.pool.available
+        most = min(sequence.pending, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
+        more = allowance.lengthened(sequence.computed, count, most) - count
+        if more:
+            builder.grants[sequence] = count + more
+            builder.budget -= sequence.cost(more)
+            builder.fresh.setdefault(sequence, []).extend(self.set_aside(sequence, count + more))
 
     def _decode(self, builder: StepBuilder, sequences: Iterable[Sequence]) -> None:
         """Each gets its next token, as far as there is room."""

@@ -104,6 +104,7 @@ class Allowance:
     Attributes:
         prompts_ms: that it may take for prompts.
         decoding: sequences that get their next token in any case, in this order.
+        favoured: a prompt that gets a share of the step before all others, and what these leave of it.
         bounded: whether it may be less than the token budget, and everything offline comes after everything online;
             else `chunk`, `granted` and `held_back` need not be called.
     """
@@ -116,6 +117,7 @@ class Allowance:
         limit_ms: float = inf,
     ) -> None:
         self.decoding = decoding
+        self.favoured: Sequence | None = None
         self.bounded = times is not None
         if times is None:
             return
@@ -125,11 +127,12 @@ class Allowance:
         self.prompts_ms = max(limit_ms, LEAST * times.step_ms((), max(1, self.rows), self.kv_tokens))
         self.prefills: list[tuple[int, int]] = []
         self._tokens = 0  # of all
+        self._others = False  # whether another than the favoured one has a token
         self._more_ms = 0.0  # that they take beyond what as many decoding rows would: attention, less the logits
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
-        return self.fitting(cached, most, self.prompts_ms) or int(not self._tokens)
+        return self.fitting(cached, most, self.prompts_ms) or int(not self._others)
 
     def fitting(self, cached: int, most: int, limit_ms: float) -> int:
         """How many keep the step within a limit."""
@@ -139,8 +142,25 @@ class Allowance:
 
     def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
         """These tokens are granted."""
-        self.prefills.append((tokens, cached))
-        self._tokens += tokens
+        self._count((tokens, cached), 1)
+        self._others |= sequence is not self.favoured
+
+    def lengthened(self, cached: int, tokens: int, most: int) -> int:
+        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs."""
+        if tokens:
+            self._count((tokens, cached), -1)
+        longer = max(tokens, self.fitting(cached, most, self.prompts_ms))
+        if longer:
+            self._count((longer, cached), 1)
+        return longer
+
+    def _count(self, prefill: tuple[int, int], sign: int) -> None:
+        """One more of `prefills`, or one less."""
+        if sign > 0:
+            self.prefills.append(prefill)
+        else:
+            self.prefills.remove(prefill)
+        self._tokens += sign * prefill[0]
         together = self.times.step_ms(self.prefills, self.rows, self.kv_tokens)
         self._more_ms = together - self.times.step_ms((), self.rows + self._tokens, self.kv_tokens)
 

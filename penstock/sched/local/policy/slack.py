@@ -10,9 +10,9 @@ those of lower priority. They and prompts without a target follow, in order of p
 work left first: the least mean time to first token. Streams that were preempted come before prompts.
 
 So that nothing starves, one prompt at a time is favoured: the longest waiting of those beyond their `PATIENCE`. It gets
-at least `SHARE` of the time that steps have for prompts. So whatever comes after it, a prompt waits for at most its
-PATIENCE and then 1 / SHARE times its own prefill, after those that waited longer. A long prompt that is favoured leaves
-the rest of every step to others.
+at least `SHARE` of the time that steps have for prompts, of each, or of every so many one as a whole. So whatever comes
+after it, a prompt waits for at most its PATIENCE and then 1 / SHARE times its own prefill, after those that waited
+longer. The rest of every step is for others, and what these leave is for the favoured one again.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
 it.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import inf
 
 from penstock.sched.local.policy.base import Allowance, Decodes, StepLimit
@@ -34,7 +34,7 @@ RETHINK = 0.05  # seconds between reviews of which prompts will be late, without
 PATIENCE = 5.0  # in TTFT targets: how long a late prompt waits before it is favoured
 PATIENT_TTFT = 2.0  # seconds; assumed for prompts without a target
 SHARE = 1 / 4  # of a step's time for prompts, for the favoured one
-ROOM = 1.5  # times what others are predicted to take, that the favoured one leaves to them at most
+LEAST_TOKENS = 64  # in a share: a chunk reads all KV before it, however few it has
 WORK_TOKENS = 2048  # of a prompt in a step, for predictions of how long many prompts take: a usual budget
 
 _FAVOURED, _KEPT, _LATE = range(3)  # in this order; the second part of a turn
@@ -81,7 +81,7 @@ class _Paid(Allowance):
         spare_ms: by which the step may be longer than the decodes and the prompts that can be in time need, so that
             they still are.
         held: offline decodes; None where offline work is like any other, as nothing has a target.
-        favoured: a prompt that has only a part of the step, and the ms of others' work beside it.
+        turn: whether the favoured prompt may have the whole step, where a share of each would hold next to nothing.
     """
 
     def __init__(
@@ -94,20 +94,23 @@ class _Paid(Allowance):
         limit_ms: float,
         spare_ms: float,
         held: list[Sequence] | None,
-        favoured: tuple[Sequence | None, float],
+        favoured: Sequence | None,
+        turn: bool,
     ) -> None:
         super().__init__(decoding, times, decodes, limit_ms)
         self._now, self._spare, self._held = now, spare_ms, held
-        self._favoured, others_ms = favoured
+        self.favoured, self._turn = favoured, turn
         begin = times.step_ms((), decodes.count, decodes.kv_tokens) if decodes.count else 0.0
-        most = self.prompts_ms - begin
-        self._favoured_ms = begin + max(SHARE * most, most - ROOM * others_ms)
+        self._favoured_ms = begin + SHARE * (self.prompts_ms - begin)
         self._kept: list[tuple[int, int]] = []  # of `prefills`, what is prefilled to be in time
         self._spare_at_end = inf  # ms that the step may take for those of them that end with it
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
-        if sequence is self._favoured:
-            return max(1, self.fitting(cached, most, self._favoured_ms))
+        if sequence is self.favoured:
+            share = self.fitting(cached, most, self._favoured_ms)
+            if share >= min(most, LEAST_TOKENS):
+                return share
+            return max(1, self.fitting(cached, most, self.prompts_ms)) if self._turn else int(not sequence.blocks)
         if sequence.offline and self._held is not None:
             return self.fitting(cached, most, self.limit_ms)
         return super().chunk(sequence, cached, most)
@@ -149,6 +152,7 @@ class Slack:
 
     def __init__(self, times: StepTime | None = None, limit: StepLimit | None = None) -> None:
         self._times, self._limit = times, limit or StepLimit.asked(None)
+        self._steps = 0
         self._targeted = self._offline = 0  # sequences that are here
         self.steady = True
         self._prompts: dict[Sequence, _Prompt] = {}  # all online ones that wait or are prefilled
@@ -215,6 +219,7 @@ class Slack:
         if times is None:
             return Allowance(decoding)
         now += delay()
+        self._steps += 1
         held = None
         if self._offline and self._targeted:
             held = [s for s in decoding if s.offline]
@@ -235,7 +240,8 @@ class Slack:
             limit_ms=limit_ms,
             spare_ms=times.margin * self._spare * 1e3 if self._hopeful else inf,
             held=held,
-            favoured=(self._favoured, self._others_ms(times, 2 * limit_ms, chain(prefilling, queue))),
+            favoured=self._favoured,
+            turn=self._steps % round(1 / SHARE) == 0,
         )
 
     # --- which prompts meet their deadlines
@@ -294,16 +300,6 @@ class Slack:
             self._favoured = longest
             self._hopeful.pop(longest, None)
             queue.move(longest, _turn(longest, _FAVOURED))
-
-    def _others_ms(self, times: StepTime, most: float, prompts: Iterable[Sequence]) -> float:
-        """Of work that online prompts beside the favoured one have; counted up to `most`."""
-        work = 0.0
-        for s in prompts if self._favoured is not None else ():
-            if s is not self._favoured and not s.offline:
-                work += self._ms(s, times)
-                if work > most:
-                    break
-        return work
 
     def _ms(self, sequence: Sequence, times: StepTime) -> float:
         """Of work that is left of a prompt."""
