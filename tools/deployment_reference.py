@@ -26,6 +26,7 @@ SECTIONS = (
     ("`transport.faults.partition`", TABLES.partition),
     ("`kv-pool`", TABLES.kv_pool),
     ("`restart`", TABLES.restart),
+    ("`scaling`", TABLES.scaling),
 )
 
 

@@ -12,7 +12,7 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
-from penstock.service.policies import BUNDLES, STEADY
+from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES
 
 # of the server's options; the others stand at the top
@@ -44,13 +44,6 @@ def device(name: str) -> str:
     modelled = [f"modelled:{known}" for known in DEVICES]
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) and name not in modelled:
         raise ValueError(", ".join(("cpu", "cuda", "cuda:N", *modelled)))
-    return name
-
-
-def policy(name: str) -> str:
-    if name not in STEADY:
-        known = "" if name not in BUNDLES else "only policies that do not change the number of instances: "
-        raise ValueError(known + ", ".join(STEADY))
     return name
 
 
@@ -86,9 +79,9 @@ TABLES = Tables(
         FLIGHT_RECORDER,
         Option(
             "policy",
-            policy,
+            one_of(*BUNDLES),
             None,
-            f"what decides where requests run: {', '.join(STEADY)}; by default unified, and least_loaded where groups "
+            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified, and least_loaded where groups "
             "have roles",
         ),
     ),
@@ -130,6 +123,12 @@ TABLES = Tables(
     partition=(
         Option("after", integer(0), 0, "frames that pass before the partition"),
         Option("for-s", number(0), None, "seconds that it lasts; by default for ever"),
+    ),
+    scaling=(
+        Option("least", integer(1, 4096), 1, "instances that serve"),
+        Option("most", integer(1, 4096), 1, "instances that serve; those beyond the groups are like the first one's"),
+        Option("start-seconds", between(0, 86_400), 30.0, "from the decision until an instance serves, as is believed"),
+        Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(

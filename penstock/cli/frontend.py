@@ -4,8 +4,7 @@ JSON:
     name                of this frontend, the same in every incarnation
     listen_fd           a bound socket that it inherits
     parent              process id; without that process this one ends
-    master              the master's ZMQ endpoint; null for a master in this process
-    instances           [{"name", "address", "role"}, ...]: where the engines listen
+    master              the master's ZMQ endpoint
     server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
                         of the host cannot see
     heartbeat           the heartbeat file, for hang detection
@@ -31,7 +30,6 @@ from penstock.cli.options import words
 from penstock.core.clock import SystemClock
 from penstock.core.errors import PenstockError
 from penstock.core.heartbeat import keep_beating
-from penstock.service.instances import Endpoint
 from penstock.service.supervisor import STOP
 
 log = logging.getLogger("penstock.server")
@@ -57,9 +55,8 @@ def main(settings: dict[str, Any]) -> int:
 
 async def serve(settings: dict[str, Any], options: ServerOptions, began: float) -> int:
     listener = socket.socket(fileno=settings["listen_fd"])
-    endpoints = [Endpoint(**instance) for instance in settings["instances"]]
     link = socket.socket(fileno=sys.stdin.fileno())
-    site = make_site(options, listener, settings["name"], endpoints, began, settings["master"], link=link)
+    site = make_site(options, listener, settings["name"], began, settings["master"], link=link)
     asyncio.get_running_loop().add_signal_handler(STOP, site.drain)
     try:
         await site.run(watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"])))

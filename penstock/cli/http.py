@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     import zmq
 
     from penstock.core.clock import Clock
+    from penstock.core.wire.master import Endpoint
     from penstock.obs.logs import Format
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
+    from penstock.service.channel import EngineChannel
     from penstock.service.frontend import Frontend
-    from penstock.service.instances import Endpoint
     from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
     from penstock.service.policies import Policies
+    from penstock.service.registry import LocalRegistry, Registry
+    from penstock.service.session import FleetLimits
 
 log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # upper bound of the seconds that requests wait for an engine to restart
@@ -172,18 +175,16 @@ def make_site(
     options: ServerOptions,
     listener: socket.socket,
     name: str,
-    endpoints: Sequence[Endpoint],
     began: float,
-    master: str | None = None,
+    master: str | LocalRegistry,
     flight_recorder: str | None = None,
     link: socket.socket | None = None,
 ) -> Site:
     """
     Args:
         name: of the frontend.
-        endpoints: of the engines.
-        began: when these began to start, by `SystemClock`.
-        master: the master's ZMQ endpoint; None for one of its own, in this process.
+        began: when the engines began to start, by `SystemClock`.
+        master: the master's ZMQ endpoint; or the engines, for a master of its own in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
     """
@@ -192,7 +193,7 @@ def make_site(
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
-    from penstock.service.channel import engine_channel, master_channel
+    from penstock.service.channel import master_channel
     from penstock.service.checkpoint import read_defaults
     from penstock.service.embedding import read_embedding
     from penstock.service.engine_client import EngineClient
@@ -204,25 +205,27 @@ def make_site(
 
     clock, context = SystemClock(), zmq.Context()
     placement: Placement
-    if master is None:
-        policies = BUNDLES["least_loaded"].make(Circumstances())
-        pump = make_master(context, endpoints, policies, options.seed, clock, f"{name}-master", flight_recorder)
-        placement = LocalPlacement(pump, name)
+    registry: Registry
+    if isinstance(master, str):
+        placement = remote = RemotePlacement(master_channel(context, master, name, clock), clock)
+        registry = remote.registry
     else:
-        placement = RemotePlacement(master_channel(context, master, name, clock), clock)
-    metrics = Metrics(options.names[0], [endpoint.name for endpoint in endpoints], options.metrics_compat)
+        policies, registry = BUNDLES["least_loaded"].make(Circumstances()), master
+        pump = make_master(context, registry, policies, options.seed, clock, f"{name}-master", flight_recorder)
+        placement = LocalPlacement(pump, name)
+    metrics = Metrics(options.names[0], [], options.metrics_compat)
     tracing = None
     if options.otlp_traces_endpoint is not None:
         from penstock.obs.tracing import otlp_tracing
 
         tracing = otlp_tracing(options.otlp_traces_endpoint)
     tokenizer = Tokenizer(options.directory, options.chat_template)
-    channels = {e.name: engine_channel(context, e.address, name, "frontend", clock) for e in endpoints}
+    connect = _connector(context, name, "frontend", clock)
     frontend = Frontend(
         tokenizer,
         options.names,
         read_defaults(options.directory, tokenizer.eos_id),
-        EngineClient(endpoints, channels, placement, metrics, clock),
+        EngineClient(registry, connect, placement, metrics, clock),
         metrics,
         clock,
         random.Random(options.seed) if options.seed is not None else random.SystemRandom(),
@@ -244,22 +247,24 @@ def make_site(
 
 def make_master(
     context: zmq.SyncContext,
-    endpoints: Sequence[Endpoint],
+    registry: Registry,
     policies: Policies,
     seed: int | None,
     clock: Clock,
     name: str = "master",
     flight_recorder: str | None = None,
+    fleet: FleetLimits | None = None,
 ) -> MasterPump:
     """A master with its own channels to the engines.
 
     Args:
+        registry: of these.
         name: its name at the engines; two masters of one name would receive each other's messages.
         flight_recorder: the file where it writes what it decides. Raises ConfigError when it cannot.
+        fleet: what scaling may do.
     """
     import time
 
-    from penstock.service.channel import engine_channel
     from penstock.service.master import Master
     from penstock.service.master_pump import MasterPump
     from penstock.service.recorder import FlightRecorder
@@ -269,9 +274,17 @@ def make_master(
     if flight_recorder is not None:
         recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
-    master = Master(endpoints, policies, random.Random(seed), time.time_ns(), recorder=recorder)
-    channels = {e.name: engine_channel(context, e.address, name, "master", clock) for e in endpoints}
-    return MasterPump(master, channels, clock, recording)
+    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=recorder)
+    return MasterPump(master, registry, _connector(context, name, "master", clock), clock, recording)
+
+
+def _connector(
+    context: zmq.SyncContext, name: str, kind: Literal["frontend", "master"], clock: Clock
+) -> Callable[[Endpoint], EngineChannel]:
+    """What makes channels to engines."""
+    from penstock.service.channel import engine_channel
+
+    return lambda endpoint: engine_channel(context, endpoint.address, name, kind, clock)
 
 
 def _http_server(app: Any, options: ServerOptions, link: socket.socket | None) -> uvicorn.Server:

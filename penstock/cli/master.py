@@ -1,11 +1,11 @@
 """The master's process: python -m penstock.cli.master JSON. Started by `penstock up`, not by people.
 
 JSON:
-    address             the ZMQ endpoint to bind, for frontends
+    address             the ZMQ endpoint to bind, for frontends, and for launchers, which register their instances
     parent              process id; without that process this one ends
-    instances           [{"name", "address", "role"}, ...]: where the engines listen
-    policy              a name in `service.policies.STEADY`
+    policy              a name in `service.policies.BUNDLES`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
+    scaling             {"least", "most", "start_seconds", "interval"}; null where nobody starts or stops instances
     flight_recorder     file where every decision is written; null for none
     seed                of randomised policies; null for an unpredictable one
     heartbeat           the heartbeat file, for hang detection
@@ -34,8 +34,9 @@ from penstock.core.garbage import collect_rarely
 from penstock.core.heartbeat import keep_beating
 from penstock.obs.logs import setup_logging
 from penstock.sched.cluster.priority_slo import Bounds
-from penstock.service.instances import Endpoint
 from penstock.service.policies import BUNDLES, Circumstances
+from penstock.service.registry import LocalRegistry
+from penstock.service.session import FleetLimits
 from penstock.service.supervisor import STOP
 
 log = logging.getLogger("penstock.master")
@@ -62,15 +63,20 @@ async def serve(settings: dict[str, Any]) -> None:
     from penstock.service.master_pump import serve_frontends
 
     context = zmq.Context()
-    endpoints = [Endpoint(**instance) for instance in settings["instances"]]
+    registry = LocalRegistry()
     recording = settings["flight_recorder"]
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
-    policies = BUNDLES[settings["policy"]].make(Circumstances(priorities=priorities))
+    scaling = dict(settings["scaling"] or {})
+    circumstances = Circumstances(interval=scaling.pop("interval", None), priorities=priorities)
+    policies = BUNDLES[settings["policy"]].make(circumstances)
+    fleet = FleetLimits(**scaling) if scaling else None
     # by this clock a master that was stopped forgets no frontend for it
-    pump = make_master(context, endpoints, policies, settings["seed"], RunningClock(), flight_recorder=recording)
+    pump = make_master(
+        context, registry, policies, settings["seed"], RunningClock(), flight_recorder=recording, fleet=fleet
+    )
     pump.start()
     collect_rarely()
-    serving = asyncio.create_task(serve_frontends(pump, context, settings["address"]))
+    serving = asyncio.create_task(serve_frontends(pump, registry, context, settings["address"]))
     asyncio.get_running_loop().add_signal_handler(STOP, serving.cancel)
     beating = asyncio.create_task(keep_beating(Path(settings["heartbeat"])))
     watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))

@@ -10,9 +10,10 @@ import socket
 from penstock.cli.http import ServerOptions, Site, make_site
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure
+from penstock.core.wire.master import Endpoint
 from penstock.service.flight import AGAIN
-from penstock.service.instances import Endpoint
 from penstock.service.launcher import LOOK, Launcher
+from penstock.service.registry import LocalRegistry
 from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 
 log = logging.getLogger("penstock.server")
@@ -62,8 +63,8 @@ async def serve(
     flight_recorder: str | None,
 ) -> int:
     """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
-    endpoints = [Endpoint(engine.name, address)]
-    site = make_site(options, listener, "frontend-0", endpoints, engine.began, flight_recorder=flight_recorder)
+    registry = LocalRegistry([Endpoint(engine.name, address)])
+    site = make_site(options, listener, "frontend-0", engine.began, registry, flight_recorder=flight_recorder)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, site.drain)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import accumulate
@@ -142,6 +142,12 @@ class _Histogram(Collector):
     def labels(self, *values: str) -> _Buckets:
         return self._series.setdefault(values, _Buckets(self._bounds))
 
+    def remove_by_labels(self, labels: Mapping[str, str]) -> None:
+        """Forget the series that have these."""
+        places = {self._labels.index(name): value for name, value in labels.items()}
+        for values in [v for v in self._series if all(v[at] == value for at, value in places.items())]:
+            del self._series[values]
+
     def collect(self) -> Iterable[Family]:
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
         for values, buckets in self._series.items():
@@ -211,6 +217,75 @@ class _Engine:
         self._counted = said
 
 
+class _EngineSeries:
+    """The metrics that have a series for each engine."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        self._model_name, self._registry = model_name, registry
+        self._metrics: list[Counter | Gauge | _Histogram] = []
+        self.running = self._metric(Gauge, "num_requests_running", "Sequences in the running batch")
+        self.waiting = self._metric(Gauge, "num_requests_waiting", WAITING)
+        self.kv_usage = self._metric(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
+        self.queries = self._metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.hits = self._metric(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.tiers = self._metric(
+            Counter,
+            "kv_hit_tokens",
+            "Prompt tokens found in the prefix cache, by tier: host is the one below the device",
+            ["tier"],
+        )
+        self.moved = self._metric(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
+        self.drafts = self._metric(
+            Counter, "spec_decode_num_drafts", "Times that drafts were computed behind a sequence's next token"
+        )
+        self.draft_tokens = self._metric(Counter, "spec_decode_num_draft_tokens", "Drafts that were computed")
+        self.accepted = self._metric(Counter, "spec_decode_num_accepted_tokens", "Drafts that were right")
+        self.preemptions = self._metric(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
+        self.busy = self._metric(Counter, "engine_busy_seconds", "Time that steps took")
+        self.idle = self._metric(Counter, "engine_idle_seconds", "Time between steps while there was work")
+        self.masking = {total: self._metric(Counter, name, help) for total, (name, help) in MASKING.items()}
+        self.up = self._metric(Gauge, "instance_up", "1 while the instance serves")
+        self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
+        self.step_tokens = _Histogram(
+            PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
+        )
+        registry.register(self.step_tokens)
+        self._metrics.append(self.step_tokens)
+
+    def make(self, name: str) -> _Engine:
+        """An engine's series, which begin now."""
+        return _Engine(
+            running=self.running.labels(self._model_name, name),
+            waiting=self.waiting.labels(self._model_name, name),
+            kv_usage=self.kv_usage.labels(self._model_name, name),
+            queries=self.queries.labels(self._model_name, name),
+            hits=self.hits.labels(self._model_name, name),
+            device_hits=self.tiers.labels(self._model_name, name, "device"),
+            host_hits=self.tiers.labels(self._model_name, name, "host"),
+            stored=self.moved.labels(self._model_name, name, "device", "host"),
+            loaded=self.moved.labels(self._model_name, name, "host", "device"),
+            drafts=self.drafts.labels(self._model_name, name),
+            draft_tokens=self.draft_tokens.labels(self._model_name, name),
+            accepted_tokens=self.accepted.labels(self._model_name, name),
+            preemptions=self.preemptions.labels(self._model_name, name),
+            busy=self.busy.labels(self._model_name, name),
+            idle=self.idle.labels(self._model_name, name),
+            masking={total: counter.labels(self._model_name, name) for total, counter in self.masking.items()},
+            up=self.up.labels(self._model_name, name),
+            lost=self.lost.labels(self._model_name, name),
+            step_tokens=self.step_tokens.labels(self._model_name, name),
+        )
+
+    def end(self, name: str) -> None:
+        for metric in self._metrics:
+            metric.remove_by_labels({"engine": name})
+
+    def _metric(self, kind: type[Metric], name: str, help: str, labels: Sequence[str] = ()) -> Metric:
+        metric = kind(PREFIX + name, help + SAME, [*ENGINE_LABELS, *labels], registry=self._registry)
+        self._metrics.append(metric)
+        return metric
+
+
 @dataclass(slots=True)
 class _ServiceClass:
     """One service class's series."""
@@ -266,61 +341,11 @@ class Metrics:
         self._compat = compat
         self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.registry = CollectorRegistry()
-        self._engines: dict[str, _Engine] = {}
         self._generated = _Generated(model_name, self._count)
         self.registry.register(self._generated)
-        running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
-        waiting = self._by_engine(Gauge, "num_requests_waiting", WAITING)
-        self._queue = waiting.labels(model_name, MASTER)
-        kv_usage = self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
-        queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        tiers = self._by_engine(
-            Counter,
-            "kv_hit_tokens",
-            "Prompt tokens found in the prefix cache, by tier: host is the one below the device",
-            ["tier"],
-        )
-        moved = self._by_engine(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
-        drafts = self._by_engine(
-            Counter, "spec_decode_num_drafts", "Times that drafts were computed behind a sequence's next token"
-        )
-        draft_tokens = self._by_engine(Counter, "spec_decode_num_draft_tokens", "Drafts that were computed")
-        accepted = self._by_engine(Counter, "spec_decode_num_accepted_tokens", "Drafts that were right")
-        preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
-        busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
-        idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
-        masking = {total: self._by_engine(Counter, name, help) for total, (name, help) in MASKING.items()}
-        up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
-        lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
-        step_tokens = _Histogram(
-            PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
-        )
-        self.registry.register(step_tokens)
-        self._engines = {
-            name: _Engine(
-                running=running.labels(model_name, name),
-                waiting=waiting.labels(model_name, name),
-                kv_usage=kv_usage.labels(model_name, name),
-                queries=queries.labels(model_name, name),
-                hits=hits.labels(model_name, name),
-                device_hits=tiers.labels(model_name, name, "device"),
-                host_hits=tiers.labels(model_name, name, "host"),
-                stored=moved.labels(model_name, name, "device", "host"),
-                loaded=moved.labels(model_name, name, "host", "device"),
-                drafts=drafts.labels(model_name, name),
-                draft_tokens=draft_tokens.labels(model_name, name),
-                accepted_tokens=accepted.labels(model_name, name),
-                preemptions=preemptions.labels(model_name, name),
-                busy=busy.labels(model_name, name),
-                idle=idle.labels(model_name, name),
-                masking={total: counter.labels(model_name, name) for total, counter in masking.items()},
-                up=up.labels(model_name, name),
-                lost=lost.labels(model_name, name),
-                step_tokens=step_tokens.labels(model_name, name),
-            )
-            for name in engines
-        }
+        self._series = _EngineSeries(model_name, self.registry)
+        self._queue = self._series.waiting.labels(model_name, MASTER)
+        self._engines = {name: self._series.make(name) for name in engines}
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them that were found in a cache")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
@@ -404,6 +429,18 @@ class Metrics:
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Set an engine's load and totals. A total that decreased means that the engine was restarted."""
         self._engines[engine].observe(stats, step_tokens)
+
+    @_later
+    def add_engine(self, engine: str) -> None:
+        """An instance has joined. No effect when it is known."""
+        if engine not in self._engines:
+            self._engines[engine] = self._series.make(engine)
+
+    @_later
+    def forget_engine(self, engine: str) -> None:
+        """An instance has left: its series end."""
+        if self._engines.pop(engine, None) is not None:
+            self._series.end(engine)
 
     @_later
     def observe_queue(self, waiting: int) -> None:
@@ -503,9 +540,6 @@ class Metrics:
             observe(self, *args)
         for engine in self._engines.values():
             engine.show()
-
-    def _by_engine(self, kind: type[Metric], name: str, help: str, labels: Sequence[str] = ()) -> Metric:
-        return kind(PREFIX + name, help + SAME, [*ENGINE_LABELS, *labels], registry=self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
         """`name` without `_total`, which the exposition appends."""

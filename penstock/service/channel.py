@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -15,8 +16,15 @@ from zmq.utils.monitor import parse_monitor_message
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Hello, decode_event
-from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, decode_from_master
-from penstock.service.instances import ChannelLost
+from penstock.core.wire.master import (
+    AskMembers,
+    Endpoint,
+    FrontendMessage,
+    Join,
+    MasterMessage,
+    decode_from_master,
+)
+from penstock.service.instances import Change, ChannelLost, InstanceJoined
 
 log = logging.getLogger("penstock.channel")
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
@@ -180,7 +188,47 @@ class Channel(Generic[Sent, Received]):
 
 
 EngineChannel = Channel[Command, Event]
-MasterChannel = Channel[FrontendMessage, MasterMessage]
+MasterChannel = Channel[FrontendMessage | AskMembers, MasterMessage]
+
+
+class Channels:
+    """A channel to every instance that runs.
+
+    Args:
+        connect: makes one.
+        handle: gets what comes, with the instance's name.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[Endpoint], EngineChannel],
+        handle: Callable[[str, Event | ChannelLost | msgspec.DecodeError], None],
+    ) -> None:
+        self._connect, self._handle = connect, handle
+        self._open: dict[str, tuple[str, EngineChannel]] = {}  # with the address
+
+    def follow(self, change: Change) -> bool:
+        """Open or close one, as an instance joins, moves, stops or leaves. Whether one was closed."""
+        endpoint = change.endpoint if isinstance(change, InstanceJoined) and change.endpoint.runs else None
+        before = self._open.get(change.name)
+        if before is not None and (endpoint is None or before[0] != endpoint.address):
+            before[1].close()
+            del self._open[change.name]
+        if endpoint is not None and change.name not in self._open:
+            channel = self._connect(endpoint)
+            self._open[change.name] = endpoint.address, channel
+            channel.open(partial(self._handle, change.name))
+        return before is not None and self._open.get(change.name) != before
+
+    def send(self, name: str, command: Command) -> None:
+        """Dropped without a channel, as without a connection."""
+        if name in self._open:
+            self._open[name][1].send(command)
+
+    def close(self) -> None:
+        for _, channel in self._open.values():
+            channel.close()
+        self._open.clear()
 
 
 def engine_channel(

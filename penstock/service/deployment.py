@@ -50,6 +50,7 @@ class Tables:
     partition: Sequence[Setting]
     kv_pool: Sequence[Setting]
     restart: Sequence[Setting]
+    scaling: Sequence[Setting]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +58,16 @@ class Group:
     """Instances that are alike.
 
     Attributes:
+        count: that are started at first.
         options: every engine option that its kind of device has, by key; "device" among them.
+        more: that can be started beside those.
     """
 
     name: str
     count: int
     role: Role
     options: Mapping[str, Any]
+    more: int = 0
 
     @property
     def device(self) -> str:
@@ -87,7 +91,12 @@ class Group:
     @property
     def instances(self) -> list[str]:
         """Their names."""
-        return [f"{self.name}-{i}" for i in range(self.count)]
+        return [f"{self.name}-{i}" for i in range(self.count + self.more)]
+
+    @property
+    def spares(self) -> list[str]:
+        """Those of them that are not started at first."""
+        return self.instances[self.count :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +112,32 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """How many instances may serve, for policies that start and stop them; more are like the first group's.
+
+    Attributes:
+        start_seconds: from the decision until one serves, as is believed.
+        interval: seconds between two decisions; None leaves it to the policy.
+    """
+
+    least: int
+    most: int
+    start_seconds: float
+    interval: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """
     Attributes:
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
-        policy: a name in `bundles.STEADY`.
+        policy: a name in `policies.BUNDLES`.
         priorities: targets that each priority implies, for requests without any.
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
+        scaling: None when the instances that serve are always the same.
         orphans: seconds that the KV pool server keeps the blocks of a failed engine; None without such a server.
         warnings: about settings that are allowed but probably a mistake.
     """
@@ -127,6 +152,7 @@ class Deployment:
     orphans: float | None
     restart: Restart
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
+    scaling: Scaling | None = None
     flight_recorder: str | None = None
     warnings: tuple[str, ...] = ()
 
@@ -155,7 +181,7 @@ class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables, memory: int | None) -> None:
         self.file, self.tables, self.memory = file, tables, memory
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
-        sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart")
+        sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart", "scaling")
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
@@ -174,6 +200,10 @@ class _Parser:
         roles = {group.role for group in groups} - {"any"}
         policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
         groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
+        scaling = self._scaling(policy, groups)
+        if scaling is not None and groups:
+            more = scaling.most - sum(group.count for group in groups)
+            groups[0] = replace(groups[0], more=max(0, more))
         for needed in ("model", "instances"):
             if needed not in spots:
                 file.complain(file.root, f"{needed}: missing, and there is no default")
@@ -192,6 +222,7 @@ class _Parser:
             groups=tuple(groups),
             policy=policy,
             priorities=priorities,
+            scaling=scaling,
             lease=transport["lease"],
             transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
             orphans=orphans if any(group.shares_memory for group in groups) else None,
@@ -203,6 +234,23 @@ class _Parser:
     def _section(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
         spots = self.file.section(self.spots.get(name), _names(settings))
         return _defaults(settings) | self.file.values(spots, settings)
+
+    def _scaling(self, policy: str, groups: Sequence[Group]) -> Scaling | None:
+        spot = self.spots.get("scaling")
+        if spot is None:
+            if BUNDLES[policy].scales:
+                self.file.complain(self.spots["policy"], f"{policy!r}, allowed only beside a section scaling")
+            return None
+        if not BUNDLES[policy].scales:
+            scales = " or ".join(name for name, bundle in BUNDLES.items() if bundle.scales)
+            self.file.complain(spot, f"{spot.shown}, allowed only with policy {scales}")
+        spots = self.file.section(spot, _names(self.tables.scaling))
+        scaling = Scaling(**_defaults(self.tables.scaling) | self.file.values(spots, self.tables.scaling))
+        count = sum(group.count for group in groups)
+        if scaling.most < max(count, scaling.least):
+            why = f"the {count} that are started at first" if count >= scaling.least else f"least ({scaling.least})"
+            self.file.complain(spots.get("most", spot), f"{scaling.most}, allowed is at least {why}")
+        return scaling
 
     def _priorities(self) -> dict[int, Bounds]:
         found: dict[int, Bounds] = {}
@@ -342,12 +390,13 @@ class _Parser:
             asked = None if group.modelled else group.options[name.replace("-", "_")]
             if asked is None or self.memory is None:
                 continue
-            taken += asked * group.count
+            count = len(group.instances)
+            taken += asked * count
             if taken > self.memory:
                 spot = spots.get(name, spots[""])
                 self.file.complain(
                     spot,
-                    f"{asked / 2**30:.1f} GiB for each of {group.count}, {taken / 2**30:.1f} GiB up to here, allowed "
+                    f"{asked / 2**30:.1f} GiB for each of {count}, {taken / 2**30:.1f} GiB up to here, allowed "
                     f"is what this machine has, {self.memory / 2**30:.1f} GiB",
                 )
 
@@ -358,7 +407,7 @@ class _Parser:
             if _kind(group.device) != "cuda" or group.options["kv_cache_memory"] is not None:
                 continue
             device = "cuda:0" if group.device == "cuda" else group.device
-            shares[device] += group.count * group.options["gpu_memory_utilization"]
+            shares[device] += len(group.instances) * group.options["gpu_memory_utilization"]
             if shares[device] > 1 + 1e-9:
                 spot = spots.get("gpu-memory-utilization", spots.get("device", spots[""]))
                 self.file.complain(
@@ -373,7 +422,7 @@ def _with_policy(group: Group, local_policy: str) -> Group:
 
 
 def _can_be_linked(groups: Sequence[Group]) -> bool:
-    return sum(group.count for group in groups) > 1 and all(group.shares_memory for group in groups)
+    return sum(len(group.instances) for group in groups) > 1 and all(group.shares_memory for group in groups)
 
 
 def _not_on(group: Group, what: str) -> str:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -27,14 +26,15 @@ from penstock.core.wire.engine import (
     Role,
     StepReport,
 )
-from penstock.core.wire.master import NoPlace, Outcome, Placed, Queued
+from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Placed, Queued
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
-from penstock.service.channel import EngineChannel
+from penstock.service.channel import Channels, EngineChannel
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import Change, ChannelLost, InstanceJoined
 from penstock.service.placement import Answer, Placement
+from penstock.service.registry import Registry
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
@@ -137,11 +137,12 @@ class RateMeter:
 class EngineClient:
     """
     Args:
-        endpoints: of every instance.
-        channels: to each, by name.
+        registry: of the instances; each that runs gets a channel.
+        connect: makes one.
         placement: says where sequences run.
 
     Attributes:
+        instances: that run, by name.
         flights: the sequences that are not over, by id.
         patience: seconds that interrupted requests wait for a placement.
         queued_tokens: of the prompts whose first token has not come.
@@ -152,19 +153,20 @@ class EngineClient:
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
-        channels: Mapping[str, EngineChannel],
+        registry: Registry,
+        connect: Callable[[Endpoint], EngineChannel],
         placement: Placement,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        self.instances = {e.name: Instance(e.name, e.role) for e in endpoints}
+        self.instances: dict[str, Instance] = {}
         self.flights: dict[str, Flight[Generation]] = {}
         self.patience = PATIENCE
         self.queued_tokens = 0
         self.prefill_rate, self.completion_rate = RateMeter(), RateMeter()
         self.changed = asyncio.Event()
-        self._channels = channels
+        self._registry = registry
+        self._channels = Channels(connect, self._on_event)
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
@@ -183,16 +185,14 @@ class EngineClient:
     def start(self) -> None:
         """Start receiving from the engines; call it inside the event loop."""
         self._placement.start(self._answered)
-        for name, instance in self.instances.items():
-            self._channels[name].open(partial(self._on_event, instance))
+        self._registry.watch(self._on_registry)
         self._ticking = asyncio.create_task(self._keep_time())
 
     async def close(self) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        for channel in self._channels.values():
-            channel.close()
+        self._channels.close()
         await self._placement.close()
 
     def add(self, sequences: Sequence[Flight[Generation]]) -> None:
@@ -234,8 +234,8 @@ class EngineClient:
     def _cancel(self, flight: Flight[Generation], peers: Iterable[Peer]) -> None:
         """Cancel this attempt at its engines."""
         for peer in peers:
-            if self.instances[peer.name].is_current(peer.incarnation):
-                self._channels[peer.name].send(Cancel(peer.incarnation, [flight.id], flight.attempt))
+            if peer.name in self.instances and self.instances[peer.name].is_current(peer.incarnation):
+                self._channels.send(peer.name, Cancel(peer.incarnation, [flight.id], flight.attempt))
 
     # --- places
 
@@ -319,8 +319,8 @@ class EngineClient:
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         flight.owner.routed(flight.index, flight.route)
-        self._channels[placed.prefill.name].send(
-            Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
+        self._channels.send(
+            placed.prefill.name, Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
         )
 
     # --- going on elsewhere
@@ -353,12 +353,26 @@ class EngineClient:
 
     # --- the engines' events
 
-    def _on_event(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
+    def _on_registry(self, change: Change) -> None:
+        """An instance joins, changes or leaves; what runs on one that leaves continues elsewhere."""
+        name = change.name
+        if self._channels.follow(change) and name in self.instances:
+            why = "it was stopped" if isinstance(change, InstanceJoined) else change.why
+            self.instance_lost(name, why)
+        if not isinstance(change, InstanceJoined) or not change.endpoint.runs:
+            self.instances.pop(name, None)
+            self._metrics.forget_engine(name)
+        elif name not in self.instances:
+            self._metrics.add_engine(name)
+            self.instances[name] = Instance(name, change.endpoint.role)
+        self.changed.set()
+
+    def _on_event(self, name: str, event: Event | ChannelLost | msgspec.DecodeError) -> None:
         try:
-            self._handle(instance, event)
+            self._handle(self.instances[name], event)
         except Exception as error:  # the error would go unnoticed
             log.exception("the frontend failed")
-            self.instance_lost(instance.name, f"the frontend failed: {type(error).__name__}")
+            self.instance_lost(name, f"the frontend failed: {type(error).__name__}")
 
     async def _keep_time(self) -> None:
         while True:
@@ -465,13 +479,13 @@ class EngineClient:
     def _deliver(self, name: str, report: StepReport) -> None:
         unknown = [o.request_id for o in report.outputs if o.request_id not in self.flights and o.finish is None]
         if unknown:  # cancelled while the step ran, or while it was handed over
-            self._channels[name].send(Cancel(report.incarnation, unknown))
+            self._channels.send(name, Cancel(report.incarnation, unknown))
         for output in report.outputs:
             flight = self.flights.get(output.request_id)
             if flight is None:
                 continue
             if output.generation < flight.attempt and output.finish is None:  # so was one that is over
-                self._channels[name].send(Cancel(report.incarnation, [output.request_id], output.generation))
+                self._channels.send(name, Cancel(report.incarnation, [output.request_id], output.generation))
             self._receive(flight, name, report.incarnation, output)
 
     def _receive(self, flight: Flight[Generation], name: str, incarnation: int, output: TokenOutput) -> None:

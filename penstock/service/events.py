@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from penstock.core.wire.engine import Command, Event, Role
-from penstock.core.wire.master import FrontendMessage, MasterMessage
-from penstock.service.instances import ChannelLost
+from penstock.core.wire.engine import Command, Event
+from penstock.core.wire.master import FrontendMessage, MasterMessage, StartInstance, StopInstance
+from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 
 
 class FromEngine(Struct, frozen=True):
@@ -32,26 +32,11 @@ class ToFrontend(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class StartInstance:
-    """Start an incarnation of the instance."""
-
-    name: str
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class StopInstance:
-    """Stop the instance, which has no requests left."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Notice:
     """For the log."""
 
     text: str
 
 
-Happening = FromEngine | FromFrontend
+Happening = FromEngine | FromFrontend | InstanceJoined | InstanceLeft
 Action = ToEngine | ToFrontend | StartInstance | StopInstance | Notice

@@ -1,24 +1,30 @@
-"""Where instances are, and the end of a channel to one."""
+"""What happens to instances: they join the deployment and leave it, and the channel to one ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.wire.engine import Role
+from penstock.core.wire.master import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where an instance's engine listens.
+class InstanceJoined:
+    """It is part of the deployment from now on, or has another address, role or state than before."""
 
-    Attributes:
-        address: a ZMQ endpoint, such as ipc:///run/d0 or tcp://10.0.0.7:6000.
-        role: what it is configured for.
-    """
+    endpoint: Endpoint
 
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLeft:
     name: str
-    address: str
-    role: Role = "any"
+    why: str
+
+
+Change = InstanceJoined | InstanceLeft
 
 
 @dataclass(frozen=True, slots=True)

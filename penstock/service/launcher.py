@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ from penstock.service.watch import Watch, read_vitals
 if TYPE_CHECKING:
     import zmq
 
+    from penstock.core.wire.master import HostReport, ToLauncher
     from penstock.service.deployment import Deployment, Group
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
 LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
-REPEAT = 1.0  # seconds between two reports of troubles: a restarted master knows of none
+REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
+RECONNECT = 50  # ms
 LAST_OUTPUT = 500  # characters
 STDERR = 2
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,28 +68,29 @@ def plan(
 
     kv_pool, master = folder / "kv-pool", master_address(folder)
     places = [(group, name) for group in deployment.groups for name in group.instances]
-    instances = [{"name": name, "address": f"ipc://{folder}/{name}", "role": group.role} for group, name in places]
     programs = []
     if deployment.orphans is not None:
         settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
         programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
     for number, (group, name) in enumerate(places):
-        settings = instances[number] | {"shown_as": name, "options": engine_fields(group, number)}
+        place = {"address": f"ipc://{folder}/{name}", "role": group.role}
+        settings = {**place, "name": name, "shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
         settings |= {"kv_pool": None, "transport": None}
         if group.shares_memory:
             settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "kv-pool" if group.shares_memory else None
-        place = {"address": settings["address"], "socket": folder / name}
-        programs.append(program(name, "engine", settings, needs=needs, **place))
-    settings = {"policy": deployment.policy, "seed": deployment.server["seed"], "instances": instances}
+        more = {"needs": needs, "socket": folder / name, "starts": name not in group.spares}
+        programs.append(program(name, "engine", settings, **place, **more))
+    settings = {"policy": deployment.policy, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
+    settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["flight_recorder"] = deployment.flight_recorder
     programs.append(program("master", "master", settings | {"address": master}, socket=folder / "master"))
     for number, listener in enumerate(listeners):
         name = f"frontend-{number}"
         settings = {"name": name, "listen_fd": listener.fileno(), "master": master}
-        settings |= {"instances": instances, "server": _server(deployment, directory, listener, number)}
+        settings["server"] = _server(deployment, directory, listener, number)
         programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
     return programs
 
@@ -163,18 +167,34 @@ class _Wire:
 
         self._socket(engine).send(encode(Shutdown()))
 
-    def tell_troubles(self, master: str, troubles: Mapping[str, str]) -> bool:
+    def report(self, master: str, report: HostReport) -> bool:
         """Whether it was sent: there may be no connection yet, or no master."""
         import zmq
 
         from penstock.core.wire.codec import encode
-        from penstock.core.wire.master import Troubles
 
-        link = self._socket(master, {zmq.IMMEDIATE: 1})  # what a dead master does not get is old for the next one
         with contextlib.suppress(zmq.Again):
-            link.send(encode(Troubles(socket.gethostname(), dict(troubles))), zmq.NOBLOCK)
+            self._to_master(master).send(encode(report), zmq.NOBLOCK)
             return True
         return False
+
+    def read(self, master: str) -> list[ToLauncher]:
+        """What the master has said."""
+        import zmq
+
+        from penstock.core.wire.master import decode_to_launcher
+
+        said = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                said.append(decode_to_launcher(self._to_master(master).recv(zmq.NOBLOCK)))
+        return said
+
+    def _to_master(self, master: str) -> zmq.Socket[bytes]:
+        import zmq
+
+        # what a dead master does not get is old for the next one
+        return self._socket(master, {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: RECONNECT})
 
     def _socket(self, address: str, options: Mapping[int, int] | None = None) -> zmq.Socket[bytes]:
         import zmq
@@ -199,7 +219,9 @@ class Launcher:
     Args:
         environments: kind -> environment of its processes, where it is not this process's own.
         listeners: of the frontends; closed when these have ended for good, so that clients are refused.
-        master: ZMQ endpoint where the frontends are told of instances in trouble; None without a master's process.
+        master: its ZMQ endpoint, where instances are registered; None without a master's process.
+        host: name of this launcher among all.
+        model: digest of what the instances serve.
     """
 
     def __init__(
@@ -210,6 +232,8 @@ class Launcher:
         environments: Mapping[ProcessKind, Mapping[str, str]],
         listeners: Sequence[socket.socket] = (),
         master: str | None = None,
+        host: str = "",
+        model: str = "",
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
@@ -223,8 +247,9 @@ class Launcher:
         self._signals: list[int] = []
         self._listeners = listeners
         self._master, self._wire = master, _Wire()
-        self._told: Mapping[str, str] = {}  # the troubles that the master knows of
-        self._tell_at = inf
+        self._host, self._model, self._incarnation = host or socket.gethostname(), model, time.time_ns()
+        self._told: HostReport | None = None  # what the master knows
+        self._tell_at = -inf
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
@@ -249,7 +274,8 @@ class Launcher:
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
-        self._tell_master(self._clock.now())
+        if self._master is not None and not self._awaits_kv_pool:
+            self._follow_master(self._master, self._clock.now())
         return ended
 
     def close(self) -> None:
@@ -324,12 +350,38 @@ class Launcher:
             if trouble is not None and trouble.hangs:
                 self._supervisor.hangs(name, trouble.why)
 
-    def _tell_master(self, now: float) -> None:
-        troubles = self._supervisor.troubles
-        if self._master is None or self._supervisor.stopping or (troubles == self._told and now < self._tell_at):
+    @property
+    def _awaits_kv_pool(self) -> bool:
+        """Whether engines are about to be started, for which what takes long has to wait."""
+        return any(self._programs[name].kind == "kv_pool" for name in self._starting)
+
+    def _follow_master(self, master: str, now: float) -> None:
+        """Register the instances, and start and stop those that the master wants."""
+        from penstock.core.wire.master import HostRefused, StartInstance, StopInstance
+
+        for said in self._wire.read(master):
+            match said:
+                case StartInstance(name=name) if name in self._programs:
+                    self._supervisor.start(name, now)
+                case StopInstance(name=name) if name in self._programs:
+                    self._supervisor.retire(name, now)
+                case HostRefused(message=message):
+                    self._supervisor.refuse(message, now)
+        if self._supervisor.stopping:
             return
-        if self._wire.tell_troubles(self._master, troubles):
-            self._told, self._tell_at = troubles, now + REPEAT
+        report = self._report()
+        if (report != self._told or now >= self._tell_at) and self._wire.report(master, report):
+            self._told, self._tell_at = report, now + REPEAT
+
+    def _report(self) -> HostReport:
+        from penstock.core.wire.master import Endpoint, HostReport
+
+        instances = [
+            Endpoint(name, program.address, program.role, "stopped" if self._supervisor.is_stopped(name) else "running")
+            for name, program in self._programs.items()
+            if program.address is not None
+        ]
+        return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
 
     def _act(self, action: Action) -> None:
         match action.what:

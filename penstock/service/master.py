@@ -29,6 +29,7 @@ from penstock.core.wire.engine import (
 from penstock.core.wire.master import (
     Begun,
     Ended,
+    Endpoint,
     FrontendMessage,
     Join,
     Joined,
@@ -37,6 +38,8 @@ from penstock.core.wire.master import (
     Place,
     Placed,
     Queued,
+    StartInstance,
+    StopInstance,
 )
 from penstock.kv.index import ClusterIndex
 from penstock.sched.cluster import (
@@ -56,12 +59,10 @@ from penstock.service.events import (
     FromFrontend,
     Happening,
     Notice,
-    StartInstance,
-    StopInstance,
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.mesh import Mesh
 from penstock.service.policies import Policies
 from penstock.service.queue import RateWindow, Tracked, WaitQueue
@@ -76,7 +77,7 @@ SHOWN = 256  # offline sequences that policies see, of however many wait
 class Master:
     """
     Args:
-        instances: all there can be.
+        instances: of the deployment, at first; others come and go by `InstanceJoined` and `InstanceLeft`.
         rng: for randomised policies.
         incarnation: of this master.
         fleet: what scaling may do; None when nothing is ever started or stopped.
@@ -137,6 +138,12 @@ class Master:
                 self._readmit(now)
             case FromFrontend():
                 actions = self._on_frontend(now, happening.name, happening.message)
+            case InstanceJoined(endpoint=endpoint):
+                actions = self._register(endpoint)
+            case InstanceLeft(name=name, why=why):
+                self._endpoints.pop(name, None)
+                self._roles.pop(name, None)
+                actions = self._stopped(name, why)
             case None:
                 actions = self._by_the_clock(now)
         try:
@@ -159,6 +166,30 @@ class Master:
         return actions + self._retire(now)
 
     # --- instances
+
+    def _register(self, endpoint: Endpoint) -> list[Action]:
+        name = endpoint.name
+        before, self._endpoints[name] = self._endpoints.get(name), endpoint
+        session = self._sessions.get(name)
+        if not endpoint.runs:
+            return self._stopped(name, "it was stopped")
+        if before is not None and before.address != endpoint.address:
+            return self._leave(name, "it is elsewhere now")
+        if session is not None and endpoint.state == "leaving" and not session.leaving:
+            return self._drain(session, "its host leaves")
+        return []
+
+    def _stopped(self, name: str, why: str) -> list[Action]:
+        if self._scaler is not None:
+            self._scaler.forget(name)
+        return self._leave(name, why)
+
+    def _drain(self, session: InstanceSession, why: str) -> list[Action]:
+        session.drain()
+        return [
+            ToEngine(session.name, Drain(session.peer.incarnation)),
+            Notice(f"{session.name} is drained: {why}"),
+        ]
 
     def _on_engine(self, now: float, name: str, event: Event | ChannelLost) -> list[Action]:
         session = self._sessions.get(name)
@@ -201,7 +232,7 @@ class Master:
             return []
         actions = self._leave(name, "another incarnation of it has begun")
         if self._scaler is not None:
-            self._scaler.serves(name)
+            self._scaler.forget(name)
         for sequence in self._unplaceable.values():  # this incarnation has failed none of them
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
@@ -210,6 +241,8 @@ class Master:
         if self._roles.get(name, session.role) != session.role:
             session.role, session.role_generation = self._roles[name], 1
             actions.append(self._set_role(session))
+        if self._endpoints[name].state == "leaving":
+            actions += self._drain(session, "its host leaves")
         return actions + self._mesh.connect(session)
 
     def _leave(self, name: str, why: str) -> list[Action]:
@@ -483,10 +516,7 @@ class Master:
                     self._roles[name] = role
                     actions += [StartInstance(name, role), Notice(f"{name} is started for role {role}: {reason}")]
                 case Stop(name=name, reason=reason):
-                    session = self._sessions[name]
-                    session.drain()
-                    actions.append(ToEngine(name, Drain(session.peer.incarnation)))
-                    actions.append(Notice(f"{name} is drained: {reason}"))
+                    actions += self._drain(self._sessions[name], reason)
         return actions
 
     def _retire(self, now: float) -> list[Action]:

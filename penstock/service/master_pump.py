@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 import zmq
@@ -13,22 +12,38 @@ import zmq
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Event
-from penstock.core.wire.master import Begun, Ended, Join, Joined, Outcome, Place, Troubles, decode_to_master
-from penstock.service.channel import EngineChannel, Inbox
+from penstock.core.wire.master import (
+    AskMembers,
+    Begun,
+    Ended,
+    Endpoint,
+    HostReport,
+    Join,
+    Joined,
+    MasterMessage,
+    Members,
+    Outcome,
+    Place,
+    StartInstance,
+    StopInstance,
+    ToLauncher,
+    decode_to_master,
+)
+from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
     FromFrontend,
     Happening,
     Notice,
-    StartInstance,
-    StopInstance,
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import ChannelLost
+from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
+from penstock.service.launchers import Fleet, Launchers
 from penstock.service.master import Master
 from penstock.service.placement import Answer, Answered
 from penstock.service.recorder_file import RecorderFile
+from penstock.service.registry import LocalRegistry, Registry
 
 log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
@@ -38,23 +53,28 @@ class MasterPump:
     """Delivers events to the master, and its actions to the engines.
 
     Args:
-        channels: to every instance, by name.
+        registry: of the instances; each that runs gets a channel.
+        connect: makes one.
         recording: the recorder's file; closed with the pump.
 
     Attributes:
         deliver: sends messages to frontends; set by the owner of the connection.
+        fleet: starts and stops instances; likewise. None where nobody does.
     """
 
     def __init__(
         self,
         master: Master,
-        channels: Mapping[str, EngineChannel],
+        registry: Registry,
+        connect: Callable[[Endpoint], EngineChannel],
         clock: Clock,
         recording: RecorderFile | None = None,
     ) -> None:
         self.master = master
         self.deliver: Callable[[ToFrontend], None] = _not_started
-        self._channels = channels
+        self.fleet: Fleet | None = None
+        self._registry = registry
+        self._channels = Channels(connect, self._on_engine)
         self.clock = clock
         self._recording = recording
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,8 +82,7 @@ class MasterPump:
 
     def start(self) -> None:
         """Begin; call it inside the event loop."""
-        for name, channel in self._channels.items():
-            channel.open(partial(self._on_engine, name))
+        self._registry.watch(self._on_registry)
         self._tasks = [asyncio.create_task(self._keep_time())]
         if self._recording is not None:
             self._tasks.append(asyncio.create_task(self._recording.run()))
@@ -76,21 +95,24 @@ class MasterPump:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._recording is not None:
             self._recording.close()
-        for channel in self._channels.values():
-            channel.close()
+        self._channels.close()
 
     def handle(self, happening: Happening | None) -> None:
         """Handle an event, or the passing of time."""
         for action in self.master.tick(self.clock.now(), happening):
             match action:
                 case ToEngine(name, command):
-                    self._channels[name].send(command)
+                    self._channels.send(name, command)
                 case ToFrontend():
                     self.deliver(action)
                 case Notice(text):
                     log.info("%s", text)
-                case StartInstance() | StopInstance():
-                    raise AssertionError("nobody here starts and stops instances")
+                case StartInstance(name, role):
+                    assert self.fleet is not None, "nobody here starts instances"
+                    self.fleet.start(name, role)
+                case StopInstance(name):
+                    assert self.fleet is not None, "nobody here stops instances"
+                    self.fleet.stop(name)
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -110,6 +132,13 @@ class MasterPump:
             self.handle(None)
         except Exception:  # the next one tries again
             log.exception("the master failed")
+
+    def _on_registry(self, change: Change) -> None:
+        try:
+            self._channels.follow(change)
+            self.handle(change)
+        except Exception:  # the other instances go on
+            log.exception("the master failed on %s", change)
 
     def _on_engine(self, name: str, event: Event | ChannelLost | msgspec.DecodeError) -> None:
         if isinstance(event, msgspec.DecodeError):
@@ -186,64 +215,114 @@ def _not_started_placement(answer: Answer) -> None:
     raise AssertionError("asked before the start")
 
 
-class Reported:
-    """What launchers say of their instances."""
-
-    def __init__(self) -> None:
-        self._by_host: dict[str, tuple[float, Mapping[str, str]]] = {}
-
-    def hear(self, now: float, said: Troubles) -> None:
-        self._by_host[said.host] = now, said.instances
-
-    def troubles(self, now: float) -> dict[str, str]:
-        """Of all hosts whose launcher was heard lately."""
-        found: dict[str, str] = {}
-        for heard, instances in self._by_host.values():
-            found |= instances if now - heard <= LEASE else {}
-        return found
-
-
-async def serve_frontends(pump: MasterPump, context: zmq.SyncContext, address: str) -> None:
-    """Answer frontends, and listen to launchers, until cancelled.
+async def serve_frontends(pump: MasterPump, registry: LocalRegistry, context: zmq.SyncContext, address: str) -> None:
+    """Answer frontends, and register what launchers run, until cancelled.
 
     Args:
+        registry: the pump's, of which frontends are told.
         address: a ZMQ endpoint to bind.
     """
-    reported = Reported()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
-    socket.bind(address)
+    desk = Desk(pump, registry, context, address)
+    try:
+        await desk.run()
+    finally:
+        desk.close()
 
-    def deliver(action: ToFrontend) -> None:
+
+class Desk:
+    """The master's socket, to which frontends and launchers come."""
+
+    def __init__(self, pump: MasterPump, registry: LocalRegistry, context: zmq.SyncContext, address: str) -> None:
+        self._pump = pump
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
+        self._socket.bind(address)
+        self._inbox = Inbox(self._socket, self._answer)
+        self._launchers = Launchers(registry, self._send)
+        self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
+        pump.deliver, pump.fleet = self._deliver, self._launchers
+
+    async def run(self) -> None:
+        self._inbox.open()
+        begun = self._pump.clock.now()
+        while True:
+            await asyncio.sleep(TICK)
+            now = self._pump.clock.now()
+            self._launchers.tick(now)
+            if now - begun > LEASE:  # every launcher that is there was heard by now
+                self._roll.complete()
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._socket.close()
+
+    def _send(self, receiver: bytes, message: MasterMessage | ToLauncher) -> None:
+        self._socket.send_multipart([receiver, codec.encode(message)])
+        self._inbox.look()  # messages that arrive during a send cause no wake-up
+
+    def _deliver(self, action: ToFrontend) -> None:
         message = action.message
         if isinstance(message, Joined):
-            message = msgspec.structs.replace(message, troubles=reported.troubles(pump.clock.now()))
-        socket.send_multipart([action.name.encode(), codec.encode(message)])
-        inbox.look()  # messages that arrive during a send cause no wake-up
+            troubles = dict(self._launchers.troubles)
+            message = msgspec.structs.replace(message, troubles=troubles, members=self._roll.sequence)
+        self._send(action.name.encode(), message)
 
-    def answer(frames: list[bytes]) -> None:
+    def _answer(self, frames: list[bytes]) -> None:
         sender, *rest = frames
         try:
             message = decode_to_master(b"".join(rest))
         except msgspec.DecodeError as error:
             log.warning("a message that cannot be read was dropped: %s", error)
             return
-        if isinstance(message, Troubles):
-            reported.hear(pump.clock.now(), message)
-            return
-        try:
-            pump.handle(FromFrontend(sender.decode(errors="replace"), message))
-        except Exception:  # the other frontends go on
-            log.exception("the master failed on what %s asked", sender.decode(errors="replace"))
+        match message:
+            case HostReport():
+                self._launchers.hear(self._pump.clock.now(), sender, message)
+            case AskMembers():
+                self._roll.call(sender)
+            case _:
+                name = sender.decode(errors="replace")
+                try:
+                    self._pump.handle(FromFrontend(name, message))
+                except Exception:  # the other frontends go on
+                    log.exception("the master failed on what %s asked", name)
 
-    pump.deliver = deliver
-    inbox = Inbox(socket, answer)
-    inbox.open()
-    try:
-        await asyncio.get_running_loop().create_future()
-    finally:
-        inbox.close()
-        socket.close()
+
+class Roll:
+    """Tells frontends which instances there are.
+
+    Args:
+        incarnation: of the master.
+    """
+
+    def __init__(self, incarnation: int, registry: LocalRegistry, send: Callable[[bytes, MasterMessage], None]) -> None:
+        self.sequence = 0
+        self._incarnation, self._registry, self._send = incarnation, registry, send
+        self._listeners: set[bytes] = set()
+        self._complete = False
+        registry.watch(self._changed)
+
+    def call(self, listener: bytes) -> None:
+        """Tell a frontend all of it, and from now on what changes."""
+        self._listeners.add(listener)
+        joined = list(self._registry.instances.values())
+        self._send(listener, Members(self._incarnation, self.sequence, joined, whole=True, complete=self._complete))
+
+    def complete(self) -> None:
+        """What is not there now is not in the deployment."""
+        if not self._complete:
+            self._complete = True
+            for listener in self._listeners:
+                self.call(listener)
+
+    def _changed(self, change: Change) -> None:
+        self.sequence += 1
+        match change:
+            case InstanceJoined(endpoint=endpoint):
+                joined, left = [endpoint], {}
+            case InstanceLeft(name=name, why=why):
+                joined, left = [], {name: why}
+        for listener in self._listeners:
+            self._send(listener, Members(self._incarnation, self.sequence, joined, left))

@@ -13,10 +13,12 @@ import msgspec
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import (
+    AskMembers,
     Begun,
     Ended,
     Joined,
     MasterMessage,
+    Members,
     NoPlace,
     Outcome,
     Place,
@@ -25,6 +27,7 @@ from penstock.core.wire.master import (
 )
 from penstock.service.channel import MasterChannel
 from penstock.service.instances import ChannelLost
+from penstock.service.registry import ToldRegistry
 
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
@@ -95,11 +98,13 @@ class RemotePlacement:
 
     Attributes:
         wants_keys, troubles: as the master said last.
+        registry: of the instances that it told of.
     """
 
     def __init__(self, channel: MasterChannel, clock: Clock) -> None:
         self._channel = channel
         self._clock = clock
+        self.registry = ToldRegistry(lambda: channel.send(AskMembers()))
         self._absent = "it has not answered yet"
         self._heard = float("-inf")
         self._ticked = clock.now()
@@ -183,9 +188,12 @@ class RemotePlacement:
                 back, self._absent, self._heard = bool(self._absent), "", now
                 self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
                 self.troubles = message.troubles
+                self.registry.expect(message.incarnation, message.members)
                 if back:
                     for question in self._asked.values():
                         self._channel.send(question.again(now))
+            case Members():
+                self.registry.hear(message)
             case Placed() | NoPlace() | Queued():
                 self._heard = now
                 self._pass_on(message)

@@ -389,8 +389,8 @@ class Scaler:
                 self._starting[change.name] = now + self._limits.start_seconds
         return changes
 
-    def serves(self, name: str) -> None:
-        """An instance has started."""
+    def forget(self, name: str) -> None:
+        """An instance is not being started any more: it serves, or is stopped."""
         self._starting.pop(name, None)
 
 

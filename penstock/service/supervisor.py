@@ -6,7 +6,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from penstock.core.wire.engine import Role
 
 ProcessKind = Literal["kv_pool", "engine", "master", "frontend"]
 STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "kv_pool")  # each serves those before it
@@ -39,11 +42,13 @@ class Program:
     Attributes:
         command: the command line.
         descriptors: file descriptors that it inherits.
-        address: ZMQ endpoint where an engine is told to stop; others get `STOP`.
+        address: ZMQ endpoint of an engine, which is told there to stop; others get `STOP`.
+        role: of an engine.
         socket: made by it when it can be reached. One left behind is removed before the next start.
             Without one, an incarnation of `STEADY` seconds shows that it could be.
         heartbeat: its heartbeat file; None where it is not watched.
         needs: the program whose socket must be there first, and whose end ends this one too.
+        starts: whether it runs from the start on; else once it is told to.
     """
 
     name: str
@@ -51,9 +56,11 @@ class Program:
     command: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
     address: str | None = None
+    role: Role = "any"
     socket: Path | None = None
     heartbeat: Path | None = None
     needs: str | None = None
+    starts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +72,11 @@ class Action:
 
 @dataclass(slots=True)
 class _Place:
-    """One program's state. It runs, or waits until `due`, or has ended for good."""
+    """One program's state. It runs, or waits until `due`, or is stopped, or has ended for good."""
 
     program: Program
-    due: float | None = 0.0
+    due: float | None = None
+    stops_by: float | None = None  # it is stopped by itself, and killed then
     since: float | None = None  # start of the incarnation that runs now
     up: bool = False  # those that need it may start
     up_since: float | None = None  # of one with a socket
@@ -77,6 +85,7 @@ class _Place:
     suspected: str = ""  # why it may hang
     hangs: str = ""  # why it does
     killed: bool = False
+    told: bool = False  # to stop, by itself
     ended: str = ""  # how its last incarnation did, until the next one is up
     given_up: bool = False
     deaths: int = 0  # in a row
@@ -103,7 +112,7 @@ class _Place:
 
     def end(self) -> None:
         """This incarnation has ended."""
-        self.since = self.due = self.up_since = None
+        self.since = self.due = self.up_since = self.stops_by = None
         self.up = self.fallen = self.killed = False
         self.suspected = self.hangs = ""
 
@@ -123,7 +132,7 @@ class Supervisor:
     """
 
     def __init__(self, programs: Sequence[Program], restart: Restart, drain_timeout: float) -> None:
-        self._places = {program.name: _Place(program) for program in programs}
+        self._places = {program.name: _Place(program, 0.0 if program.starts else None) for program in programs}
         self._restart = restart
         self.heartbeat_timeout = restart.heartbeat_timeout
         self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to drain
@@ -143,6 +152,25 @@ class Supervisor:
         place.up = place.proven = True
         place.up_since = now
         place.ended = ""
+
+    def start(self, name: str, now: float) -> None:
+        """Start a stopped program. No effect on others, nor when everything stops."""
+        if self.is_stopped(name) and not self.stopping:
+            self._places[name].due = now
+            self._places[name].deaths = 0
+
+    def retire(self, name: str, now: float) -> None:
+        """Stop one program until it is started again."""
+        place = self._places[name]
+        place.due = None
+        if place.running and place.stops_by is None:
+            place.stops_by = now + STOP_GRACE
+            place.told = False
+
+    def is_stopped(self, name: str) -> bool:
+        """Whether it was stopped, or not started yet; not whether it failed."""
+        place = self._places[name]
+        return not (place.running or place.given_up) and place.due is None
 
     def suspect(self, name: str, why: str) -> None:
         """The program may hang; not any longer when `why` is ""."""
@@ -178,13 +206,15 @@ class Supervisor:
         """
         place = self._places[name]
         assert place.running, f"{name} does not run"
-        place.ended = self._follow(place, code, now, last_output)
-        return place.ended
+        sentence = self._follow(place, code, now, last_output)
+        place.ended = "" if self.is_stopped(name) else sentence
+        return sentence
 
     def _follow(self, place: _Place, code: int, now: float, last_output: str) -> str:
         name = place.program.name
         served, killed = place.served(now), place.killed
         fallen = place.fallen or not self._needed_is_well(place)
+        retired = place.stops_by is not None
         place.proven |= place.program.socket is None and served >= STEADY
         ending = f"{_shown(code)} ({place.hangs})" if place.hangs else _shown(code)
         how = f"{name} ended with {ending}"
@@ -195,7 +225,9 @@ class Supervisor:
             return how
         for other in self._places.values():
             other.fallen |= other.running and other.program.needs == name
-        if code == CANNOT_BE_SERVED and not place.proven:
+        if retired:
+            return f"{name} was stopped"
+        if code == CANNOT_BE_SERVED and not place.proven and place.program.starts:
             self._fail(f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
             return self.failure
         if fallen:
@@ -227,7 +259,7 @@ class Supervisor:
 
     def actions(self, now: float) -> list[Action]:
         """The actions that are due; each is returned once."""
-        actions = self._kill_due()
+        actions = self._kill_due() + self._retire_due(now)
         return actions + (self._stop_next(now) if self._stopping is not None else self._start_due(now))
 
     def _kill_due(self) -> list[Action]:
@@ -237,6 +269,19 @@ class Supervisor:
                 place.killed = True
                 why = f"it hangs: {place.hangs}" if place.hangs else f"{place.program.needs} has ended"
                 actions.append(Action("kill", name, why))
+        return actions
+
+    def _retire_due(self, now: float) -> list[Action]:
+        actions = []
+        for name, place in self._places.items():
+            if place.stops_by is None or place.killed:
+                continue
+            if not place.told:
+                place.told = True
+                actions.append(self._end_one(place))
+            elif now >= place.stops_by:
+                place.killed = True
+                actions.append(Action("kill", name, "it did not end in time"))
         return actions
 
     def _start_due(self, now: float) -> list[Action]:
@@ -274,6 +319,10 @@ class Supervisor:
         if place.program.kind == "engine" and place.program.socket is not None and not place.up:
             place.killed = True  # it is loading and does not read messages
         return Action("kill" if place.killed else "stop", place.program.name)
+
+    def refuse(self, why: str, now: float) -> None:
+        """The master does not take what runs here."""
+        self._fail(why, CANNOT_BE_SERVED, now)
 
     def _fail(self, why: str, code: int, now: float) -> None:
         self.failure, self.exit_code = why, code

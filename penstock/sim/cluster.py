@@ -10,7 +10,7 @@ from typing import Any
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Ready, Refused, Role, Snapshot
 from penstock.core.wire.handoff import PeerMessage
-from penstock.core.wire.master import FrontendMessage, Join, MasterMessage, Outcome
+from penstock.core.wire.master import Endpoint, FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
@@ -29,7 +29,7 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.policies import Policies
 from penstock.service.recorder import Recorder

@@ -18,6 +18,7 @@ from penstock.core.wire.master import (
     FrontendMessage,
     Joined,
     MasterMessage,
+    Members,
     NoPlace,
     Placed,
     Queued,
@@ -171,6 +172,8 @@ class SimFrontend:
     def on_master(self, now: float, message: MasterMessage) -> list[Due]:
         if isinstance(message, Queued):
             return []
+        if isinstance(message, Members):
+            return []  # it knows its instances by what they say
         if isinstance(message, Joined):
             self.joined = message
             return []

@@ -10,8 +10,9 @@ import zmq
 from penstock.cli.http import ServerOptions, make_site
 from penstock.core.clock import ManualClock
 from penstock.core.wire.engine import decode_command
+from penstock.core.wire.master import Endpoint
 from penstock.service.checkpoint import DEMO
-from penstock.service.instances import Endpoint
+from penstock.service.registry import LocalRegistry
 
 
 def options():
@@ -41,7 +42,7 @@ def options():
 def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, monkeypatch):
     async def go():
         clock = ManualClock()
-        site = make_site(options(), socket.socket(), "f", [Endpoint("e", "ipc:///nobody")], clock.now())
+        site = make_site(options(), socket.socket(), "f", clock.now(), LocalRegistry([Endpoint("e", "ipc:///nobody")]))
         site.frontend.clock = clock
         at_first = site.frontend.engine_client.patience
 
@@ -60,7 +61,8 @@ def test_everybody_who_speaks_with_an_engine_has_a_name_of_their_own():
     """An engine knows frontends and masters by name: two of one name would take each other's messages."""
 
     async def go(address):
-        sites = [make_site(options(), socket.socket(), name, [Endpoint("e", address)], 0.0) for name in ("f0", "f1")]
+        registry = LocalRegistry([Endpoint("e", address)])
+        sites = [make_site(options(), socket.socket(), name, 0.0, registry) for name in ("f0", "f1")]
         context, speakers = zmq.Context(), set()
         engine = context.socket(zmq.ROUTER)
         engine.bind(address)

@@ -75,7 +75,7 @@ def answers(url, requests):
 
 def busy(up):
     """Seconds that each engine has computed so far."""
-    names = [instance["name"] for instance in up.settings("master")["instances"]]
+    names = [instance["name"] for instance in json.loads(up.get("/health"))["instances"]]
     return {name: up.metric("engine_busy_seconds_total", engine=name) for name in names}
 
 

@@ -90,7 +90,7 @@ class Chaos:
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
         self.model = asyncio.run(served_model(up.url))
-        self._roles = len({instance["role"] for instance in up.settings("master")["instances"]})
+        self._roles = len({up.settings(name)["role"] for name in self.engines})
         self._context = zmq.Context()
         self._files: dict[str, int] = {}
         self.start(self.bodies(2, tokens=4)).wait()  # so that everything is open that ever will be

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,28 @@ class UpProcesses(Served):
         folder: where the sockets of its processes are.
     """
 
-    def __init__(self, file: Path, *arguments: str, new_group: bool = False, frontends: int = 1) -> None:
+    def __init__(
+        self, file: Path, *arguments: str, instances: Sequence[str], new_group: bool = False, frontends: int = 1
+    ) -> None:
         super().__init__("up", str(file), *arguments, new_group=new_group)
         try:
             for _ in range(frontends):
                 self.wait_for(READY)
             self.urls = [f"http://127.0.0.1:{port}" for port in self._ports()]
-            for instance in self.settings("master")["instances"]:
-                known = f"{instance['name']} is ready: "  # says the master
+            for instance in instances:
+                known = f"{instance} is ready: "  # says the master
                 eventually(lambda known=known: any(known in line for line in self.lines), 90, self.log)
             for frontend in range(frontends):
-                eventually(lambda frontend=frontend: self._all_ready(frontend), 90, self.log)
+                eventually(lambda frontend=frontend: self._ready(frontend) == set(instances), 90, self.log)
             self.folder = Path(self.settings("master")["address"].removeprefix("ipc://")).parent
         except BaseException:
             self.close()
             raise
 
-    def _all_ready(self, frontend: int) -> bool:
-        """Whether a frontend is connected to every instance; it serves as soon as it is to one."""
-        return all(i["state"] == "ready" for i in json.loads(self.get("/health", frontend))["instances"])
+    def _ready(self, frontend: int) -> set[str]:
+        """Instances that a frontend is connected to; it serves as soon as it is to one."""
+        said = json.loads(self.get("/health", frontend))["instances"]
+        return {instance["name"] for instance in said if instance["state"] == "ready"}
 
     def _ports(self) -> list[int]:
         names = sorted((n for n in self.pids() if n.startswith("frontend-")), key=lambda n: int(n.split("-")[1]))
@@ -133,11 +136,22 @@ def deployed(content: Mapping[str, Any] | Path, *arguments: str, new_group: bool
             file = Path(folder) / "up.yaml"
             file.write_text(yaml.safe_dump(dict(content), sort_keys=False))
         frontends = settings.get("frontends", 1)
-        up = UpProcesses(file, *arguments, new_group=new_group, frontends=frontends)
+        names = instance_names(settings)
+        up = UpProcesses(file, *arguments, instances=names, new_group=new_group, frontends=frontends)
         try:
             yield up
         finally:
             up.close()
+
+
+def instance_names(content: Mapping[str, Any]) -> list[str]:
+    """Of those that are started at first."""
+    names = []
+    for group in content["instances"]:
+        role = group.get("role", "any")
+        name = group.get("name", "engine" if role == "any" else role)
+        names += [f"{name}-{number}" for number in range(group.get("count", 1))]
+    return names
 
 
 def colocated(count: int = 2, **top: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import msgspec
 
 from penstock.core.clock import ManualClock
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.master import NoPlace, Placed, Queued
+from penstock.core.wire.master import Endpoint, NoPlace, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.engine_client import EngineClient
 from penstock.service.frontend import Frontend
-from penstock.service.instances import Endpoint
+from penstock.service.registry import LocalRegistry
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
 
@@ -86,29 +86,32 @@ class ScriptedPlacement:
         pass
 
 
-def run(tokenizer, scenario, *names, ready_now=True, decode=None):
-    """Run scenario(frontend, channels, clock) inside an event loop; channels by name, or the only one."""
+def run(tokenizer, scenario, *names, ready_now=True, decode=None, later=()):
+    """Run scenario(frontend, channels, clock) inside an event loop; channels by name, or the only one. Instances that
+    join `later` are ready then."""
 
     async def go():
         instances = names or ("engine-0",)
-        channels, clock = {name: ScriptedChannel(name) for name in instances}, ManualClock()
+        channels, clock = {name: ScriptedChannel(name) for name in (*instances, *later)}, ManualClock()
+        for name in later:
+            channels[name].say(ready(name))
         peers = [ready(name).peer for name in instances if name != decode]
         placement = ScriptedPlacement(peers, clock, ready(decode).peer if decode else None)
-        metrics = Metrics("m", instances)
+        metrics, registry = Metrics("m", []), LocalRegistry(Endpoint(name, "") for name in instances)
         frontend = Frontend(
             tokenizer,
             ["m"],
             read_defaults(DEMO),
-            EngineClient([Endpoint(name, "") for name in instances], channels, placement, metrics, clock),
+            EngineClient(registry, lambda endpoint: channels[endpoint.name], placement, metrics, clock),
             metrics,
             clock,
             random.Random(0),
         )
-        frontend.placement = placement
+        frontend.placement, frontend.registry = placement, registry
         frontend.start()
         if ready_now:
-            for name, channel in channels.items():
-                channel.say(ready(name))
+            for name in instances:
+                channels[name].say(ready(name))
             await frontend.wait_ready()
             await until(lambda: all(i.ready for i in frontend.engine_client.instances.values()))
         try:
@@ -130,9 +133,8 @@ async def submit(frontend, prompt=(1,), params=None, request_id="r"):
     params = params or SamplingParams()
     generation = frontend.submit([list(prompt)], params, request_id=request_id)
     ids = ids_of(generation)
-    await until(
-        lambda: set(ids) <= {r.id for channel in frontend.engine_client._channels.values() for r in channel.enqueued()}
-    )
+    channels = frontend.engine_client._channels._open.values()
+    await until(lambda: set(ids) <= {r.id for _, channel in channels for r in channel.enqueued()})
     return generation, ids
 
 

@@ -147,7 +147,7 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "policy: best", "up.yaml:4: policy: 'best', allowed is round_robin, "),
         (
             SMALLEST + "policy: hfx_scaling",
-            "up.yaml:4: policy: 'hfx_scaling', allowed is only policies that do not",
+            "up.yaml:4: policy: 'hfx_scaling', allowed only beside a section scaling",
         ),
         (SMALLEST + "priorities: {priority: 1}", "up.yaml:4: priorities: a section, allowed is a list"),
         (SMALLEST + "priorities: [{priority: 1, tpot-ms: [1, 2]}]", "up.yaml:4: priorities[0]: ttft-ms: missing"),

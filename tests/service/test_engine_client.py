@@ -7,16 +7,17 @@ import pytest
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import Unavailable
+from penstock.core.wire.master import Endpoint
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH, Decision, Later
 from penstock.service import engine_client
 from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
-from penstock.service.instances import Endpoint
 from penstock.service.master import Master
 from penstock.service.master_pump import LocalPlacement, MasterPump
 from penstock.service.policies import Policies
+from penstock.service.registry import LocalRegistry
 from tests.helpers.engines import make_request
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
@@ -40,13 +41,13 @@ class Service:
     """One engine, of which the frontend knows and the master does not yet."""
 
     def __init__(self, dispatch):
-        self.clock, endpoints = SystemClock(), [Endpoint("e0", "")]
+        self.clock, registry = SystemClock(), LocalRegistry([Endpoint("e0", "")])
         self.to_master, self.channel = ScriptedChannel("e0"), ScriptedChannel("e0")
-        self.master = Master(endpoints, Policies(dispatch=dispatch), random.Random(0))
+        self.master = Master((), Policies(dispatch=dispatch), random.Random(0))
         self.questions = 0
-        placement = LocalPlacement(MasterPump(self.master, {"e0": self.to_master}, self.clock), "f")
-        self.metrics = Metrics("m", ["e0"])
-        self.engine_client = EngineClient(endpoints, {"e0": self.channel}, placement, self.metrics, self.clock)
+        placement = LocalPlacement(MasterPump(self.master, registry, lambda _: self.to_master, self.clock), "f")
+        self.metrics = Metrics("m", [])
+        self.engine_client = EngineClient(registry, lambda _: self.channel, placement, self.metrics, self.clock)
         self.engine_client.start()
         tick = self.master.tick
 

@@ -10,6 +10,7 @@ from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
+from penstock.core.wire.master import Endpoint
 from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
 from penstock.service.flight import ATTEMPTS, PATIENCE
@@ -422,3 +423,30 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         assert generation.usage.completion_tokens == 12
 
     run(tokenizer, scenario, "p", "q", "d", decode="d")
+
+
+def test_instances_come_and_go_and_what_runs_on_one_that_leaves_continues_elsewhere(tokenizer):
+    async def scenario(frontend, channels, clock):
+        client = frontend.engine_client
+        generation, ids = await submit(frontend)
+        channels["a"].report(TokenOutput(ids[0], [7]))
+        await one(generation)
+        frontend.registry.put(Endpoint("b", "there"))
+        await until(lambda: client.instances["b"].ready)
+        frontend.placement.prefill = [ready("b").peer]
+        frontend.registry.remove("a", "nothing was heard of its host for 5 s")
+        await until(channels["b"].enqueued)
+        (again,) = channels["b"].enqueued()
+        assert (again.id, again.generated) == (ids[0], (7,))
+        assert channels["a"].closed
+        assert list(client.instances) == ["b"]
+        assert value(frontend, "penstock:instance_up", engine="a") is None
+        assert value(frontend, "penstock:instance_up", engine="b") == 1
+        channels["b"].report(TokenOutput(ids[0], [8], start=1, finish=FinishReason.STOP, generation=1))
+        assert [delta.tokens for delta in await collect(generation)] == [[8]]
+        frontend.registry.put(Endpoint("b", "there", state="stopped"))
+        assert not client.instances
+        assert not frontend.ready
+        assert frontend.healthy
+
+    run(tokenizer, scenario, "a", later=["b"])

@@ -16,8 +16,9 @@ import zmq
 from penstock.cli.deployment import TABLES
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.heartbeat import Heartbeat
+from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Shutdown, decode_command
-from penstock.core.wire.master import decode_to_master
+from penstock.core.wire.master import HostRefused, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import TO_ALL, Launcher, plan
 from penstock.service.supervisor import Program, Restart, Supervisor
@@ -220,8 +221,7 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     assert (programs["decode-1"].socket, programs["master"].socket) == (Path("/run/p/decode-1"), Path("/run/p/master"))
     faults = {"drop": 0.1, "only": ["Push"]}
     assert engine["transport"] == {"kind": "shared", "address": "unix:/run/p/decode-1.transport", "faults": faults}
-    instances = [{key: told[n][key] for key in ("name", "address", "role")} for n in list(told)[1:4]]
-    assert told["master"]["instances"] == told["frontend-1"]["instances"] == instances
+    assert programs["decode-1"].role == "decode"
     assert told["master"]["address"] == told["frontend-0"]["master"]
     server = told["frontend-1"]["server"]
     assert (server["names"], server["directory"], server["seed"], server["port"]) == (
@@ -266,10 +266,11 @@ def test_whoever_hangs_is_killed_and_started_again_and_the_master_is_told(tmp_pa
             router.bind(f"ipc://{tmp_path}/master")
             eventually(lambda: lines(engines))
             os.kill(int(lines(pids)[0]), signal.SIGSTOP)
-            eventually(lambda: router.poll(10))
+            while not heard or not heard[-1].troubles:
+                heard.append(decode_to_master(router.recv_multipart()[-1]))
             os.kill(int(lines(engines)[0]), signal.SIGKILL)
             eventually(lambda: len(lines(engines)) == 2)
-            while not heard or heard[-1].instances:
+            while heard[-1].troubles:
                 heard.append(decode_to_master(router.recv_multipart()[-1]))
         terminate()
 
@@ -282,7 +283,7 @@ def test_whoever_hangs_is_killed_and_started_again_and_the_master_is_told(tmp_pa
     assert "kv-pool ended with SIGKILL (no heartbeat for" in caplog.text
     assert "engine-0 ended with SIGKILL because of kv-pool" in caplog.text
     assert "engine-0 is killed" not in caplog.text, "it had ended before"
-    said = [said.instances.get("engine-0", "") for said in heard]
+    said = [said.troubles["engine-0"] for said in heard if said.troubles]
     assert said[0].startswith("kv-pool hangs: no heartbeat for")
     assert any(text.startswith("kv-pool ended with SIGKILL") for text in said)
 
@@ -342,3 +343,51 @@ def test_a_process_that_ignores_its_end_is_killed(tmp_path, caplog, monkeypatch)
     assert launch([shell("master", script, "master")], drive) == 0
     assert "master is killed: it did not end in time" in caplog.text
     assert not Path(f"/proc/{lines(pid)[0]}").exists()
+
+
+def test_instances_are_registered_and_started_and_stopped_as_the_master_says(tmp_path):
+    """An engine in whose place is a script that ends when it is told to, over the wire."""
+    address, socket_path, states = f"ipc://{tmp_path}/engine-0", tmp_path / "engine-0", []
+    code = f"""
+import zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind({address!r})
+router.recv_multipart()
+"""
+    command = (sys.executable, "-c", code)
+    engine = Program(name="engine-0", kind="engine", command=command, address=address, socket=socket_path, starts=False)
+
+    def drive():
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{tmp_path}/master")
+
+            def hear(state):
+                while not states or states[-1] != state:
+                    sender, report = router.recv_multipart()
+                    (endpoint,) = decode_to_master(report).instances
+                    states.append(endpoint.state)
+                return sender
+
+            sender = hear("stopped")
+            for _ in range(2):
+                router.send_multipart([sender, encode(StartInstance("engine-0", "any"))])
+                hear("running")
+                eventually(socket_path.exists)
+                router.send_multipart([sender, encode(StopInstance("nobody"))])
+                router.send_multipart([sender, encode(StopInstance("engine-0"))])
+                hear("stopped")
+        terminate()
+
+    assert launch([shell("frontend-0", STAY), engine], drive, master=f"ipc://{tmp_path}/master") == 0
+    assert states.count("running") >= 2
+
+
+def test_a_master_that_does_not_take_the_instances_ends_it(tmp_path, caplog):
+    def drive():
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{tmp_path}/master")
+            sender = router.recv_multipart()[0]
+            router.send_multipart([sender, encode(HostRefused("model: its checkpoint is another one"))])
+            eventually(lambda: "the deployment has ended: model: its checkpoint is another one" in caplog.text)
+
+    assert launch([shell("frontend-0", STAY)], drive, master=f"ipc://{tmp_path}/master") == 2

@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
-from penstock.core.wire.master import Ended, Join, Joined, NoPlace, Place, Placed, Queued
+from penstock.core.wire.master import Ended, Endpoint, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.mesh import PROBATION, RELINK_AFTER
 from penstock.service.policies import Policies

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from penstock.core.wire.engine import SetRole
-from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed
+from penstock.core.wire.master import Begun, Ended, Endpoint, Join, NoPlace, Outcome, Place, Placed
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.policies import BUNDLES, STEADY, Circumstances
 from tests.helpers.scripted import ready, snapshot

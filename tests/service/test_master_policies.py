@@ -5,11 +5,11 @@ from math import inf
 
 import pytest
 
-from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole
-from penstock.core.wire.master import Begun, Ended, Join, NoPlace, Outcome, Place, Placed, Queued
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, UnlinkPeer
+from penstock.core.wire.master import Begun, Ended, Endpoint, Join, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import Decision, Later, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
 from penstock.service.policies import Policies
 from penstock.service.session import FleetLimits
@@ -304,6 +304,30 @@ def test_instances_are_started_and_drained_before_they_stop():
     cluster.now = 4.0
     cluster.did()
     assert list(scaling.fleets[-1].absent) == ["b"]
+
+
+def test_instances_join_leave_and_are_drained_while_it_runs():
+    cluster = Cluster("a", roles=Scripted())
+    assert cluster.did(InstanceJoined(Endpoint("b", "tcp://b:1"))) == []
+    told = cluster.engine("b", ready("b"))
+    assert [(t.name, t.command.peer.name) for t in told] == [("b", "a"), ("a", "b")]
+    cluster.policy.to = "b"
+    cluster.place()
+    assert cluster.did(InstanceJoined(Endpoint("b", "tcp://b:1", state="leaving"))) == [ToEngine("b", Drain(1))]
+    assert cluster.did() == []  # what runs there is not over
+    again = cluster.engine("b", ready("b", 2))  # it failed meanwhile, and leaves all the same
+    assert ToEngine("b", Drain(2)) in again
+    cluster.say(Ended(["r"]))
+    assert cluster.did() == [StopInstance("b")]
+    told = cluster.did(InstanceLeft("b", "its host has stopped it"))
+    assert [(t.name, t.command.peer.name) for t in told if isinstance(t.command, UnlinkPeer)] == [("a", "b")]
+    assert cluster.engine("b", ready("b", 3)) == []
+    assert cluster.master.states(0.0) == {"a": "ready"}
+    cluster.did(InstanceJoined(Endpoint("b", "tcp://b:2")))
+    cluster.engine("b", ready("b", 4))
+    moved = cluster.did(InstanceJoined(Endpoint("b", "tcp://b:3")))
+    assert [t.name for t in moved] == ["a"]
+    assert cluster.master.states(0.0) == {"a": "ready", "b": "absent"}
 
 
 class Priorities:

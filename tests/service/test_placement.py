@@ -11,15 +11,16 @@ import zmq
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import LEASE, LinkPeer
-from penstock.core.wire.master import Join, Joined, NoPlace, Place, Placed, Queued, Troubles
+from penstock.core.wire.master import Endpoint, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
-from penstock.service.instances import ChannelLost, Endpoint
+from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
 from penstock.service.placement import PATIENCE, SILENT_AFTER, RemotePlacement
 from penstock.service.policies import Policies
+from penstock.service.registry import LocalRegistry
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
 
@@ -32,8 +33,8 @@ def make_pump(*roles):
     names = [f"{role}-{i}" for i, role in enumerate(roles)]
     channels = {name: ScriptedChannel(name) for name in names}
     endpoints = [Endpoint(n, "", n.split("-")[0]) for n in names]
-    master = Master(endpoints, Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
-    pump = MasterPump(master, channels, SystemClock())
+    master = Master((), Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
+    pump = MasterPump(master, LocalRegistry(endpoints), lambda endpoint: channels[endpoint.name], SystemClock())
     for name, channel in channels.items():
         channel.say(ready(name, 1, name.split("-")[0]))
     return pump, channels
@@ -102,7 +103,8 @@ class Deployment:
         self.pump, self.channels = make_pump("any")
         self.pump.start()
         self.masters = zmq.Context()
-        self.serving = asyncio.create_task(serve_frontends(self.pump, self.masters, self.address))
+        registry = self.pump._registry
+        self.serving = asyncio.create_task(serve_frontends(self.pump, registry, self.masters, self.address))
 
     async def stop_master(self):
         self.serving.cancel()
@@ -211,8 +213,8 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
         placement.tick(clock.now())
         channel.sent.clear()
         channel.say(Joined(2))
-        await until(lambda: channel.sent)
-        (again,) = channel.sent
+        await until(lambda: channel.silent)
+        (again,) = (message for message in channel.sent if isinstance(message, Place))
         assert (again.request_id, again.waited) == ("r", 62.5)
         channel.say(Queued("r", 0))
         channel.say(Placed("r", 0, ready("a").peer))
@@ -268,7 +270,7 @@ def test_what_launchers_say_of_their_instances_reaches_the_frontends():
             with deployment.context.socket(zmq.DEALER) as launcher:
                 launcher.connect(deployment.address)
                 for host, troubles in (("a", {"a-0": "kv-pool hangs"}), ("b", {"b-0": "burnt"}), ("b", {})):
-                    launcher.send(encode(Troubles(host, troubles)))
+                    launcher.send(encode(HostReport(host, 1, [], troubles)))
                 await until(lambda: deployment.placement.troubles == {"a-0": "kv-pool hangs"})
                 clock.advance(LEASE + 0.1)  # that launcher has gone
                 await until(lambda: deployment.placement.troubles == {})
@@ -288,7 +290,7 @@ def test_what_arrives_while_the_master_speaks_by_itself_is_read():
             pump.start()
             masters, clients, heard = zmq.Context(), zmq.Context(), []
             pump.master.tick = lambda now, happening=None: heard.append(happening) or []
-            serving = asyncio.create_task(serve_frontends(pump, masters, f"ipc://{folder}/m"))
+            serving = asyncio.create_task(serve_frontends(pump, pump._registry, masters, f"ipc://{folder}/m"))
             await asyncio.sleep(0)  # it has bound
             client = clients.socket(zmq.DEALER)
             client.setsockopt(zmq.ROUTING_ID, b"f")

@@ -322,3 +322,42 @@ def test_whatever_happens_it_starts_what_does_not_run_and_ends(events):
 @pytest.mark.parametrize(("code", "word"), [(3, "exit code 3"), (-15, "SIGTERM"), (-200, "signal 200")])
 def test_how_it_ended_is_told(code, word):
     assert f"master ended with {word}" in running().exited("master", code, 1)
+
+
+def test_a_program_by_itself_is_stopped_and_started_as_it_is_told():
+    spare = replace(ENGINES[1], needs=None, socket=Path("e"), starts=False)
+    ours = supervisor([MASTER, spare])
+    assert said(ours, 0) == ["start master"]
+    assert ours.is_stopped("engine-1")
+    ours.start("engine-1", 1)
+    assert said(ours, 1) == ["start engine-1"]
+    ours.is_up("engine-1", 1)
+    ours.start("engine-1", 2)
+    ours.retire("engine-1", 3)
+    assert said(ours, 3) == ["stop engine-1"]
+    ours.retire("engine-1", 4)
+    assert not ours.is_stopped("engine-1")
+    assert said(ours, 3 + STOP_GRACE - 0.1) == []
+    assert said(ours, 3 + STOP_GRACE) == ["kill engine-1"]
+    assert ours.exited("engine-1", -9, 9) == "engine-1 was stopped"
+    assert ours.is_stopped("engine-1")
+    assert not ours.troubles
+    assert said(ours, 100) == []
+    ours.start("engine-1", 100)
+    assert said(ours, 100) == ["start engine-1"]
+    ours.exited("engine-1", 1, 100)
+    assert not ours.is_stopped("engine-1"), "it failed, and starts again"
+    ours.retire("engine-1", 100)
+    assert ours.is_stopped("engine-1")
+    assert said(ours, 200) == []
+    ours.start("engine-1", 200)
+    said(ours, 200)
+    ours.retire("engine-1", 201)
+    assert said(ours, 201) == ["kill engine-1"], "it is loading"
+    ours.exited("engine-1", -9, 201)
+    ours.stop(300)
+    ours.start("engine-1", 300)
+    assert said(ours, 300) == ["stop master"]
+    ours.exited("master", 0, 300)
+    assert said(ours, 300) == []
+    assert ours.over

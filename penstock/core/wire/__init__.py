@@ -1,7 +1,7 @@
 """Messages between processes: msgpack, one tagged message a frame; never pickle.
 
     engine.py   frontend, master  <->  engine
-    master.py   frontend  <->  master, launcher -> master
+    master.py   frontend, launcher  <->  master
     handoff.py  engine  <->  engine
     kv_pool.py  engine  <->  KV pool server
     rank.py     rank 0 of an engine  <->  its other ranks
@@ -11,4 +11,4 @@ a unique number. Messages for one incarnation are refused by every other. A *gen
 request: what belongs to an earlier attempt is dropped.
 """
 
-PROTOCOL = 8
+PROTOCOL = 9

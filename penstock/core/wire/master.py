@@ -1,13 +1,36 @@
-"""Messages between frontends, which own the clients' requests, and the master, which decides where they run; and from
-launchers to the master, which passes them on."""
+"""Messages between the master, which decides where requests run, and frontends, which own them, or launchers, which run
+the instances."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
-from penstock.core.wire.engine import Peer
+from penstock.core.wire.engine import Peer, Role
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """An instance of the deployment, and where its engine listens.
+
+    Attributes:
+        address: a ZMQ endpoint, such as ipc:///run/d0 or tcp://10.0.0.7:6000.
+        role: what it is configured for.
+        state: "stopped" when its engine does not run, and its launcher starts it when it is told to; "leaving" when it
+            is to finish what it has and then to be stopped. A failed engine that is started again is "running".
+    """
+
+    name: str
+    address: str
+    role: Role = "any"
+    state: Literal["running", "stopped", "leaving"] = "running"
+
+    @property
+    def runs(self) -> bool:
+        """Whether its engine can be connected to, now or soon."""
+        return self.state != "stopped"
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -92,21 +115,32 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 FrontendMessage = Join | Place | Begun | Ended
 
 
-class Troubles(msgspec.Struct, tag=True, frozen=True):
-    """A launcher says which of its instances cannot serve, or may not be able to: when that changes, and every second.
+class AskMembers(msgspec.Struct, tag=True, frozen=True):
+    """A frontend has missed a `Members`, or is new: send all."""
 
-    What it said is forgotten when it is not heard for `LEASE` seconds.
+
+class HostReport(msgspec.Struct, tag=True, frozen=True):
+    """A launcher registers its instances: when something of them changes, and every second.
+
+    When it is not heard for `LEASE` seconds, they have left.
 
     Attributes:
-        host: of the launcher.
-        instances: name -> why, with the name of the process at fault.
+        host: name of the launcher; no other has it.
+        incarnation: of the launcher.
+        instances: all that it runs or could start.
+        troubles: of those that cannot serve, or may not be able to: name -> why, with the name of the process at fault.
+        model: digest of what it serves, which is the same on every host.
     """
 
     host: str
-    instances: dict[str, str]
+    incarnation: int
+    instances: list[Endpoint]
+    troubles: dict[str, str] = {}
+    model: str = ""
+    protocol: int = PROTOCOL
 
 
-ToMaster = FrontendMessage | Troubles
+ToMaster = FrontendMessage | AskMembers | HostReport
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -116,6 +150,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
         wants_keys: whether its policy looks at prefix keys; hashing and sending them is not free.
         waiting: sequences in its queue, of all frontends.
         troubles: of instances, as the launchers said.
+        members: number of the last `Members`.
     """
 
     incarnation: int
@@ -123,6 +158,26 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     wants_keys: bool = False
     waiting: int = 0
     troubles: dict[str, str] = {}
+    members: int = 0
+
+
+class Members(msgspec.Struct, tag=True, frozen=True):
+    """Instances that joined, or changed, and that left.
+
+    Attributes:
+        incarnation: of the master.
+        sequence: counts up by one; a gap is a reason to `AskMembers`.
+        left: name -> why.
+        whole: `joined` is every instance that the master knows of; it has the number of the last one.
+        complete: with `whole`, that all others have left; a new master may not have heard of them yet.
+    """
+
+    incarnation: int
+    sequence: int
+    joined: list[Endpoint]
+    left: dict[str, str] = {}
+    whole: bool = False
+    complete: bool = False
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):
@@ -160,7 +215,33 @@ class Queued(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-MasterMessage = Joined | Placed | NoPlace | Queued
+MasterMessage = Joined | Placed | NoPlace | Queued | Members
+
+
+# --- to launchers
+
+
+class StartInstance(msgspec.Struct, tag=True, frozen=True):
+    """Start an incarnation of the instance."""
+
+    name: str
+    role: Role
+
+
+class StopInstance(msgspec.Struct, tag=True, frozen=True):
+    """Stop the instance, which has no requests left."""
+
+    name: str
+
+
+class HostRefused(msgspec.Struct, tag=True, frozen=True):
+    """The launcher's instances cannot be part of this deployment."""
+
+    message: str
+
+
+ToLauncher = StartInstance | StopInstance | HostRefused
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(MasterMessage).decode
+decode_to_launcher = decoder(ToLauncher).decode

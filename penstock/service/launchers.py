@@ -1,0 +1,126 @@
+"""What the master's process hears from launchers and tells them: instances are registered, started and stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.core.wire import PROTOCOL
+from penstock.core.wire.engine import LEASE, Role
+from penstock.core.wire.master import HostRefused, HostReport, StartInstance, StopInstance, ToLauncher
+from penstock.service.registry import LocalRegistry
+
+log = logging.getLogger("penstock.master")
+AGAIN = 5.0  # seconds after which an instance that has not been started is to be started once more
+
+
+class Fleet(Protocol):
+    """Starts and stops instances."""
+
+    def start(self, name: str, role: Role) -> None: ...
+
+    def stop(self, name: str) -> None:
+        """Without regard to its requests: it has drained."""
+
+
+@dataclass(slots=True)
+class _Host:
+    """
+    Attributes:
+        sender: where its launcher is told something.
+        heard: when it was last.
+    """
+
+    sender: bytes
+    heard: float
+    said: HostReport
+
+
+class Launchers:
+    """
+    Args:
+        registry: gets the instances of launchers that are heard; None when these register elsewhere.
+        tell: sends a message to a launcher.
+    """
+
+    def __init__(self, registry: LocalRegistry | None, tell: Callable[[bytes, ToLauncher], None]) -> None:
+        self._registry, self._tell = registry, tell
+        self._hosts: dict[str, _Host] = {}
+        self._to_start: dict[str, tuple[float, StartInstance]] = {}  # by instance, with when that was said
+        self._now = 0.0
+
+    def hear(self, now: float, sender: bytes, said: HostReport) -> None:
+        self._now = now
+        if why := self._objection(said):
+            log.warning("the instances of %s are not taken: %s", said.host, why)
+            self._tell(sender, HostRefused(why))
+            return
+        before = self._hosts.get(said.host)
+        self._hosts[said.host] = _Host(sender, now, said)
+        if self._registry is not None:
+            for endpoint in said.instances:
+                self._registry.put(endpoint)
+            if before is not None:
+                kept = {endpoint.name for endpoint in said.instances}
+                for endpoint in before.said.instances:
+                    if endpoint.name not in kept:
+                        self._registry.remove(endpoint.name, f"{said.host} has stopped it")
+        for endpoint in said.instances:
+            self._remind(sender, endpoint.name, stopped=endpoint.state == "stopped")
+
+    def _objection(self, said: HostReport) -> str:
+        """Why its instances cannot be part of the deployment; "" when they can."""
+        if said.protocol != PROTOCOL:
+            return f"it speaks protocol {said.protocol}, the master {PROTOCOL}"
+        others = [host.said for name, host in self._hosts.items() if name != said.host]
+        mine = {endpoint.name for endpoint in said.instances}
+        for other in others:
+            if taken := sorted(mine & {endpoint.name for endpoint in other.instances}):
+                return f"instances: {', '.join(taken)} is a name at {other.host} too, give the group one of its own"
+            if said.model != other.model:
+                return f"model: its checkpoint is another one than that of {other.host}"
+        return ""
+
+    def _remind(self, sender: bytes, name: str, *, stopped: bool) -> None:
+        if name not in self._to_start:
+            return
+        since, message = self._to_start[name]
+        if not stopped:
+            del self._to_start[name]
+        elif self._now - since >= AGAIN:  # the launcher was not connected when it was told
+            self._to_start[name] = self._now, message
+            self._tell(sender, message)
+
+    def tick(self, now: float) -> None:
+        """Forget launchers that have fallen silent; call it a few times a second."""
+        self._now = now
+        for name, host in list(self._hosts.items()):
+            if now - host.heard > LEASE:
+                del self._hosts[name]
+                log.warning("the launcher of %s was not heard for %g s", name, LEASE)
+                if self._registry is not None:
+                    for endpoint in host.said.instances:
+                        self._registry.remove(endpoint.name, f"nothing was heard of {name} for {LEASE:g} s")
+
+    @property
+    def troubles(self) -> Mapping[str, str]:
+        """Of all instances whose launchers are heard."""
+        return {name: why for host in self._hosts.values() for name, why in host.said.troubles.items()}
+
+    # --- the fleet
+
+    def start(self, name: str, role: Role) -> None:
+        message = StartInstance(name, role)
+        self._to_start[name] = self._now, message
+        self._tell_host_of(name, message)
+
+    def stop(self, name: str) -> None:
+        self._to_start.pop(name, None)
+        self._tell_host_of(name, StopInstance(name))
+
+    def _tell_host_of(self, name: str, message: ToLauncher) -> None:
+        for host in self._hosts.values():
+            if any(endpoint.name == name for endpoint in host.said.instances):
+                self._tell(host.sender, message)
