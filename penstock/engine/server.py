@@ -249,6 +249,8 @@ class EngineServer:
             for arrival in self._transport.receive():
                 self._changed = True
                 self._on_peer(arrival)
+            if self._handoffs is not None:
+                self._changed |= self._handoffs.collect(self._clock.now())
             self._engine.write_down()  # what came with requests that were taken over
 
     def _handle(self, client: str, command: Command) -> None:
