@@ -86,6 +86,7 @@ TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
     *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
     *MASKING,
+    *("pulled_blocks", "failed_pulls"),
 )
 totals = attrgetter(*TOTALS)
 
@@ -169,6 +170,8 @@ class _Engine:
     busy: Counter
     idle: Counter
     masking: dict[str, Counter]
+    pulled: Counter
+    failed_pulls: Counter
     up: Gauge
     lost: Counter
     step_tokens: _Buckets
@@ -208,6 +211,8 @@ class _Engine:
         self.idle.inc(said.idle - before.idle)
         for total, counter in self.masking.items():
             counter.inc(getattr(said, total) - getattr(before, total))
+        self.pulled.inc(said.pulled_blocks - before.pulled_blocks)
+        self.failed_pulls.inc(said.failed_pulls - before.failed_pulls)
         self._counted = said
 
 
@@ -291,6 +296,10 @@ class Metrics:
         busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
         masking = {total: self._by_engine(Counter, name, help) for total, (name, help) in MASKING.items()}
+        pulled = self._by_engine(Counter, "kv_blocks_pulled", "KV blocks that other engines handed over, verified")
+        failed_pulls = self._by_engine(
+            Counter, "kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"
+        )
         up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
         lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         step_tokens = _Histogram(
@@ -315,6 +324,8 @@ class Metrics:
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),
                 masking={total: counter.labels(model_name, name) for total, counter in masking.items()},
+                pulled=pulled.labels(model_name, name),
+                failed_pulls=failed_pulls.labels(model_name, name),
                 up=up.labels(model_name, name),
                 lost=lost.labels(model_name, name),
                 step_tokens=step_tokens.labels(model_name, name),

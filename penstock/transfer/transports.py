@@ -14,6 +14,7 @@ from penstock.kv.connector import KVConnector, Move, Moved
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.faulty import Faults, FaultyCarrier
 from penstock.transfer.frames import Greet
+from penstock.transfer.mooncake import MooncakeBlocks
 from penstock.transfer.peer_link import LinkDown, ReceivedMessage
 from penstock.transfer.pool import KVPool
 from penstock.transfer.shared import SharedBlocks
@@ -123,6 +124,7 @@ class KVTransport:
 TRANSPORTS: dict[str, Callable[[KVPool, KVLayout, str], BlockPath]] = {
     "shared": SharedBlocks,
     "tcp": CopiedBlocks,
+    "mooncake": MooncakeBlocks,
 }
 
 

@@ -13,9 +13,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
+from penstock.transfer import mooncake
 from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
 from penstock.transfer.transports import TRANSPORTS, KVTransport, LinkDown, ReceivedMessage, open_transport
@@ -31,7 +34,8 @@ LAYOUT = KVLayout(
 KEY = b"0123456789abcdef"
 LEASE = Lease("r", 0)
 LEASE_OVER = Release(LEASE, "over")
-KINDS = list(TRANSPORTS)
+NEEDS_MOONCAKE = pytest.mark.skipif(bool(mooncake.missing()), reason=mooncake.missing())
+KINDS = [pytest.param(kind, marks=[NEEDS_MOONCAKE] if kind == "mooncake" else []) for kind in TRANSPORTS]
 
 
 @contextmanager

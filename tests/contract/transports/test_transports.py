@@ -350,7 +350,7 @@ def test_an_address_is_free_again_after_a_kill_but_not_before(pair, kind, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "where", "message"),
     [
-        ("pigeon", "unix:/tmp/x", "transport: 'pigeon', allowed: shared, tcp"),
+        ("pigeon", "unix:/tmp/x", "transport: 'pigeon', allowed: shared, tcp, mooncake"),
         ("tcp", "127.0.0.1:80", "allowed: unix:/path or tcp:host:port"),
         ("tcp", "tcp:127.0.0.1:http", "allowed: unix:/path or tcp:host:port"),
         ("tcp", "tcp:0.0.0.0:80", "as its peers reach it"),

@@ -40,11 +40,11 @@ class DecodeSide:
     """All requests being handed over to this engine, and ended leases.
 
     Attributes:
-        pulled_blocks: that arrived from other engines, since the start.
+        pulled_blocks, failed_pulls: blocks that arrived from other engines, and that did not, since the start.
     """
 
     def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
-        self.pulled_blocks = 0
+        self.pulled_blocks = self.failed_pulls = 0
         self._scheduler = scheduler
         self._transport = transport
         self._host = host
@@ -221,6 +221,7 @@ class DecodeSide:
         """A pull is over; without `blocks` nothing came, or nothing that could be believed."""
         incoming.pulling.remove(index)
         into = incoming.reservation.blocks[index]
+        self.failed_pulls += not blocks
         if blocks and blocks[0] != into:
             self._scheduler.pool.replace(into, blocks[0])
         if self._incoming.get(incoming.lease.request_id) is not incoming:
