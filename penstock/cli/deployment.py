@@ -107,7 +107,13 @@ TABLES = Tables(
         ),
     ),
     transport=(
-        Option("kind", one_of("shared", "tcp"), "shared", "shared: blocks change their holder; tcp: they are copied"),
+        Option(
+            "kind",
+            one_of("shared", "tcp", "mooncake"),
+            "shared",
+            "shared: blocks change their holder; tcp: they are copied; mooncake: the same by its transfer engine; needs "
+            "penstock[mooncake]",
+        ),
         Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
     ),
     faults=(

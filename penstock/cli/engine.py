@@ -46,6 +46,14 @@ log = logging.getLogger("penstock.engine")
 # in its first hour. Both read their variable at the first product.
 KERNELS_KEPT = 16
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+# Mooncake has its settings from the environment alone. A block that is being read from a peer that stands still is in
+# quarantine until Mooncake gives up, which is after 30 s by default.
+MOONCAKE = {
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+    "MC_LOG_LEVEL": "WARNING",
+}
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -130,6 +138,9 @@ def open_way(
         raise ConfigError("transport: blocks on a CUDA device cannot be handed over yet, use the role any", "transport")
     from penstock.transfer.transports import open_transport
 
+    if way["kind"] == "mooncake":
+        for variable, value in MOONCAKE.items():
+            os.environ.setdefault(variable, value)
     transport = open_transport(
         way["kind"],
         way["address"],

@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.cache import KVCache
 from penstock.engine.memory import available_memory
 from penstock.engine.mover import Mover
-from penstock.sched.local.offload import Copied
+from penstock.kv.connector import Move
 from penstock.transfer.memory import PoolMemory
 
 log = logging.getLogger("penstock.engine")
@@ -31,14 +31,14 @@ class HostSlots:
         self._cache: KVCache | None = cache
         self._memory = PoolMemory.anonymous(num_slots, self.block_bytes)
 
-    def store(self, moves: Sequence[Copied]) -> None:
+    def store(self, moves: Sequence[Move]) -> None:
         blocks = self._blocks
-        for block, slot, _ in moves:  # not by torch, whose threads would spin on the cores that steps are computed on
+        for block, slot, *_ in moves:  # not by torch, whose threads would spin on the cores that steps are computed on
             ctypes.memmove(self._place(slot), blocks + block * self.block_bytes, self.block_bytes)
 
-    def load(self, moves: Iterable[Copied]) -> int:
+    def load(self, moves: Iterable[Move]) -> int:
         blocks, count = self._blocks, 0
-        for block, slot, _ in moves:
+        for block, slot, *_ in moves:
             ctypes.memmove(blocks + block * self.block_bytes, self._place(slot), self.block_bytes)
             count += 1
         return count
@@ -84,23 +84,23 @@ class PinnedSlots(HostSlots):
                 f"{OPTION}: {size / 2**30:.1f} GiB cannot be pinned (CUDA error {status}), allowed is what can", OPTION
             )
 
-    def store(self, moves: Sequence[Copied]) -> None:
+    def store(self, moves: Sequence[Move]) -> None:
         assert self._cache is not None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)
             try:
-                for block, slot, _ in moves:
+                for block, slot, *_ in moves:
                     self._slots[slot].copy_(self._cache.block(block), non_blocking=True)
             finally:
                 self._wait()
 
-    def load(self, moves: Iterable[Copied]) -> int:
+    def load(self, moves: Iterable[Move]) -> int:
         assert self._cache is not None
         count = 0
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)  # the blocks' previous contents may still be read
             try:
-                for block, slot, _ in moves:  # one is verified while the next one is copied
+                for block, slot, *_ in moves:  # one is verified while the next one is copied
                     self._cache.block(block).copy_(self._slots[slot], non_blocking=True)
                     count += 1
             finally:

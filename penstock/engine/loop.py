@@ -13,7 +13,7 @@ from penstock.core.plan import StepPlan
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.executor.base import Executor, Pending, Ran
-from penstock.engine.mover import Moved
+from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import StepBudget
@@ -53,7 +53,7 @@ class Ledger(Protocol):
         ...
 
 
-class Moves(Protocol):
+class TierBelow(KVTier, Protocol):
     """Copies blocks between the device and the tier below it."""
 
     @property
@@ -61,28 +61,8 @@ class Moves(Protocol):
         """Bytes of a block."""
         ...
 
-    def give(self, orders: Iterable[Store | Load]) -> None:
-        """Start these copies, beside the steps."""
-        ...
-
-    def take(self) -> list[Moved]:
-        """The orders completed since the last call. Does not wait."""
-        ...
-
-    def fileno(self) -> int:
-        """Readable when there is something to take."""
-        ...
-
     def wait(self, seconds: float) -> None:
-        """Return when there is something to take, or after so long."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until all orders are completed."""
-        ...
-
-    def close(self) -> None:
-        """Stop copying and release the memory."""
+        """Return when `poll` has something, or after so long."""
         ...
 
 
@@ -127,7 +107,7 @@ class Engine:
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
-        mover: Moves | None = None,
+        mover: TierBelow | None = None,
     ) -> None:
         assert (mover is None) == (scheduler.offload is None)
         self.scheduler = scheduler
@@ -143,6 +123,7 @@ class Engine:
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
         self.look_again_at = inf
+        self._moving: dict[int, Store | Load] = {}  # handle of the mover -> what is under way
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
@@ -284,13 +265,14 @@ class Engine:
         step in flight calls it when `mover` has something."""
         if self.mover is None:
             return
-        over = self.mover.take()
-        for order, good, seconds in over:
+        over = self.mover.poll()
+        for handle, blocks, seconds in over:
+            order = self._moving.pop(handle)
             if isinstance(order, Load):
                 self._given_up_at.pop(order.number, None)
-                self.scheduler.loaded(order.number, good, seconds)
+                self.scheduler.loaded(order.number, len(blocks), seconds)
             else:
-                self.scheduler.stored(order.number, whole=good == len(order.moves))
+                self.scheduler.stored(order.number, whole=len(blocks) == len(order.moves))
         if self._given_up_at:
             now = self._clock.now()
             for number in [number for number, due in self._given_up_at.items() if due <= now]:
@@ -305,16 +287,14 @@ class Engine:
         if self.mover is None:
             return
         assert self.scheduler.offload is not None
-        orders = self.scheduler.offload.take_orders()
-        if not orders:
-            return
-        now = self._clock.now()
-        for order in orders:
+        for order in self.scheduler.offload.take_orders():
             if isinstance(order, Load):
-                self._given_up_at[order.number] = now + PATIENCE * order.seconds + GRACE
+                self._given_up_at[order.number] = self._clock.now() + PATIENCE * order.seconds + GRACE
                 if self._ledger is not None:
-                    self._ledger.clear(copied.block for copied in order.moves)
-        self.mover.give(orders)
+                    self._ledger.clear(move.block for move in order.moves)
+                self._moving[self.mover.pull(order.moves)] = order
+            else:
+                self._moving[self.mover.push(order.moves)] = order
 
     # --- reports
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.mover import Mover
-from penstock.sched.local.offload import Copied
+from penstock.kv.connector import Move
 from penstock.sched.steptime import StepTime
 from penstock.transfer.memory import PoolMemory
 
@@ -44,15 +44,15 @@ class ModelledSlots:
 
     # both copy at the last moment, so that a block or slot that changes too early is detected
 
-    def store(self, moves: Sequence[Copied]) -> None:
+    def store(self, moves: Sequence[Move]) -> None:
         self._sleep(self._seconds * len(moves))
-        for block, slot, _ in moves:
+        for block, slot, *_ in moves:
             self._slots[slot] = self._blocks[block]
 
-    def load(self, moves: Iterable[Copied]) -> int:
+    def load(self, moves: Iterable[Move]) -> int:
         moves = list(moves)
         self._sleep(self._seconds * len(moves))
-        for block, slot, _ in moves:
+        for block, slot, *_ in moves:
             self._blocks[block] = self._slots[slot]
         return len(moves)
 

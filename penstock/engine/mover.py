@@ -12,14 +12,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import NamedTuple, Protocol
 
 from penstock.engine.executor.inline import Bell
-from penstock.sched.local.offload import Copied, Load, Store
+from penstock.kv.connector import Move, Moved
 
 log = logging.getLogger("penstock.engine")
-PIECE = 16  # blocks of a store, after each of which loads may come first
+PIECE = 16  # blocks of a push, after each of which pulls may come first
 COMPLAIN_EVERY = 60.0  # seconds
 
 
@@ -31,11 +31,11 @@ class Way(Protocol):
         """Bytes of a block."""
         ...
 
-    def store(self, moves: Sequence[Copied]) -> None:
+    def store(self, moves: Sequence[Move]) -> None:
         """Copy these blocks to their slots. They are there when this returns."""
         ...
 
-    def load(self, moves: Iterable[Copied]) -> int:
+    def load(self, moves: Iterable[Move]) -> int:
         """Copy slots to their blocks, in this order, each as soon as it comes. Returns how many came; all have arrived.
 
         If it raises, nothing is written any longer either.
@@ -51,17 +51,12 @@ class Way(Protocol):
         ...
 
 
-class Moved(NamedTuple):
-    """An order that is over.
+class _Order(NamedTuple):
+    """A push or a pull."""
 
-    Attributes:
-        good: of its blocks, from the first on, that arrived as they should be; of a store all or none.
-        seconds: that it took, without the wait for its turn.
-    """
-
-    order: Store | Load
-    good: int
-    seconds: float
+    handle: int
+    moves: Sequence[Move]
+    is_pull: bool
 
 
 def checksum_of(data: memoryview) -> int:
@@ -72,9 +67,9 @@ def checksum_of(data: memoryview) -> int:
 
 
 class Mover:
-    """Takes orders from one thread, and executes them in order in its own.
+    """A `KVTier` over the slots of a `Way`: takes orders from one thread, and executes them in order in its own.
 
-    Loads come before waiting stores. The key and checksum of each slot's content are kept, and a load verifies them. A
+    Pulls come before waiting pushes. The key and checksum of each slot's content are kept, and a pull verifies them. A
     failure ends the order, not the engine.
 
     Args:
@@ -83,10 +78,13 @@ class Mover:
 
     def __init__(self, way: Way, checksum: Callable[[memoryview], int] = checksum_of) -> None:
         self._way = way
+        self._handles = count(1)
         self._desk = desk = _Desk()
         self._waiter = select.poll()
         self._waiter.register(desk.bell.fd, select.POLLIN)
-        thread = threading.Thread(target=_Carrier(desk, way, checksum).work, name="penstock-mover", daemon=True)
+        self._stored: dict[int, tuple[bytes, int]] = {}  # slot -> key and checksum of what lies there
+        work = _Carrier(desk, way, checksum, self._stored).work
+        thread = threading.Thread(target=work, name="penstock-mover", daemon=True)
         # the memory must outlive a running copy, also at interpreter exit
         self._stop = weakref.finalize(self, _stop, thread, desk, way)
         thread.start()
@@ -97,27 +95,35 @@ class Mover:
         return self._way.block_bytes
 
     def fileno(self) -> int:
-        """Readable when there is something to take."""
         return self._desk.bell.fd
 
-    def give(self, orders: Iterable[Store | Load]) -> None:
-        self._desk.give(orders)
+    def push(self, moves: Sequence[Move]) -> int:
+        return self._give(moves, is_pull=False)
 
-    def take(self) -> list[Moved]:
-        """The orders completed since the last call. Does not wait."""
+    def pull(self, moves: Sequence[Move], source: None = None) -> int:
+        return self._give(moves, is_pull=True)
+
+    def poll(self) -> list[Moved]:
         return self._desk.take() if self._desk.over else []
 
+    def contains(self, keys: Sequence[bytes]) -> int:
+        stored = {key for key, _ in list(self._stored.values())}
+        return sum(1 for _ in takewhile(stored.__contains__, keys))
+
     def wait(self, seconds: float) -> None:
-        """Return when there is something to take, or after so long."""
+        """Return when `poll` has something, or after so long."""
         self._waiter.poll(seconds * 1e3)
 
     def settle(self) -> None:
-        """Wait until all orders are completed."""
         self._desk.settle()
 
     def close(self) -> None:
-        """Copy nothing any longer, and let go of the memory; what waits is dropped. It is not used again."""
         self._stop()
+
+    def _give(self, moves: Sequence[Move], *, is_pull: bool) -> int:
+        order = _Order(next(self._handles), moves, is_pull)
+        self._desk.give(order)
+        return order.handle
 
 
 class _Desk:
@@ -131,19 +137,15 @@ class _Desk:
         self.bell = Bell()
         self.over: list[Moved] = []
         self._changed = threading.Condition()
-        self._loads: deque[Load] = deque()
-        self._stores: deque[Store] = deque()
+        self._pulls: deque[_Order] = deque()
+        self._pushes: deque[_Order] = deque()
         self._open = 0  # given, and not over
         self._closed = False
 
-    def give(self, orders: Iterable[Store | Load]) -> None:
+    def give(self, order: _Order) -> None:
         with self._changed:
-            for order in orders:
-                if isinstance(order, Load):
-                    self._loads.append(order)
-                else:
-                    self._stores.append(order)
-                self._open += 1
+            (self._pulls if order.is_pull else self._pushes).append(order)
+            self._open += 1
             self._changed.notify_all()
 
     def take(self) -> list[Moved]:
@@ -161,20 +163,21 @@ class _Desk:
             self._closed = True
             self._changed.notify_all()
 
-    def next(self) -> Store | Load | None:
-        """To be carried out now, if it is a store a piece of it; None at the end."""
+    def next(self) -> _Order | None:
+        """To be carried out now, if it is a push a piece of it; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._stores or self._closed)
+            self._changed.wait_for(lambda: self._pulls or self._pushes or self._closed)
             if self._closed:
                 return None
-            return self._loads[0] if self._loads else self._stores[0]
+            return self._pulls[0] if self._pulls else self._pushes[0]
 
-    def end(self, moved: Moved) -> None:
+    def end(self, order: _Order, good: int, seconds: float) -> None:
         """The first of its kind is over."""
         with self._changed:
-            (self._loads if isinstance(moved.order, Load) else self._stores).popleft()
+            (self._pulls if order.is_pull else self._pushes).popleft()
             self._open -= 1
-            self.over.append(moved)
+            blocks = tuple(move.block for move in order.moves[:good])
+            self.over.append(Moved(order.handle, blocks, seconds))
             self.bell.ring()
             self._changed.notify_all()
 
@@ -182,10 +185,11 @@ class _Desk:
 class _Carrier:
     """What the thread does."""
 
-    def __init__(self, desk: _Desk, way: Way, checksum: Callable[[memoryview], int]) -> None:
-        self._desk, self._way, self._checksum = desk, way, checksum
-        self._stored: dict[int, tuple[bytes, int]] = {}  # slot -> key and checksum of what lies there
-        self._done = 0  # blocks of the first store
+    def __init__(
+        self, desk: _Desk, way: Way, checksum: Callable[[memoryview], int], stored: dict[int, tuple[bytes, int]]
+    ) -> None:
+        self._desk, self._way, self._checksum, self._stored = desk, way, checksum, stored
+        self._done = 0  # blocks of the first push
         self._took = 0.0  # for those
         self._complain_at = 0.0
 
@@ -193,36 +197,35 @@ class _Carrier:
         while (order := self._desk.next()) is not None:
             began = time.monotonic()
             try:
-                good = self._load(order) if isinstance(order, Load) else self._store(order)
+                good = self._load(order.moves) if order.is_pull else self._store(order.moves)
             except Exception as error:
                 self._complain("%d blocks could not be copied: %s: %s", len(order.moves), type(error).__name__, error)
                 good = 0
             took = time.monotonic() - began
-            if isinstance(order, Store):
+            if not order.is_pull:
                 self._took += took
                 if 0 < good < len(order.moves):
                     continue
                 took, self._took, self._done = self._took, 0.0, 0
-            self._desk.end(Moved(order, good, took))
+            self._desk.end(order, good, took)
 
-    def _store(self, order: Store) -> int:
+    def _store(self, order: Sequence[Move]) -> int:
         """A piece of it. Returns how many of its blocks are there."""
-        moves = order.moves[self._done : self._done + PIECE]
-        for _, slot, _ in moves:
-            self._stored.pop(slot, None)
+        moves = order[self._done : self._done + PIECE]
+        for move in moves:
+            self._stored.pop(move.slot, None)
         self._way.store(moves)
-        for _, slot, key in moves:
-            self._stored[slot] = key, self._checksum(self._way.content(slot))
+        for move in moves:
+            self._stored[move.slot] = move.key, self._checksum(self._way.content(move.slot))
         self._done += len(moves)
         return self._done
 
-    def _load(self, order: Load) -> int:
-        return self._way.load(takewhile(self._is_sound, order.moves))
+    def _load(self, moves: Sequence[Move]) -> int:
+        return self._way.load(takewhile(self._is_sound, moves))
 
-    def _is_sound(self, copied: Copied) -> bool:
+    def _is_sound(self, move: Move) -> bool:
         """Whether a slot's key and checksum are those stored."""
-        _, slot, key = copied
-        if self._stored.get(slot) == (key, self._checksum(self._way.content(slot))):
+        if self._stored.get(move.slot) == (move.key, self._checksum(self._way.content(move.slot))):
             return True
         self._complain("a copy of a block is not what was stored: what it held is computed again")
         return False

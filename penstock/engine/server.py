@@ -249,6 +249,8 @@ class EngineServer:
             for arrival in self._transport.receive():
                 self._changed = True
                 self._on_peer(arrival)
+            if self._handoffs is not None:
+                self._changed |= self._handoffs.collect(self._clock.now())
             self._engine.write_down()  # what came with requests that were taken over
 
     def _handle(self, client: str, command: Command) -> None:
@@ -321,7 +323,7 @@ class EngineServer:
         for client, state in self._clients.items():
             if state.kind != "master":
                 theirs.setdefault(client, [])
-        stats = stats_of(self._engine)
+        stats = stats_of(self._engine, self._handoffs)
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
@@ -381,8 +383,9 @@ class EngineServer:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
 
 
-def stats_of(engine: Engine) -> EngineStats:
+def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
     """Of an engine, for those who send it requests."""
+    decode_side = None if handoffs is None else handoffs.decode_side
     scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
     counters, speculation = scheduler.counters, scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
@@ -409,6 +412,8 @@ def stats_of(engine: Engine) -> EngineStats:
         masking=masks.seconds,
         grammars=masks.compiled,
         compiling=masks.compiling,
+        pulled_blocks=decode_side.pulled_blocks if decode_side is not None else 0,
+        failed_pulls=decode_side.failed_pulls if decode_side is not None else 0,
     )
 
 

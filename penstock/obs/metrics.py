@@ -76,16 +76,18 @@ WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a plac
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
-MASKING = {  # field of the statistics -> metric, and its help
+COUNTED = {  # field of the statistics -> metric, and its help
     "masked_steps": ("masked_steps", "Steps in which it was worked out which tokens may be drawn"),
     "masking": ("mask_seconds", "Time that these steps waited for it"),
     "grammars": ("grammars_compiled", "Grammars that were compiled"),
     "compiling": ("grammar_compile_seconds", "Time that this took, beside steps"),
+    "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
+    "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
     *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
-    *MASKING,
+    *COUNTED,
 )
 totals = attrgetter(*TOTALS)
 
@@ -174,7 +176,7 @@ class _Engine:
     preemptions: Counter
     busy: Counter
     idle: Counter
-    masking: dict[str, Counter]
+    counted: dict[str, Counter]
     up: Gauge
     lost: Counter
     step_tokens: _Buckets
@@ -212,7 +214,7 @@ class _Engine:
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
         self.busy.inc(said.busy - before.busy)
         self.idle.inc(said.idle - before.idle)
-        for total, counter in self.masking.items():
+        for total, counter in self.counted.items():
             counter.inc(getattr(said, total) - getattr(before, total))
         self._counted = said
 
@@ -243,7 +245,7 @@ class _EngineSeries:
         self.preemptions = self._metric(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
         self.busy = self._metric(Counter, "engine_busy_seconds", "Time that steps took")
         self.idle = self._metric(Counter, "engine_idle_seconds", "Time between steps while there was work")
-        self.masking = {total: self._metric(Counter, name, help) for total, (name, help) in MASKING.items()}
+        self.counted = {total: self._metric(Counter, name, help) for total, (name, help) in COUNTED.items()}
         self.up = self._metric(Gauge, "instance_up", "1 while the instance serves")
         self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         self.step_tokens = _Histogram(
@@ -270,7 +272,7 @@ class _EngineSeries:
             preemptions=self.preemptions.labels(self._model_name, name),
             busy=self.busy.labels(self._model_name, name),
             idle=self.idle.labels(self._model_name, name),
-            masking={total: counter.labels(self._model_name, name) for total, counter in self.masking.items()},
+            counted={total: counter.labels(self._model_name, name) for total, counter in self.counted.items()},
             up=self.up.labels(self._model_name, name),
             lost=self.lost.labels(self._model_name, name),
             step_tokens=self.step_tokens.labels(self._model_name, name),

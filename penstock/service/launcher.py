@@ -114,7 +114,7 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
     if deployment.transport is None:
         return None
     kind = deployment.transport.kind
-    address = "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:{path}"
+    address = f"unix:{path}" if kind == "shared" else "tcp:127.0.0.1:0"
     return {"kind": kind, "address": address, "faults": deployment.transport.faults}
 
 

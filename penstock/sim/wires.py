@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
+from penstock.kv.connector import Moved
 from penstock.kv.depot import DepotSource
 from penstock.sched.local.offload import Load, Store
 from penstock.sched.steptime import StepTime
@@ -74,6 +75,7 @@ class MemoryCarrier:
     def __init__(self, source: DepotSource | None) -> None:
         self._source = source
         self._sent: list[tuple[Peer, PeerMessage]] = []
+        self._pulled: list[Moved] = []
 
     @property
     def shares(self) -> bool:
@@ -90,12 +92,20 @@ class MemoryCarrier:
     def stamp(self, block: int) -> tuple[int, int]:
         return (0 if self._source is None else self._source.depot.generation(block)), 0
 
-    def land(self, arrival: PeerArrival, into: int) -> int | None:
+    def pull(self, arrival: PeerArrival, into: int) -> int:
+        """A message takes as long as its block: what has arrived is there."""
         push = arrival.message
         assert isinstance(push, Push)
         if self._source is None:
-            return into
-        return push.block if self._source.hold([(push.block, push.generation)], [into]) else None
+            blocks: tuple[int, ...] = (into,)
+        else:
+            blocks = (push.block,) if self._source.hold([(push.block, push.generation)], [into]) else ()
+        self._pulled.append(Moved(len(self._pulled), blocks, 0.0))
+        return len(self._pulled) - 1
+
+    def poll(self) -> list[Moved]:
+        pulled, self._pulled = self._pulled, []
+        return pulled
 
 
 class LoadedBlocks(NamedTuple):

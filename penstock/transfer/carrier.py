@@ -385,7 +385,7 @@ class Carrier:
             return
         message = decode_peer(received.body)
         if received.payload is None:
-            self._tell(ReceivedMessage(link.peer, message))
+            self._tell(ReceivedMessage(link.peer, message, memory=link.memory))
             return
         assert received.payload.buffer is not None
         self._tell(ReceivedMessage(link.peer, message, received.payload, xxh3_64_intdigest(received.payload.buffer)))
@@ -442,6 +442,7 @@ class Carrier:
             link = self._join(connection, greet, peer)
             self._greet(connection, peer.incarnation)
         connection.ready = True
+        link.memory = greet.memory
         connection.accept_payloads(link.staging)
         if link.dialled and connection.index == 0:
             for index in range(1, len(link.connections)):

@@ -42,6 +42,7 @@ class Greet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     Attributes:
         transport: kind of it, a key of `TRANSPORTS`.
         pool: which memory the block numbers of a Push refer to; empty when blocks are copied.
+        memory: where the blocks lie, for peers that read them there; empty when they do not.
         address: where the speaker can be reached.
         link, socket, sockets: a link has `sockets` connections; `link` is a number that its maker chose.
     """
@@ -52,6 +53,7 @@ class Greet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     transport: str
     layout: KVLayout
     pool: str = ""
+    memory: str = ""
     link: int = 0
     socket: int = 0
     sockets: int = 1

@@ -208,12 +208,17 @@ class PeerConnection:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """A message; for a push whose bytes came along also these, and their checksum as they arrived."""
+    """A message; for a push whose bytes came along also these, and their checksum as they arrived.
+
+    Attributes:
+        memory: where the peer's blocks lie, as it greeted.
+    """
 
     peer: Peer
     message: PeerMessage
     payload: Staged | None = None
     checksum: int = 0
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,11 +245,13 @@ class PeerLink:
     """
     Attributes:
         number: chosen by the side that dialled.
+        memory: where the peer's blocks lie, once it has greeted.
         retry: seconds before dialling again.
     """
 
     def __init__(self, peer: Peer, number: int, sockets: int, dialled: bool, staging: Staging | None) -> None:
         self.peer = peer
+        self.memory = ""
         self.number = number
         self.dialled = dialled
         self.staging = staging

@@ -38,6 +38,28 @@ class KVPool:
             self.memory.close()
 
 
+class Stamps:
+    """What identifies a block's contents to a peer that copies them: the generation of its use, and its checksum."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._memory = pool.memory
+        self._records = pool.client.records if pool.client is not None else None
+
+    def of(self, block: int) -> tuple[int, int]:
+        """(generation, checksum), to be taken when it is complete."""
+        if self._records is None:
+            return 0, self._memory.checksum(block)
+        record = self._records.get(block)
+        if record is not None:  # of the use that the block is in: it was summed up when it was full
+            return record.generation, record.checksum
+        return self._records.generation(block), self._memory.checksum(block)
+
+    def forget(self, block: int) -> None:
+        """Its bytes are about to change."""
+        if self._records is not None:
+            self._records.clear(block)
+
+
 # (layout, quota in blocks) -> pool of that many, inherited ones included
 OpenPool = Callable[[KVLayout, int], KVPool]
 

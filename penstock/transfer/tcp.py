@@ -1,13 +1,18 @@
-"""Blocks between engines that share no memory: their bytes travel, straight from the one pool and into the other."""
+"""Blocks between engines that share no memory: their bytes travel with the message that pushes them."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from time import monotonic
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.handoff import Push
+from penstock.kv.connector import Move, Moved
+from penstock.transfer.finished import Finished
 from penstock.transfer.peer_link import ReceivedMessage
-from penstock.transfer.pool import KVPool
+from penstock.transfer.pool import KVPool, Stamps
 
 
 class CopiedBlocks:
@@ -15,33 +20,49 @@ class CopiedBlocks:
 
     shares = False
     sockets = 4  # one for messages, the others for blocks
-    pool_name = ""
+    pool_name = memory = ""
 
-    def __init__(self, pool: KVPool, layout: KVLayout) -> None:
-        self._pool = pool
-        self._records = pool.client.records if pool.client is not None else None
+    def __init__(self, pool: KVPool, layout: KVLayout, address: str = "") -> None:
+        self._memory = pool.memory
+        self._stamps = Stamps(pool)
+        self.stamp = self._stamps.of
         self.payload_bytes = layout.block_bytes
+        self._handles = count(1)
+        self._finished = Finished()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transfer-copy")
 
-    def stamp(self, block: int) -> tuple[int, int]:
-        if self._records is None:
-            return 0, self._pool.memory.checksum(block)
-        record = self._records.get(block)
-        if record is not None:  # of the use that the block is in: it was summed up when it was full
-            return record.generation, record.checksum
-        return self._records.generation(block), self._pool.memory.checksum(block)
+    def payload(self, block: int) -> memoryview | None:
+        return self._memory.block(block)
 
-    def payload(self, push: Push) -> memoryview | None:
-        return self._pool.memory.block(push.block)
+    def pull(self, moves: Sequence[Move], source: ReceivedMessage) -> int:
+        handle = next(self._handles)
+        (move,) = moves  # a message brings one block
+        self._stamps.forget(move.block)
+        self._thread.submit(self._copy, handle, move, source)
+        return handle
 
-    def land(self, push: Push, arrival: ReceivedMessage, into: int) -> int | None:
-        staged = arrival.payload
-        if staged is None or staged.buffer is None or arrival.checksum != push.checksum:
-            return None
-        memory = self._pool.memory
-        assert 0 <= into < memory.num_blocks
-        if self._records is not None:
-            self._records.clear(into)
+    def _copy(self, handle: int, move: Move, source: ReceivedMessage) -> None:
+        began, staged = monotonic(), source.payload
+        blocks: tuple[int, ...] = ()
+        if staged is not None:
+            if staged.buffer is not None and source.checksum == move.checksum:
+                self._write(move.block, staged.buffer)
+                blocks = (move.block,)
+            staged.release()
+        self._finished.put(Moved(handle, blocks, monotonic() - began))
+
+    def _write(self, block: int, data: bytearray) -> None:
+        size = self._memory.block_bytes
+        assert 0 <= block < self._memory.num_blocks
         # memmove lets other threads run meanwhile
-        source = (ctypes.c_char * memory.block_bytes).from_buffer(staged.buffer)
-        ctypes.memmove(memory.address + into * memory.block_bytes, source, memory.block_bytes)
-        return into
+        ctypes.memmove(self._memory.address + block * size, (ctypes.c_char * size).from_buffer(data), size)
+
+    def poll(self) -> list[Moved]:
+        return self._finished.take()
+
+    def fileno(self) -> int:
+        return self._finished.fileno()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._finished.close()

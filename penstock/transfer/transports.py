@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,32 +10,37 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage, Push
+from penstock.kv.connector import KVConnector, Move, Moved
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.faulty import Faults, FaultyCarrier
 from penstock.transfer.frames import Greet
+from penstock.transfer.mooncake import MooncakeBlocks
 from penstock.transfer.peer_link import LinkDown, ReceivedMessage
 from penstock.transfer.pool import KVPool
 from penstock.transfer.shared import SharedBlocks
 from penstock.transfer.tcp import CopiedBlocks
 
 
-class BlockPath(Protocol):
-    """How a transport moves a block.
+class BlockPath(KVConnector[ReceivedMessage], Protocol):
+    """How a transport moves blocks: what is told of one that is pushed, and a connector that pulls those that peers
+    told of. It has no push of its own: only the peer knows what it could believe, so its answer is what ends one.
 
     Attributes:
+        shares: see `KVTransport`.
         sockets: connections per link.
         payload_bytes: that travel with a push.
         pool_name: see `Greet.pool`.
+        memory: see `Greet.memory`.
     """
 
     shares: bool
     sockets: int
     payload_bytes: int
     pool_name: str
+    memory: str
 
     def stamp(self, block: int) -> tuple[int, int]: ...
-    def payload(self, push: Push) -> memoryview | None: ...
-    def land(self, push: Push, arrival: ReceivedMessage, into: int) -> int | None: ...
+    def payload(self, block: int) -> memoryview | None: ...
 
 
 class KVTransport:
@@ -53,6 +59,9 @@ class KVTransport:
     def __init__(self, carrier: Carrier, path: BlockPath) -> None:
         self._carrier = carrier
         self._path = path
+        self._bells = select.epoll()
+        for bell in (carrier, path):
+            self._bells.register(bell.fileno(), select.EPOLLIN)
         self.address = carrier.address
         self.shares = path.shares
         self.counters = carrier.counters
@@ -66,50 +75,57 @@ class KVTransport:
         self._carrier.disconnect(peer)
 
     def send(self, peer: Peer, message: PeerMessage) -> None:
-        """Queue a message, connecting if need be. A `Push` takes the block's bytes along when they have to travel; they
-        are read when they are sent, so the block must not change until the peer has answered the commit."""
-        self._carrier.send(peer, message, self._path.payload(message) if isinstance(message, Push) else None)
+        """Queue a message, connecting if need be. A `Push` takes the block's bytes along, or the peer reads them, when
+        they have to travel; so the block must not change until the peer has answered the commit."""
+        self._carrier.send(peer, message, self._path.payload(message.block) if isinstance(message, Push) else None)
 
     def receive(self) -> list[ReceivedMessage | LinkDown]:
         """Everything that arrived since the last call. EngineFailure when the I/O thread has failed."""
         return self._carrier.receive()
 
     def fileno(self) -> int:
-        """Readable when `receive` has something."""
-        return self._carrier.fileno()
+        """Readable when `receive` or `poll` has something."""
+        return self._bells.fileno()
 
     def stamp(self, block: int) -> tuple[int, int]:
         """(generation, checksum) for a `Push` of one of our blocks, to be taken when it is complete."""
         return self._path.stamp(block)
 
-    def land(self, arrival: ReceivedMessage, into: int) -> int | None:
-        """Take a pushed block over, once per arrival.
+    def pull(self, arrival: ReceivedMessage, into: int) -> int:
+        """Begin to take a pushed block over, once per arrival. Returns a handle; `poll` tells the end.
 
         Args:
             arrival: of a `Push`.
-            into: a block that we hold.
-
-        Returns:
-            The block that has the contents now and is to be used instead of `into`: `into` itself, or the pushed block
-            when it is shared, `into` then being given up. None when what came is corrupt or stale; `into` is untouched.
+            into: a block that we hold. It is the transport's until the pull is over, and may be exchanged for the
+                pushed block, when that is shared.
 
         Raises:
             Unavailable: the KV pool server is lost.
         """
-        assert isinstance(arrival.message, Push)
-        block = self._path.land(arrival.message, arrival, into)
-        if arrival.payload is not None:
-            arrival.payload.release()
-        if block is None:
-            self.counters.dropped["unverified"] += 1
-        return block
+        push = arrival.message
+        assert isinstance(push, Push)
+        return self._path.pull([Move(into, push.block, push.key, push.generation, push.checksum)], arrival)
+
+    def poll(self) -> list[Moved]:
+        """Pulls that are over: each with the block that has the contents now, or with none when what came is corrupt or
+        stale, or nothing came."""
+        over = self._path.poll()
+        if failed := sum(not moved.blocks for moved in over):
+            self.counters.dropped["unverified"] += failed
+        return over
 
     def close(self) -> None:
         """Close all links and release everything. Idempotent."""
         self._carrier.close()
+        self._path.close()
+        self._bells.close()
 
 
-TRANSPORTS: dict[str, Callable[[KVPool, KVLayout], BlockPath]] = {"shared": SharedBlocks, "tcp": CopiedBlocks}
+TRANSPORTS: dict[str, Callable[[KVPool, KVLayout, str], BlockPath]] = {
+    "shared": SharedBlocks,
+    "tcp": CopiedBlocks,
+    "mooncake": MooncakeBlocks,
+}
 
 
 def open_transport(
@@ -134,12 +150,24 @@ def open_transport(
     """
     if kind not in TRANSPORTS:
         raise ConfigError(f"transport: {kind!r}, allowed: {', '.join(TRANSPORTS)}", "transport")
-    path = TRANSPORTS[kind](pool, layout)
-    if path.shares and not address.startswith("unix:"):
-        raise ConfigError(f"address: {address}, transport {kind} stays on one host: unix:/path", "address")
-    me = Greet(name=name, incarnation=incarnation, address=address, transport=kind, layout=layout, pool=path.pool_name)
-    if faults is None:
-        carrier = Carrier(me, path.sockets, path.payload_bytes, secret)
-    else:
-        carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret)
+    path = TRANSPORTS[kind](pool, layout, address)
+    try:
+        if path.shares and not address.startswith("unix:"):
+            raise ConfigError(f"address: {address}, transport {kind} stays on one host: unix:/path", "address")
+        me = Greet(
+            name=name,
+            incarnation=incarnation,
+            address=address,
+            transport=kind,
+            layout=layout,
+            pool=path.pool_name,
+            memory=path.memory,
+        )
+        if faults is None:
+            carrier = Carrier(me, path.sockets, path.payload_bytes, secret)
+        else:
+            carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret)
+    except BaseException:
+        path.close()
+        raise
     return KVTransport(carrier, path)

@@ -15,6 +15,7 @@ from penstock.core.wire.engine import LEASE
 from penstock.transfer.transports import TRANSPORTS
 from tests.helpers.chaos import MARGIN, PHASES, borrower, paced
 from tests.helpers.deployments import DEMO, colocated, deployed
+from tests.helpers.links import KINDS, NEEDS_MOONCAKE
 from tests.helpers.waiting import eventually
 
 LOST = {"error event", "http 503"}  # what a client sees of a frontend that dies; "connection" before it is accepted
@@ -29,6 +30,10 @@ QUICK = [
     ("shared", "master", "reserve"),
     ("shared", "borrower", "push"),
 ]
+
+
+def needs(kind, *, slow):
+    return [pytest.mark.slow] * slow + [NEEDS_MOONCAKE] * (kind == "mooncake")
 
 
 def strike(chaos, victim, phase, requests=4, seed=0):
@@ -88,7 +93,7 @@ def pairs():
 @pytest.mark.parametrize(
     ("kind", "victim", "phase"),
     [
-        pytest.param(kind, victim, phase, marks=[] if (kind, victim, phase) in QUICK else pytest.mark.slow)
+        pytest.param(kind, victim, phase, marks=needs(kind, slow=(kind, victim, phase) not in QUICK))
         for kind in TRANSPORTS
         for victim in VICTIMS
         for phase in EVERY_PHASE
@@ -103,7 +108,7 @@ def test_whoever_is_killed_whenever(pairs, kind, victim, phase):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_of_each_and_all_of_them_die(kind):
     """A round of deaths under load: of every process, with whatever happens to be going on."""
     with paced(kind, 2, 2, faults=STALLS, frontends=2) as chaos:
@@ -129,7 +134,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        pytest.param(kind, fault, marks=[] if (kind, fault) == ("tcp", "all") else pytest.mark.slow)
+        pytest.param(kind, fault, marks=needs(kind, slow=(kind, fault) != ("tcp", "all")))
         for kind in TRANSPORTS
         for fault in FAULTS
     ],
@@ -146,7 +151,7 @@ def test_a_bad_network_costs_time_and_never_an_answer(kind, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("message", ["Reserve", "Reserved", "Push", "Commit", "Missing", "Committed", "Renew"])
 def test_a_message_that_never_arrives(kind, message):
     """Without a place, requests stay; without a word after the commit, whoever has them goes on, or they begin anew."""

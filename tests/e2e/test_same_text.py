@@ -13,6 +13,7 @@ import pytest
 from penstock.llm import LLM
 from penstock.nn import native
 from tests.helpers.deployments import DEMO, deployed, disaggregated
+from tests.helpers.links import NEEDS_MOONCAKE
 
 WORDS = [
     "return",
@@ -122,7 +123,10 @@ def one_engine_in_int8():
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("kind", "kv"), [("shared", "auto"), ("tcp", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "kv"),
+    [("shared", "auto"), ("tcp", "int8"), pytest.param("mooncake", "auto", marks=NEEDS_MOONCAKE)],
+)
 def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, one_engine_in_int8, apart, kind, kv, count):
     expected = (one_engine if kv == "auto" else one_engine_in_int8)(count)
     engine = ROOMY | {"kv-cache-dtype": kv}
@@ -133,6 +137,8 @@ def test_prefill_apart_from_decode_gives_the_text_of_one(one_engine, one_engine_
         assert all(busy(up)[name] > worked[name] for name in worked), "one decoded it all"
         moved = sum(body.get("max_tokens", 0) > 1 for body in make_requests(count))
         assert up.metric("handoffs_total") - before > 0.9 * moved, "hardly anything was handed over"
+        assert up.metric("kv_blocks_pulled_total", engine="decode-0") > 0
+        assert up.metric("kv_pulls_failed_total", engine="decode-0") == 0
 
 
 @pytest.mark.slow

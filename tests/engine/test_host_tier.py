@@ -16,9 +16,9 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
 from penstock.engine.host_tier import PinnedSlots, check_host_tier
 from penstock.engine.mover import Mover
+from penstock.kv.connector import Move
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
-from penstock.sched.local.offload import Copied, Load, Store
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -277,14 +277,14 @@ def test_pinned_slots_bring_back_what_a_step_has_left():
     for _ in range(3):
         cache.blocks.random_(256)
         cache.settle()  # a step's kernels may still run when it is reported
-        mover.give([Store(1, tuple(Copied(block, block, bytes([block])) for block in range(48)))])
+        mover.push([Move(block, block, bytes([block])) for block in range(48)])
         mover.settle()
         before = cache.blocks.clone()
         cache.blocks.zero_()
         cache.settle()
-        mover.give([Load(2, tuple(Copied(block + 16, block, bytes([block])) for block in range(48)), 0.0)])
+        mover.pull([Move(block + 16, block, bytes([block])) for block in range(48)])
         mover.settle()
-        assert [moved.good for moved in mover.take()] == [48, 48]
+        assert [len(moved.blocks) for moved in mover.poll()] == [48, 48]
         assert torch.equal(cache.blocks[16:], before[:48])
         assert not cache.blocks[:16].any()
     mover.close()

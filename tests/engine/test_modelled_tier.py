@@ -18,7 +18,7 @@ from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdow
 from penstock.engine.modelled import ModelledOptions, build_modelled
 from penstock.engine.modelled_tier import ModelledSlots
 from penstock.engine.server import EngineServer, stats_of
-from penstock.sched.local.offload import Copied
+from penstock.kv.connector import Move
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
 from penstock.transfer.memory import PoolMemory
@@ -67,8 +67,8 @@ def test_a_block_takes_as_long_as_its_kv_would():
     digests = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(8, -1)
     digests[:, :64] = np.arange(8, dtype=np.uint64)[:, None] + 1
     slots = ModelledSlots(memory, 4, seconds=0.5, block_bytes=1000, sleep=slept.append)
-    slots.store([Copied(block, slot, b"") for block, slot in ((3, 0), (4, 1), (5, 2))])
-    assert slots.load(iter([Copied(0, 1, b""), Copied(1, 0, b"")])) == 2
+    slots.store([Move(block, slot, b"") for block, slot in ((3, 0), (4, 1), (5, 2))])
+    assert slots.load(iter([Move(0, 1, b""), Move(1, 0, b"")])) == 2
     assert slept == [1.5, 1.0]
     assert digests[:2, 0].tolist() == [5, 4]
     assert np.frombuffer(slots.content(2), dtype=np.uint64).tolist() == [6] * BLOCK_TOKENS

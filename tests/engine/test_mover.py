@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from penstock.engine.mover import PIECE, Moved, Mover
-from penstock.sched.local.offload import Copied, Load, Store
+from penstock.engine.mover import PIECE, Mover
+from penstock.kv.connector import Move, Moved
 
 BYTES = 8
 
@@ -42,13 +42,13 @@ class Shelves:
 
     def store(self, moves):
         self.pass_gate(("store", len(moves)))
-        for block, slot, _ in moves:
+        for block, slot, *_ in moves:
             self.slots[slot][:] = self.blocks[block]
 
     def load(self, moves):
         self.pass_gate(("load",))
         count = 0
-        for block, slot, _ in moves:
+        for block, slot, *_ in moves:
             self.blocks[block] = bytes(self.slots[slot])
             count += 1
         return count
@@ -79,109 +79,132 @@ def key(i):
 
 def moves(count, blocks=0, slots=0):
     """Of blocks and slots that follow each other; a slot's number is that of its key."""
-    return tuple(Copied(blocks + i, slots + i, key(slots + i)) for i in range(count))
+    return tuple(Move(blocks + i, slots + i, key(slots + i)) for i in range(count))
 
 
 def has_rung(mover, seconds=0.0):
     return bool(select.select([mover], [], [], seconds)[0])
 
 
+def push(moves):
+    return Mover.push, moves
+
+
+def pull(moves):
+    return Mover.pull, moves
+
+
+def give(mover, *orders):
+    for start, moves in orders:
+        start(mover, moves)
+
+
 def carried(mover, *orders) -> list[Moved]:
-    mover.give(orders)
+    give(mover, *orders)
     mover.settle()
-    return mover.take()
+    return mover.poll()
 
 
 def test_what_was_stored_is_loaded(mover, shelves):
-    (stored,) = carried(mover, Store(1, moves(3)))
-    assert (stored.order.number, stored.good) == (1, 3)
-    (loaded,) = carried(mover, Load(2, moves(3, blocks=5), 0.0))
-    assert (loaded.order.number, loaded.good) == (2, 3)
+    (stored,) = carried(mover, push(moves(3)))
+    assert (stored.handle, len(stored.blocks)) == (1, 3)
+    (loaded,) = carried(mover, pull(moves(3, blocks=5)))
+    assert (loaded.handle, len(loaded.blocks)) == (2, 3)
     assert shelves.blocks[5:8] == shelves.blocks[:3]
     assert loaded.seconds >= 0
 
 
+def test_it_knows_which_keys_it_has(mover):
+    assert mover.contains([key(0)]) == 0
+    carried(mover, push(moves(3)))
+    assert mover.contains([key(0), key(1), key(2), key(3)]) == 3
+    assert mover.contains([key(9), key(0)]) == 0
+    carried(mover, push((Move(0, 1, key(9)),)))
+    assert mover.contains([key(0), key(1), key(2)]) == 1
+    assert mover.contains([key(9), key(0)]) == 2
+
+
 def test_it_rings_exactly_as_long_as_there_is_something_to_take(mover, shelves):
     shelves.gate.clear()
-    assert mover.take() == []
-    mover.give([Store(1, moves(1)), Store(2, moves(1, slots=1))])
+    assert mover.poll() == []
+    give(mover, push(moves(1)), push(moves(1, slots=1)))
     mover.wait(0.01)
-    assert mover.take() == []
+    assert mover.poll() == []
     assert not has_rung(mover)
     shelves.gate.set()
     mover.settle()
     assert has_rung(mover)
     mover.wait(20)
-    assert [moved.order.number for moved in mover.take()] == [1, 2]
+    assert [moved.handle for moved in mover.poll()] == [1, 2]
     assert not has_rung(mover)
 
 
 def test_loads_come_before_stores_that_wait_and_between_the_pieces_of_one(mover, shelves):
-    carried(mover, Store(1, moves(2)))
+    carried(mover, push(moves(2)))
     shelves.began.clear()
     shelves.gate.clear()
-    mover.give([Store(2, moves(PIECE + 1, slots=2)), Store(3, moves(1, slots=2 + PIECE + 1))])
+    give(mover, push(moves(PIECE + 1, slots=2)), push(moves(1, slots=2 + PIECE + 1)))
     shelves.wait_begun()
-    mover.give([Load(4, moves(2), 0.0), Load(5, moves(1), 0.0)])
+    give(mover, pull(moves(2)), pull(moves(1)))
     shelves.gate.set()
     mover.settle()
     assert shelves.began == [("store", PIECE), ("load",), ("load",), ("store", 1), ("store", 1)]
-    over = mover.take()
-    assert [moved.order.number for moved in over] == [4, 5, 2, 3]
-    assert [moved.good for moved in over] == [2, 1, PIECE + 1, 1]
+    over = mover.poll()
+    assert [moved.handle for moved in over] == [4, 5, 2, 3]
+    assert [len(moved.blocks) for moved in over] == [2, 1, PIECE + 1, 1]
 
 
 def test_the_wait_for_a_turn_is_not_counted(mover, shelves):
-    carried(mover, Store(1, moves(1)))
+    carried(mover, push(moves(1)))
     shelves.gate.clear()
-    mover.give([Load(2, moves(1), 0.0), Load(3, moves(1), 0.0)])
+    give(mover, pull(moves(1)), pull(moves(1)))
     threading.Timer(0.2, shelves.gate.set).start()
     mover.settle()
-    first, second = mover.take()
+    first, second = mover.poll()
     assert first.seconds > 0.15
     assert second.seconds < 0.1
 
 
 def test_a_copy_that_changed_and_all_after_it_are_not_brought(mover, shelves, caplog):
-    carried(mover, Store(1, moves(4)))
+    carried(mover, push(moves(4)))
     shelves.slots[2][5] ^= 1
     before = shelves.blocks[10:14]
     with caplog.at_level(logging.WARNING):
-        for number in (2, 3):
-            (loaded,) = carried(mover, Load(number, moves(4, blocks=10), 0.0))
-            assert loaded.good == 2
+        for _ in range(2):
+            (loaded,) = carried(mover, pull(moves(4, blocks=10)))
+            assert len(loaded.blocks) == 2
     assert shelves.blocks[10:12] == shelves.blocks[:2]
     assert shelves.blocks[12:14] == before[2:]
     assert len(caplog.messages) == 1
-    (again,) = carried(mover, Store(4, moves(1, blocks=2, slots=2)))
-    assert again.good == 1
-    assert carried(mover, Load(5, moves(4, blocks=10), 0.0))[0].good == 4
+    (again,) = carried(mover, push(moves(1, blocks=2, slots=2)))
+    assert len(again.blocks) == 1
+    assert len(carried(mover, pull(moves(4, blocks=10)))[0].blocks) == 4
 
 
 def test_a_copy_of_something_else_is_not_brought(mover):
-    carried(mover, Store(1, moves(2)))
-    wrong = (Copied(9, 0, key(0)), Copied(10, 1, key(7)))
-    assert carried(mover, Load(2, wrong, 0.0))[0].good == 1
-    never = (Copied(9, 5, key(5)),)
-    assert carried(mover, Load(3, never, 0.0))[0].good == 0
+    carried(mover, push(moves(2)))
+    wrong = (Move(9, 0, key(0)), Move(10, 1, key(7)))
+    assert len(carried(mover, pull(wrong))[0].blocks) == 1
+    never = (Move(9, 5, key(5)),)
+    assert len(carried(mover, pull(never))[0].blocks) == 0
 
 
 def test_what_fails_costs_one_order(mover, shelves, caplog):
-    carried(mover, Store(1, moves(2)))
+    carried(mover, push(moves(2)))
     shelves.fails = True
     with caplog.at_level(logging.WARNING):
-        over = carried(mover, Store(2, moves(3, slots=1)), Load(3, moves(1), 0.0))
-    assert [(moved.order.number, moved.good) for moved in over] == [(3, 0), (2, 0)]
+        over = carried(mover, push(moves(3, slots=1)), pull(moves(1)))
+    assert [(moved.handle, len(moved.blocks)) for moved in over] == [(3, 0), (2, 0)]
     assert len(caplog.messages) == 1
     assert "MemoryError: no way" in caplog.text
     shelves.fails = False
-    over = carried(mover, Load(4, moves(2, blocks=5), 0.0))
-    assert over[0].good == 1, "of the second, nobody knows what is there"
+    over = carried(mover, pull(moves(2, blocks=5)))
+    assert len(over[0].blocks) == 1, "of the second, nobody knows what is there"
 
 
 def test_a_store_of_which_a_later_piece_fails_is_none(mover, shelves):
     shelves.gate.clear()
-    mover.give([Store(1, moves(PIECE + 1))])
+    give(mover, push(moves(PIECE + 1)))
     shelves.wait_begun()
     store, failed = shelves.store, []
 
@@ -194,14 +217,14 @@ def test_a_store_of_which_a_later_piece_fails_is_none(mover, shelves):
     shelves.store = second_fails
     shelves.gate.set()
     mover.settle()
-    assert [(moved.order.number, moved.good) for moved in mover.take()] == [(1, 0)]
-    assert carried(mover, Store(2, moves(PIECE + 1)))[0].good == PIECE + 1
+    assert [(moved.handle, len(moved.blocks)) for moved in mover.poll()] == [(1, 0)]
+    assert len(carried(mover, push(moves(PIECE + 1)))[0].blocks) == PIECE + 1
 
 
 def test_closing_waits_for_what_is_under_way_and_drops_the_rest(shelves):
     mover = Mover(shelves)
     shelves.gate.clear()
-    mover.give([Store(1, moves(1)), Store(2, moves(1, slots=1))])
+    give(mover, push(moves(1)), push(moves(1, slots=1)))
     shelves.wait_begun()
     threading.Timer(0.05, shelves.gate.set).start()
     mover.close()

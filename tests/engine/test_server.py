@@ -402,6 +402,9 @@ class NoWay:
     def receive(self):
         return []
 
+    def poll(self):
+        return []
+
     def send(self, peer, message):
         pass
 

@@ -13,12 +13,15 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
+from penstock.transfer import mooncake
 from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
-from penstock.transfer.transports import KVTransport, LinkDown, ReceivedMessage, open_transport
+from penstock.transfer.transports import TRANSPORTS, KVTransport, LinkDown, ReceivedMessage, open_transport
 
 BLOCK_BYTES = 16 << 10
 LAYOUT = KVLayout(
@@ -31,6 +34,8 @@ LAYOUT = KVLayout(
 KEY = b"0123456789abcdef"
 LEASE = Lease("r", 0)
 LEASE_OVER = Release(LEASE, "over")
+NEEDS_MOONCAKE = pytest.mark.skipif(bool(mooncake.missing()), reason=mooncake.missing())
+KINDS = [pytest.param(kind, marks=[NEEDS_MOONCAKE] if kind == "mooncake" else []) for kind in TRANSPORTS]
 
 
 @contextmanager
@@ -84,6 +89,18 @@ class End:
             self.pool.client.records.put(block, key, bytes(16), self.pool.memory.checksum(block))
         return data
 
+    def land(self, arrival: ReceivedMessage, into: int, seconds: float = 10.0) -> int | None:
+        """Pulls a pushed block, and waits until that is over: the block that has it, or None."""
+        handle, over = self.transport.pull(arrival, into), self.transport.poll()
+        deadline = time.monotonic() + seconds
+        while not over:
+            assert time.monotonic() < deadline, f"a pull was not over in {seconds} s"
+            select.select([self.transport], [], [], 0.02)
+            over = self.transport.poll()
+        ((ended, blocks, _),) = over
+        assert ended == handle
+        return blocks[0] if blocks else None
+
     def push(self, to: Peer, block: int, index: int = 0, request: str = "r", key: bytes = KEY) -> Push:
         message = Push(Lease(request, 0), index, key, block, *self.transport.stamp(block))
         self.transport.send(to, message)
@@ -111,7 +128,7 @@ def ends(
 
 def open_pool(kind: str, kv_pool_path: str, name: str, incarnation: int) -> KVPool:
     """16 blocks."""
-    if kind == "tcp":
+    if kind != "shared":
         return memfd_pool(LAYOUT, 16)
     return shared_pool(kv_pool_path, name, incarnation)(LAYOUT, 16)
 
@@ -122,7 +139,7 @@ def contents(seed: int) -> bytes:
 
 
 def address(kind: str, folder: Path, name: str) -> str:
-    return "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:{folder}/{name}.sock"
+    return f"unix:{folder}/{name}.sock" if kind == "shared" else "tcp:127.0.0.1:0"
 
 
 def open_files() -> int:
@@ -180,7 +197,7 @@ def main(kind: str, address: str, kv_pool: str) -> None:
             if isinstance(news, LinkDown):
                 continue
             if isinstance(news.message, Push):
-                block = end.transport.land(news, pool.blocks[0])
+                block = end.land(news, pool.blocks[0])
                 if block is not None:
                     landed[news.message.index] = bytes(pool.memory.block(block))
             elif isinstance(news.message, Commit):

@@ -3,6 +3,7 @@
 import random
 import zlib
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from penstock.core.wire.handoff import (
     Reserve,
     Reserved,
 )
+from penstock.kv.connector import Moved
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
@@ -51,6 +53,7 @@ class Faults:
     duplicate: float = 0.0
     corrupt: float = 0.0
     delay: float = 0.0  # seconds at most; different delays reorder
+    slow: float = 0.0  # seconds that a pull takes at most
     partition: tuple[float, float] = (0.0, 0.0)
     kill: tuple[str, float] | None = None
     cancel: float | None = None  # when the clients leave
@@ -104,6 +107,7 @@ class Node:
         self.handoffs = Handoffs(self.scheduler, self, self, LEASE)
         self.joins = 0
         self.flying, self.sampled = [], []
+        self.handles, self.pulls = count(), []
 
     # carrier
     def send(self, peer, message):
@@ -114,14 +118,23 @@ class Node:
         generation = self.source.depot.generation(block) if self.shares else 0
         return generation, zlib.crc32(repr(self.memory[block]).encode())
 
-    def land(self, arrival, into):
+    def pull(self, arrival, into):
+        handle, due = next(self.handles), self.world.network.now + self.world.rng.random() * self.world.faults.slow
+        self.pulls.append((due, handle, arrival, into))
+        return handle
+
+    def poll(self):
+        over = [pull for pull in self.pulls if pull[0] <= self.world.network.now]
+        self.pulls = [pull for pull in self.pulls if pull not in over]
+        return [Moved(handle, self.take(arrival, into), 0.0) for _, handle, arrival, into in over]
+
+    def take(self, arrival, into):
+        """At the last moment, so that a block which was given to somebody else meanwhile shows it."""
         push = arrival.message
         if self.shares:
-            return push.block if self.source.hold([(push.block, push.generation)], [into]) else None
-        if zlib.crc32(repr(arrival.payload).encode()) != push.checksum:
-            return None
+            return (push.block,) if self.source.hold([(push.block, push.generation)], [into]) else ()
         self.memory[into] = list(arrival.payload)
-        return into
+        return (into,) if zlib.crc32(repr(arrival.payload).encode()) == push.checksum else ()
 
     # host
     def refuses(self, request, frontend):
@@ -197,7 +210,7 @@ class World:
         begun=0.0,
         ahead=False,
     ):
-        self.ahead = ahead
+        self.ahead, self.faults = ahead, faults
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
         self.network = Network(faults, self.rng)
@@ -263,6 +276,7 @@ class World:
     def hear(self, name):
         for _, _, arrival in self.network.deliver(name):
             self.nodes[name].handoffs.on(self.network.now, arrival)
+        self.nodes[name].handoffs.collect(self.network.now)
 
     def kill(self, name):
         victim = self.nodes.pop(name)
@@ -335,6 +349,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
         duplicate=st.sampled_from([0.0, 0.3]),
         corrupt=st.sampled_from([0.0, 0.3, 1.0]),
         delay=st.sampled_from([0.0, 0.2, 3.0]),
+        slow=st.sampled_from([0.0, 0.3, 3.0]),
         partition=st.sampled_from([(0.0, 0.0), (0.2, 0.6), (0.3, 9.0), (0.0, 99.0)]),
         kill=st.sampled_from([None, ("prefiller", 0.3), ("decoder", 0.2), ("decoder", 0.5), ("decoder", 1.2)]),
         cancel=st.sampled_from([None, None, 0.1, 0.4]),
@@ -351,7 +366,8 @@ def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, faults, **v
     world.check_end()
     if faults.kill is None and faults.cancel is None:
         assert set(world.ended) == set(world.requests), "a client waits for ever"
-    if not any((faults.drop, faults.corrupt, faults.delay, faults.partition[1], faults.kill, faults.cancel)):
+    bad = (faults.drop, faults.corrupt, faults.delay, faults.slow, faults.partition[1], faults.kill, faults.cancel)
+    if not any(bad):
         assert set(world.ended.values()) <= {"full"}
 
 
@@ -415,6 +431,9 @@ class Silent:
 
     def stamp(self, block):
         return 0, 0
+
+    def poll(self):
+        return []
 
 
 DECODER = Peer("decoder", 1, "")

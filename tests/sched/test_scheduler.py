@@ -86,7 +86,7 @@ class Engine:
         """Begin what the scheduler wants to be moved. What is loaded is unknown until it is there."""
         orders = self.scheduler.offload.take_orders() if self.scheduler.offload is not None else []
         for order in orders:
-            for block, _, _ in order.moves if isinstance(order, Load) else ():
+            for block, *_ in order.moves if isinstance(order, Load) else ():
                 self.clear(block)
         self.moves += orders
 
@@ -99,16 +99,12 @@ class Engine:
         """
         order = self.moves.pop(place)
         if isinstance(order, Store):
-            for (
-                block,
-                slot,
-                _,
-            ) in order.moves:  # at the last moment: who overwrites a block before it is copied is found out
+            for block, slot, *_ in order.moves:  # at the last moment: who overwrites a block before it shows it
                 self.copies[slot] = [self.cells[block, i] for i in range(BLOCK_TOKENS)]
             self.scheduler.stored(order.number, whole=good > 0)
             return
         count = int(good * len(order.moves))
-        for block, slot, _ in order.moves[:count]:
+        for block, slot, *_ in order.moves[:count]:
             for i, past in enumerate(self.copies[slot]):
                 self.cells[block, i] = past
         self.scheduler.loaded(order.number, count, seconds)

@@ -234,10 +234,11 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     assert programs["frontend-0"].descriptors != programs["frontend-1"].descriptors
 
 
-def test_tcp_takes_a_free_port():
-    text = "model: demo\ninstances: [{role: prefill}, {role: decode}]\ntransport: {kind: tcp}"
+@pytest.mark.parametrize("kind", ["tcp", "mooncake"])
+def test_what_copies_blocks_takes_a_free_port(kind):
+    text = f"model: demo\ninstances: [{{role: prefill}}, {{role: decode}}]\ntransport: {{kind: {kind}}}"
     told, _, _ = settings(parse("up.yaml", text, TABLES))
-    assert told["decode-0"]["transport"] == {"kind": "tcp", "address": "tcp:127.0.0.1:0", "faults": None}
+    assert told["decode-0"]["transport"] == {"kind": kind, "address": "tcp:127.0.0.1:0", "faults": None}
 
 
 def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():

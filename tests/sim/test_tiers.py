@@ -7,7 +7,8 @@ import pytest
 from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.local.offload import Copied, Load, Store
+from penstock.kv.connector import Move
+from penstock.sched.local.offload import Load, Store
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.scenario import parse
 from penstock.sim.wires import HostWay
@@ -17,8 +18,8 @@ TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 BLOCK = TIMES.load_ms(BLOCK_TOKENS) / 1e3
 
 
-def moves(count: int) -> tuple[Copied, ...]:
-    return tuple(Copied(i, i, bytes([i])) for i in range(count))
+def moves(count: int) -> tuple[Move, ...]:
+    return tuple(Move(i, i, bytes([i])) for i in range(count))
 
 
 def tiered(memory: str | None, blocks: int = 70) -> str:

@@ -1,9 +1,11 @@
 """Copied blocks of a pool whose blocks have records: sums are made once, and no record outlives what it describes."""
 
+import select
 from contextlib import closing
 
 import pytest
 
+from penstock.kv.connector import Move
 from penstock.transfer.pool import shared_pool
 from penstock.transfer.tcp import CopiedBlocks
 from tests.helpers.links import KEY, LAYOUT, contents, ends, pool_server
@@ -47,11 +49,12 @@ def test_what_is_landed_has_no_record_of_what_was_there(pool, tmp_path):
     """Else it would be stamped, and inherited, by the wrong sum."""
     into = pool.blocks[0]
     fill(pool, into, 1)
-    with ends("tcp", tmp_path) as (a, b):
+    with ends("tcp", tmp_path) as (a, b), closing(CopiedBlocks(pool, LAYOUT)) as path:
         a.fill(a.pool.blocks[0], 2)
-        a.push(b.peer, a.pool.blocks[0])
+        push = a.push(b.peer, a.pool.blocks[0])
         b.until(lambda: b.arrivals)
-        path, arrival = CopiedBlocks(pool, LAYOUT), b.arrivals[0]
-        assert path.land(arrival.message, arrival, into) == into
-    assert pool.client.records.get(into) is None
-    assert path.stamp(into) == (1, pool.memory.checksum(into))
+        path.pull([Move(into, push.block, push.key, push.generation, push.checksum)], b.arrivals[0])
+        assert select.select([path], [], [], 10)[0]
+        assert path.poll()[0].blocks == (into,)
+        assert pool.client.records.get(into) is None
+        assert path.stamp(into) == (1, pool.memory.checksum(into))

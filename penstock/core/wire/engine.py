@@ -174,6 +174,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     masking: float = 0.0  # seconds that these waited for it
     grammars: int = 0  # that were compiled
     compiling: float = 0.0  # seconds that this took, beside steps
+    pulled_blocks: int = 0  # KV blocks that other engines handed over
+    failed_pulls: int = 0  # of such, that brought nothing, or not what was meant
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.connector import Move
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.local.sequence import Sequence, StoreHold
@@ -32,19 +33,11 @@ KEPT = 0.9  # of what was measured of loads, at each new one, and whenever one i
 PRIOR = 16 * BLOCK_TOKENS  # tokens whose load counts as measured once, in the time that the model says
 
 
-class Copied(NamedTuple):
-    """One block, and where its copy is or is to be."""
-
-    block: int
-    slot: int
-    key: bytes
-
-
 class Store(NamedTuple):
     """Copy these blocks to the tier, in any order."""
 
     number: int
-    moves: tuple[Copied, ...]
+    moves: tuple[Move, ...]
 
 
 class Load(NamedTuple):
@@ -55,7 +48,7 @@ class Load(NamedTuple):
     """
 
     number: int
-    moves: tuple[Copied, ...]
+    moves: tuple[Move, ...]
     seconds: float
 
 
@@ -74,7 +67,7 @@ class _Loading:
     root: bytes
     blocks: list[int]
     keys: list[bytes]
-    moves: tuple[Copied, ...]
+    moves: tuple[Move, ...]
 
 
 class Offload:
@@ -127,7 +120,7 @@ class Offload:
                 if slot is None:
                     end = i  # and none of those after it, which need their parents: another time
                     break
-                moves.append(Copied(sequence.blocks[i], slot, keys[i]))
+                moves.append(Move(sequence.blocks[i], slot, keys[i]))
                 self._storing += 1
         sequence.kept = end
         if moves:
@@ -149,8 +142,8 @@ class Offload:
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store has ended; without `whole` it failed."""
         store, store_hold = self._stores.pop(number)
-        for _, _, key in store.moves:
-            self.tier.written(key, whole=whole)
+        for move in store.moves:
+            self.tier.written(move.key, whole=whole)
         self._storing -= len(store.moves)
         self.stored_blocks += len(store.moves) * whole
         store_hold.stores -= 1
@@ -201,9 +194,9 @@ class Offload:
             if was is None:
                 slot = self.tier.slot(key)
                 assert slot is not None
-                moves.append(Copied(block, slot, key))
+                moves.append(Move(block, slot, key))
         self.tier.use(keys)
-        self.tier.begin_reading([key for _, _, key in moves])
+        self.tier.begin_reading([move.key for move in moves])
         seconds = self._load_seconds(len(moves) * BLOCK_TOKENS)
         self._number += 1
         self._loads[self._number] = _Loading(sequence, sequence.root, chain, keys, tuple(moves))
@@ -220,14 +213,14 @@ class Offload:
             seconds: that it took, without the wait for loads before it; None is not measured.
         """
         load = self._loads.pop(number)
-        arrived = {block for block, _, _ in load.moves[:good]}
+        arrived = {move.block for move in load.moves[:good]}
         blocks, parent = load.blocks, load.root
         for i, (block, key) in enumerate(zip(blocks, load.keys, strict=True)):
             if block in arrived:
                 blocks[i] = self._pool.publish(block, key, parent)
             parent = key
         self._pool.release(blocks)
-        self.tier.end_reading([key for _, _, key in load.moves])
+        self.tier.end_reading([move.key for move in load.moves])
         if good < len(load.moves):
             self.tier.spoil(load.moves[good].key)
         self._loading -= len(load.moves)

@@ -125,6 +125,7 @@ class Scheduler:
         self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._sequences: dict[str, Sequence] = {}  # all of them
         self._reserved: list[Reservation] = []  # for those that are still to come from other instances
+        self._quarantine: list[int] = []  # blocks that something may still write to
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
         self._arrivals = 0
@@ -145,7 +146,8 @@ class Scheduler:
 
     @property
     def num_reserved_blocks(self) -> int:
-        return sum(len(r.blocks) for r in self._reserved)
+        """Of requests that are still to come from other instances, and in quarantine."""
+        return sum(len(r.blocks) for r in self._reserved) + len(self._quarantine)
 
     @property
     def has_work(self) -> bool:
@@ -339,10 +341,25 @@ class Scheduler:
         self._reserved.append(reservation)
         return reservation
 
-    def unreserve(self, reservation: Reservation) -> None:
-        """Cancel a reservation."""
+    def unreserve(self, reservation: Reservation, quarantined: Items[int] = ()) -> None:
+        """Cancel a reservation.
+
+        Args:
+            quarantined: blocks of it that something may still write to; they are held until `end_quarantine`.
+        """
         self._reserved.remove(reservation)
+        self.pool.hold(quarantined)
+        self._quarantine += quarantined
         self.pool.release(reservation.blocks)
+
+    def end_quarantine(self, block: int, now: int | None = None) -> None:
+        """Nothing writes to a block any longer.
+
+        Args:
+            now: the block that it was exchanged for, if it was.
+        """
+        self._quarantine.remove(block)
+        self.pool.release([block if now is None else now])
 
     def resume(
         self,
@@ -403,7 +420,7 @@ class Scheduler:
             self.counters.prompt_tokens += prompt_tokens
         self.counters.steps += 1
         if not builder.grants:
-            held = self._migrating or self._reserved or self._in_flight
+            held = self._migrating or self._reserved or self._quarantine or self._in_flight
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
@@ -732,7 +749,7 @@ class Scheduler:
         self._waiting.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
-        held = [*(owner.held for owner in owners), *self._in_flight.kept]
+        held = [*(owner.held for owner in owners), *self._in_flight.kept, self._quarantine]
         holders = Counter(block for blocks in held for block in blocks)
         transfers = Counter(block for s in holding for block in s.blocks[: s.transferring])
         if self.offload is not None:

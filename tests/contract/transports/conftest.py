@@ -1,20 +1,17 @@
-from itertools import product
-
 import pytest
 
-from penstock.transfer.transports import TRANSPORTS
-from tests.helpers.links import ends
+from tests.helpers.links import KINDS, ends
 
 
-@pytest.fixture(params=product(TRANSPORTS, (None, {})), ids=lambda p: f"{p[0]}{'-faulty' if p[1] is not None else ''}")
-def way(request):
-    """(kind, faults)"""
+@pytest.fixture(params=KINDS)
+def kind(request):
     return request.param
 
 
-@pytest.fixture
-def kind(way):
-    return way[0]
+@pytest.fixture(params=[None, {}], ids=["", "faulty"])
+def way(kind, request):
+    """(kind, faults)"""
+    return kind, request.param
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_engines_that_know_the_secret_meet(way, tmp_path):
         a.fill(a.pool.blocks[0], 1)
         a.push(b.peer, a.pool.blocks[0])
         b.until(lambda: b.arrivals)
-        assert b.transport.land(b.arrivals[0], b.pool.blocks[0]) is not None
+        assert b.land(b.arrivals[0], b.pool.blocks[0]) is not None
         b.transport.send(a.peer, LEASE_OVER)
         a.until(lambda: a.arrivals)
         a.transport.send(Peer("b", 77, b.peer.address), LEASE_OVER)  # what is wrong is told to whoever belongs here

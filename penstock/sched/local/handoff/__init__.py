@@ -10,6 +10,7 @@ nothing under that lease and never will. It remembers ended leases. - The prefil
 answer. Without one it does not continue either: after `Commit` only the decode side knows the owner, so silence until
 the deadline ends the request here with an error.
 - Before `Commit` the prefill side may cancel the hand-off and decode itself.
+- A block that is being pulled is nobody else's until the transport says that this is over, though its lease has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Handoffs:
 
     @property
     def busy(self) -> bool:
-        return bool(self.prefill_side or self.decode_side)
+        return bool(self.prefill_side or self.decode_side or self.decode_side.pulls)
 
     # --- called by the engine
 
@@ -88,6 +89,10 @@ class Handoffs:
         self.prefill_side.lost(peer, for_good)
         self.decode_side.lost(peer)
 
+    def collect(self, now: float) -> bool:
+        """Take note of blocks that were pulled; `on` does so too. Returns whether there were any."""
+        return self.decode_side.collect(now)
+
     def tick(self, now: float) -> None:
         """Repeat messages, renew leases, and end overdue ones; call it several times in a lease."""
         self.prefill_side.tick(now)
@@ -112,6 +117,7 @@ class Handoffs:
                     now, peer, lease, reason
                 ):
                     self.decode_side.remember(now, lease)
+        self.decode_side.collect(now)
 
     # --- looking
 
@@ -123,6 +129,8 @@ class Handoffs:
         return {
             "outgoing": len(self.prefill_side),
             "incoming": len(self.decode_side),
+            "pulls": self.decode_side.pulls,
+            "pulled_blocks": self.decode_side.pulled_blocks,
             "handoffs_completed": self.prefill_side.completed,
             "handoffs_abandoned": self.prefill_side.abandoned,
         }

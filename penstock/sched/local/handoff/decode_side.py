@@ -20,7 +20,8 @@ REMEMBER = 8  # in leases: how long the end of one is remembered
 class _Incoming:
     """
     Attributes:
-        arrived: indices of blocks that came and could be believed.
+        pulling: indices of blocks that are under way.
+        arrived: of those that came and could be believed.
         quiet: no block has arrived since the commit.
     """
 
@@ -29,28 +30,48 @@ class _Incoming:
     sender: Peer
     reservation: Reservation
     deadline: float
+    pulling: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     commit: Commit | None = None
     quiet: bool = False
 
 
 class DecodeSide:
-    """All requests being handed over to this engine, and ended leases."""
+    """All requests being handed over to this engine, and ended leases.
+
+    Attributes:
+        pulled_blocks, failed_pulls: blocks that arrived from other engines, and that did not, since the start.
+    """
 
     def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
+        self.pulled_blocks = self.failed_pulls = 0
         self._scheduler = scheduler
         self._transport = transport
         self._host = host
         self._lease = lease
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
+        self._pulls: dict[int, tuple[_Incoming, int]] = {}  # handle -> whose block it is, and its index
         self._later: list[tuple[Peer, Reserve]] = []  # deferred until no step is in flight
         self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
         return len(self._incoming)
 
+    @property
+    def pulls(self) -> int:
+        """Blocks that are under way."""
+        return len(self._pulls)
+
     # --- called by the engine
+
+    def collect(self, now: float) -> bool:
+        """Take note of blocks that have come, and of those that never will. Returns whether there were any."""
+        over = self._transport.poll()
+        for handle, blocks, _ in over:
+            self._now = now
+            self._pulled(*self._pulls.pop(handle), blocks)
+        return bool(over)
 
     def progress(self, now: float) -> None:
         """A step has run."""
@@ -114,18 +135,15 @@ class DecodeSide:
         if incoming is None:
             return
         r = incoming.reservation
-        if not r.have <= push.index < len(r.blocks) or push.index in incoming.arrived:
+        if not r.have <= push.index < len(r.blocks) or push.index in incoming.arrived | incoming.pulling:
             return
         if push.key != (r.keys[push.index] if push.index < len(r.keys) else b""):
             return  # of other tokens
-        block = self._land(message, push, r.blocks[push.index])
-        if block is None:
+        if self._transport.shares and self._scheduler.pool.owns(push.block):
+            self._regain(incoming, push)
             return
-        r.blocks[push.index] = block
-        incoming.arrived.add(push.index)
-        incoming.quiet = False
-        if incoming.commit is not None:
-            self._try_finish(incoming)
+        incoming.pulling.add(push.index)
+        self._pulls[self._transport.pull(message, r.blocks[push.index])] = incoming, push.index
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
@@ -140,8 +158,8 @@ class DecodeSide:
         if self._try_finish(incoming):
             return
         # blocks may arrive on other sockets after this message: ask for them after a pause
-        if again and incoming.quiet:
-            self._transport.send(peer, Missing(incoming.lease, self._missing(incoming)))
+        if again and incoming.quiet and (missing := self._missing(incoming)):
+            self._transport.send(peer, Missing(incoming.lease, missing))
         incoming.quiet = True
 
     def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
@@ -190,26 +208,40 @@ class DecodeSide:
         except UserError as error:
             return None, str(error)
 
-    def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
-        """The block with the pushed content, held once for this; None when it is invalid."""
+    def _regain(self, incoming: _Incoming, push: Push) -> None:
+        """A shared block was handed over before, as part of another request, and is ours."""
         pool = self._scheduler.pool
-        if self._transport.shares and pool.owns(push.block):
-            # it was handed over before, as part of another request
-            if self._transport.stamp(push.block)[0] != push.generation or not pool.agrees(push.block, push.key):
-                return None
-            if not pool.regain(push.block):
-                return None
-            pool.release([into])
-            return push.block
-        block = self._transport.land(message, into)
-        if block is not None and block != into:
-            pool.replace(into, block)
-        return block
+        if self._transport.stamp(push.block)[0] != push.generation or not pool.agrees(push.block, push.key):
+            return
+        if pool.regain(push.block):
+            pool.release([incoming.reservation.blocks[push.index]])
+            self._arrived(incoming, push.index, push.block)
+
+    def _pulled(self, incoming: _Incoming, index: int, blocks: tuple[int, ...]) -> None:
+        """A pull is over; without `blocks` nothing came, or nothing that could be believed."""
+        incoming.pulling.remove(index)
+        into = incoming.reservation.blocks[index]
+        self.failed_pulls += not blocks
+        if blocks and blocks[0] != into:
+            self._scheduler.pool.replace(into, blocks[0])
+        if self._incoming.get(incoming.lease.request_id) is not incoming:
+            self._scheduler.end_quarantine(into, *blocks)
+        elif blocks:
+            self._arrived(incoming, index, *blocks)
+
+    def _arrived(self, incoming: _Incoming, index: int, block: int) -> None:
+        """A block of the reservation has its contents, and is held once for it."""
+        incoming.reservation.blocks[index] = block
+        incoming.arrived.add(index)
+        incoming.quiet = False
+        self.pulled_blocks += 1
+        if incoming.commit is not None:
+            self._try_finish(incoming)
 
     @staticmethod
     def _missing(incoming: _Incoming) -> list[int]:
         r = incoming.reservation
-        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived]
+        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived | incoming.pulling]
 
     def _try_finish(self, incoming: _Incoming) -> bool:
         """Take the request over once everything is here."""
@@ -231,7 +263,8 @@ class DecodeSide:
     def _end(self, incoming: _Incoming, reason: str, tell: bool = True) -> None:
         """Free the reserved blocks; the lease has ended."""
         del self._incoming[incoming.lease.request_id]
-        self._scheduler.unreserve(incoming.reservation)
+        r = incoming.reservation
+        self._scheduler.unreserve(r, quarantined=[r.blocks[index] for index in incoming.pulling])
         self._close(incoming.lease, committed=False)
         if tell:
             self._transport.send(incoming.sender, Release(incoming.lease, reason))
@@ -243,4 +276,8 @@ class DecodeSide:
     def check(self) -> None:
         """Raise AssertionError unless all room that is set aside is for somebody."""
         reserved = sum(len(i.reservation.blocks) for i in self._incoming.values())
-        assert reserved == self._scheduler.num_reserved_blocks, "room is set aside for nobody"
+        over = sum(self._incoming.get(i.lease.request_id) is not i for i, _ in self._pulls.values())
+        assert reserved + over == self._scheduler.num_reserved_blocks, "room is set aside for nobody"
+        for incoming in self._incoming.values():
+            under_way = {index for i, index in self._pulls.values() if i is incoming}
+            assert incoming.pulling == under_way, "a block comes that nobody knows of, or the reverse"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage
+from penstock.kv.connector import Moved
 
 
 class IncomingMessage(Protocol):
@@ -19,13 +20,14 @@ class IncomingMessage(Protocol):
 
 
 class HandoffTransport(Protocol):
-    """What moves messages and blocks; see `penstock.transfer`. `land` takes what it delivered itself."""
+    """What moves messages and blocks; see `penstock.transfer`. `pull` takes what it delivered itself."""
 
     @property
     def shares(self) -> bool: ...
     def send(self, peer: Peer, message: PeerMessage) -> None: ...
     def stamp(self, block: int) -> tuple[int, int]: ...
-    def land(self, incoming: Any, into: int) -> int | None: ...
+    def pull(self, incoming: Any, into: int) -> int: ...
+    def poll(self) -> list[Moved]: ...
 
 
 class Host(Protocol):

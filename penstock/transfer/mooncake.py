@@ -1,0 +1,236 @@
+"""Blocks between engines by Mooncake's transfer engine: RDMA where it finds hardware for it, else TCP of its own.
+
+A push says where a block lies, and the puller has Mooncake read it straight into a block of its own, where it is
+verified. So no peer ever writes to an engine's memory: one that is slow, dead, or another incarnation than it was
+can only fail to bring what is believed, and it is the puller's own process that knows when nothing writes any longer.
+Incarnations, leases, checksums and failures travel as messages over our links, as with every transport.
+
+Mooncake's ports authenticate nobody: whoever reaches them can read and write the registered memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count, takewhile
+from queue import Empty, SimpleQueue
+from time import monotonic, sleep
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.kv.connector import Move, Moved
+from penstock.transfer.finished import Finished
+from penstock.transfer.peer_link import ReceivedMessage
+from penstock.transfer.pool import KVPool, Stamps
+
+log = logging.getLogger(__name__)
+LOOK_EVERY = 50e-6  # seconds between two looks at reads under way; Mooncake tells nobody when they are over
+PENDING, COMPLETED, FAILED = 0, 1, -1  # of transfer_check_status; its time-outs (-2) are still being written
+HOW_TO_INSTALL = 'pip install "penstock[mooncake]", and the system\'s libibverbs1, librdmacm1 and libnuma1'
+
+
+def missing() -> str:
+    """Why there is no Mooncake here; "" when there is."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError as error:
+        return f"{error}; it needs {HOW_TO_INSTALL}"
+    return ""
+
+
+class _Engine:
+    """A transfer engine of this process. Making one takes milliseconds, ending one a second, so none is ever ended.
+
+    Args:
+        host: where peers reach it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+
+    def __init__(self, host: str) -> None:
+        if reason := missing():
+            raise ConfigError(f"transport: mooncake, {reason}", "transport")
+        from mooncake.engine import TransferEngine
+
+        self._engine: Any = TransferEngine()
+        if status := self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+            raise ConfigError(f"address: {host}, Mooncake cannot listen there (status {status})", "address")
+        self.session = f"{host}:{self._engine.get_rpc_port()}"
+        self._lock = threading.Lock()
+        self._users: Counter[int] = Counter()  # of each registered address
+
+    def register(self, address: int, size: int) -> None:
+        """Raises ConfigError when the hardware refuses."""
+        with self._lock:
+            # with a place given, it does not walk the pages of the memory, which is sparse, to find theirs
+            if not self._users[address] and (status := self._engine.register_memory(address, size, "cpu:0")):
+                raise ConfigError(
+                    f"transport: mooncake cannot register {size / 2**30:.0f} GiB (status {status}); "
+                    "allowed: tcp, or MC_FORCE_TCP=1 in the environment",
+                    "transport",
+                )
+            self._users[address] += 1
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            self._users[address] -= 1
+            if not self._users[address]:
+                self._engine.unregister_memory(address)
+
+    def read(self, session: str, there: int, here: int, size: int) -> int:
+        """Begin a read; 0 when that failed. May wait for the peer, when it is the first one."""
+        started: int = self._engine.batch_transfer_async_read(session, [here], [there], [size])
+        return started
+
+    def status(self, read: int) -> int:
+        """A read that is COMPLETED or FAILED is forgotten, and nothing writes for it any longer."""
+        status: int = self._engine.transfer_check_status(read)
+        return status
+
+
+@cache
+def _engine(host: str) -> _Engine:
+    """The one whose memory peers read."""
+    return _Engine(host)
+
+
+@dataclass(slots=True)
+class _Pull:
+    """
+    Attributes:
+        open: reads that are not over, each with the engine that makes it and the place of its move.
+        good: places of the moves whose bytes came.
+    """
+
+    handle: int
+    moves: Sequence[Move]
+    source: ReceivedMessage
+    began: float
+    open: list[tuple[_Engine, int, int]]
+    good: set[int]
+
+
+class MooncakeBlocks:
+    """Pulls are made by a thread of their own, several at once.
+
+    Raises:
+        ConfigError: Mooncake is not there, or cannot have the address or the memory.
+    """
+
+    shares = False
+    sockets = 1
+    payload_bytes = 0
+    pool_name = ""
+
+    def __init__(self, pool: KVPool, layout: KVLayout, address: str) -> None:
+        kind, _, rest = address.partition(":")
+        if kind != "tcp":
+            raise ConfigError(f"address: {address}, transport mooncake needs tcp:host:port", "address")
+        self._host = rest.rpartition(":")[0]
+        self._memory = pool.memory
+        self._size = pool.memory.num_blocks * pool.memory.block_bytes
+        self._stamps = Stamps(pool)
+        self.stamp = self._stamps.of
+        self._reader = self._ours = _engine(self._host)
+        self._ours.register(self._memory.address, self._size)
+        self.memory = f"{self._ours.session}/{self._memory.address:x}"
+        self._readers = [self._reader]
+        self._known: dict[str, int] = {}  # session -> the incarnation that the reader has met there
+        self._handles = count(1)
+        self._finished = Finished()
+        self._orders: SimpleQueue[_Pull | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="transfer-mooncake", daemon=True)
+        self._thread.start()
+
+    def payload(self, block: int) -> memoryview | None:
+        return None
+
+    def pull(self, moves: Sequence[Move], source: ReceivedMessage) -> int:
+        handle = next(self._handles)
+        for move in moves:
+            self._stamps.forget(move.block)
+        self._orders.put(_Pull(handle, moves, source, monotonic(), [], set()))
+        return handle
+
+    def poll(self) -> list[Moved]:
+        return self._finished.take()
+
+    def fileno(self) -> int:
+        return self._finished.fileno()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._orders.put(None)
+        self._thread.join()
+        self._finished.close()
+        for reader in self._readers:
+            reader.unregister(self._memory.address)
+
+    # --- the thread
+
+    def _work(self) -> None:
+        under_way: list[_Pull] = []
+        while True:
+            try:
+                order = self._orders.get(block=not under_way)
+            except Empty:
+                sleep(LOOK_EVERY)
+            else:
+                if order is not None and not self._closed:
+                    self._begin(order)
+                    under_way.append(order)
+            under_way = [pull for pull in under_way if not self._is_over(pull)]
+            if self._closed and not under_way:
+                return
+
+    def _begin(self, pull: _Pull) -> None:
+        session, _, base = pull.source.memory.rpartition("/")
+        size = self._memory.block_bytes
+        try:
+            reader = self._reader_of(session, pull.source.peer.incarnation)
+            for place, move in enumerate(pull.moves):
+                assert 0 <= move.block < self._memory.num_blocks
+                there, here = int(base, 16) + move.slot * size, self._memory.address + move.block * size
+                if read := reader.read(session, there, here, size):
+                    pull.open.append((reader, read, place))
+        except Exception as error:  # what a peer says may be nonsense, and what is foreign may fail in any way
+            log.warning("blocks of %s cannot be read: %s: %s", pull.source.peer.name, type(error).__name__, error)
+
+    def _reader_of(self, session: str, incarnation: int) -> _Engine:
+        """An engine remembers for ever where a session's memory and port are. Of another incarnation that listens
+        where one did before, which is rare, only one that has never met it can read."""
+        if self._known.setdefault(session, incarnation) != incarnation:
+            self._reader = _Engine(self._host)
+            self._reader.register(self._memory.address, self._size)
+            self._readers.append(self._reader)
+            self._known = {session: incarnation}
+        return self._reader
+
+    def _is_over(self, pull: _Pull) -> bool:
+        still = []
+        for reader, read, place in pull.open:
+            status = reader.status(read)
+            if status == COMPLETED:
+                pull.good.add(place)
+            elif status != FAILED:
+                still.append((reader, read, place))
+        pull.open = still
+        if still:
+            return False
+        came = takewhile(lambda place: self._is_there(pull, place), range(len(pull.moves)))
+        blocks = tuple(pull.moves[place].block for place in came)
+        self._finished.put(Moved(pull.handle, blocks, monotonic() - pull.began))
+        return True
+
+    def _is_there(self, pull: _Pull, place: int) -> bool:
+        move = pull.moves[place]
+        return place in pull.good and self._memory.checksum(move.block) == move.checksum
