@@ -34,6 +34,7 @@ from penstock.core.wire.engine import (
     Inspection,
     LinkFailed,
     LinkPeer,
+    Migrate,
     Ready,
     SetRole,
     Shutdown,
@@ -145,6 +146,8 @@ class EngineServer:
             stalled = engine.has_work and not self._step()
             if failed := self._intake.take_failed():
                 self._report(failed, 0)
+            for frontend, stayed in self._intake.take_stayed():
+                self._send(frontend, stayed)
             now = self._clock.now()
             self._on_clock(now)
             if now - looked >= REPORT_INTERVAL:
@@ -268,6 +271,8 @@ class EngineServer:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
             case Cancel() | SetRole() | Drain():
                 self._intake.obey(client, command)
+            case Migrate():
+                self._intake.migrate(client, command)
             case LinkPeer(peer=peer):
                 if self._transport is not None:
                     self._transport.connect(peer)

@@ -13,7 +13,7 @@ import zmq
 from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Event
-from penstock.core.wire.master import Begun, Ended, Join, Joined, Outcome, Place, Troubles, decode_to_master
+from penstock.core.wire.master import Begun, Ended, Join, Joined, Outcome, Place, Settled, Troubles, decode_to_master
 from penstock.service.channel import EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -168,6 +168,9 @@ class LocalPlacement:
 
     def begun(self, request_ids: Sequence[str]) -> None:
         self._pump.handle(FromFrontend(self._sender, Begun(list(request_ids))))
+
+    def settled(self, settled: Settled) -> None:
+        self._pump.handle(FromFrontend(self._sender, settled))
 
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))

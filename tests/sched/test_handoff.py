@@ -53,6 +53,7 @@ class Faults:
     delay: float = 0.0  # seconds at most; different delays reorder
     partition: tuple[float, float] = (0.0, 0.0)
     kill: tuple[str, float] | None = None
+    move: float = 0.0  # chance that some running request of an engine is to move in a turn
     cancel: float | None = None  # when the clients leave
 
 
@@ -130,6 +131,9 @@ class Node:
     def migrated(self, request_id):
         pass
 
+    def stayed(self, request_id, reason):
+        pass
+
     def joined(self, request, frontend, generation):
         self.joins += 1
 
@@ -201,10 +205,10 @@ class World:
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
         self.network = Network(faults, self.rng)
-        self.depot = Depot(100) if shared else None
+        self.depot = Depot(150) if shared else None
         self.nodes = {}
         memory = {}
-        for name, own in (("prefiller", room), ("decoder", decoder_room or room)):
+        for name, own in (("prefiller", room), ("decoder", decoder_room or room), ("other", room)):
             if shared:
                 self.depot.attach(name, 1, own)
                 blocks, source = self.depot.lease(name, own), DepotSource(self.depot, name)
@@ -246,6 +250,9 @@ class World:
                 prefiller.handoffs.begin(request, 0, "frontend", decoder.peer)
         network, faults = self.network, self.network.faults
         while network.now < 25 * LEASE:
+            for node in self.nodes.values():
+                if network.now < 8 * LEASE and self.rng.random() < faults.move:
+                    self.move(node)
             network.now += TICK
             if faults.kill and network.now >= faults.kill[1] and faults.kill[0] in self.nodes:
                 self.kill(faults.kill[0])
@@ -259,6 +266,17 @@ class World:
                 node.handoffs.tick(network.now)
                 node.check()
             self.check_owners()
+
+    def move(self, node):
+        """Some request that is there and not leaving is to leave."""
+        here = [name for name in self.requests if node.scheduler.holds(name) and not node.handoffs.leaving(name)]
+        others = [other for other in self.nodes.values() if other is not node]
+        if not here or not others:
+            return
+        sequence = node.scheduler.sequence(self.rng.choice(here))
+        if not sequence.generated:
+            node.scheduler.leave(sequence.id)
+        node.handoffs.begin(sequence.request, 0, "frontend", self.rng.choice(others).peer)
 
     def hear(self, name):
         for _, _, arrival in self.network.deliver(name):
@@ -281,10 +299,9 @@ class World:
 
     def check_owners(self):
         """Nobody runs what another engine runs."""
-        if len(self.nodes) == 2:
-            here, there = self.nodes["prefiller"].scheduler, self.nodes["decoder"].scheduler
-            for request_id in self.requests:
-                assert not there.holds(request_id) or not here.holds(request_id) or here.migrating(request_id)
+        for request_id in self.requests:
+            holding = [node.scheduler for node in self.nodes.values() if node.scheduler.holds(request_id)]
+            assert sum(not scheduler.migrating(request_id) for scheduler in holding) <= 1
 
     def check_end(self):
         for node in self.nodes.values():
@@ -313,6 +330,18 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("last", [0, 4])
+def test_what_runs_moves_as_often_as_it_is_told(shared, ahead, last, monkeypatch):
+    monkeypatch.setattr("penstock.sched.local.handoff.prefill_side.LAST", last)
+    world = World(1, Faults(move=0.5), shared=shared, ahead=ahead, requests=12, local=0.5)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    assert sum(node.joins for node in world.nodes.values()) > 2 * len(world.requests)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
     world = World(0, Faults(), shared=shared, budget=8, requests=0)
     world.requests["long"] = make_request("long", list(range(500)), max_tokens=4)
@@ -338,6 +367,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
         partition=st.sampled_from([(0.0, 0.0), (0.2, 0.6), (0.3, 9.0), (0.0, 99.0)]),
         kill=st.sampled_from([None, ("prefiller", 0.3), ("decoder", 0.2), ("decoder", 0.5), ("decoder", 1.2)]),
         cancel=st.sampled_from([None, None, 0.1, 0.4]),
+        move=st.sampled_from([0.0, 0.1, 0.5]),
     ),
     prefix_cache=st.booleans(),
     room=st.sampled_from([10, 14, 40]),

@@ -64,6 +64,20 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     generation: int | None = None
 
 
+class Migrate(msgspec.Struct, tag=True, frozen=True):
+    """Hand a request over to a peer, wherever it stands: its blocks follow while it goes on here. `Stayed` says when
+    nothing comes of it.
+
+    Attributes:
+        generation: the attempt that is meant.
+    """
+
+    to: int
+    request_id: str
+    generation: int
+    peer: Peer
+
+
 class LinkPeer(msgspec.Struct, tag=True, frozen=True):
     """Connect to a peer before it is needed."""
 
@@ -107,7 +121,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop now; running requests are lost."""
 
 
-Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
+Command = Hello | Enqueue | Cancel | Migrate | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
 LEASE = 5.0  # seconds without a Hello after which a frontend counts as failed
 
 
@@ -194,6 +208,16 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: Literal["invalid", "stale", "draining"] = "invalid"
 
 
+class Stayed(msgspec.Struct, tag=True, frozen=True):
+    """A request is not handed over, after all: it goes on here, if it has not ended. What the engine says after this is
+    not said by anyone else."""
+
+    incarnation: int
+    request_id: str
+    generation: int
+    reason: str
+
+
 class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An engine's load for the master, about every 50 ms while it changes and twice a second while it does not.
 
@@ -272,7 +296,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Event = Ready | StepReport | Refused | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+Event = Ready | StepReport | Refused | Stayed | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
 
 decode_command = decoder(Command).decode
 decode_event = decoder(Event).decode

@@ -59,6 +59,14 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
+class Settled(msgspec.Struct, tag=True, frozen=True):
+    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was."""
+
+    request_id: str
+    generation: int
+    instance: str
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The latencies of a finished sequence.
 
@@ -89,7 +97,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     outcomes: list[Outcome] = []
 
 
-FrontendMessage = Join | Place | Begun | Ended
+FrontendMessage = Join | Place | Begun | Settled | Ended
 
 
 class Troubles(msgspec.Struct, tag=True, frozen=True):
@@ -160,7 +168,20 @@ class Queued(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-MasterMessage = Joined | Placed | NoPlace | Queued
+class Relocate(msgspec.Struct, tag=True, frozen=True):
+    """Have it handed over to `peer`, wherever it runs now. `Settled` says what came of it.
+
+    Attributes:
+        reason: a class of reasons, and after a colon the details, if any.
+    """
+
+    request_id: str
+    generation: int
+    peer: Peer
+    reason: str = ""
+
+
+MasterMessage = Joined | Placed | NoPlace | Queued | Relocate
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(MasterMessage).decode

@@ -8,10 +8,22 @@ from math import inf
 
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
+from penstock.core.wire.handoff import (
+    Commit,
+    Committed,
+    Lease,
+    Missing,
+    Push,
+    Rejected,
+    Release,
+    Reserve,
+    Reserved,
+    Stage,
+    Staged,
+)
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
-from penstock.sched.local.sequence import Reservation
+from penstock.sched.local.sequence import Reservation, blocks_for
 
 REMEMBER = 8  # in leases: how long the end of one is remembered
 
@@ -20,7 +32,7 @@ REMEMBER = 8  # in leases: how long the end of one is remembered
 class _Incoming:
     """
     Attributes:
-        arrived: indices of blocks that came and could be believed.
+        arrived: indices of blocks that came and could be believed, and their keys.
         quiet: no block has arrived since the commit.
     """
 
@@ -29,7 +41,7 @@ class _Incoming:
     sender: Peer
     reservation: Reservation
     deadline: float
-    arrived: set[int] = field(default_factory=set)
+    arrived: dict[int, bytes] = field(default_factory=dict)
     commit: Commit | None = None
     quiet: bool = False
 
@@ -114,18 +126,28 @@ class DecodeSide:
         if incoming is None:
             return
         r = incoming.reservation
-        if not r.have <= push.index < len(r.blocks) or push.index in incoming.arrived:
+        if push.index in incoming.arrived or not self._is_of_it(incoming, push.index, push.key):
             return
-        if push.key != (r.keys[push.index] if push.index < len(r.keys) else b""):
-            return  # of other tokens
+        if not r.have <= push.index < blocks_for(self._scheduler.limits.max_model_len):
+            return
+        if not self._scheduler.extend(r, push.index + 1):
+            self._end(incoming, "no room for what came since")
+            return
         block = self._land(message, push, r.blocks[push.index])
         if block is None:
             return
         r.blocks[push.index] = block
-        incoming.arrived.add(push.index)
+        incoming.arrived[push.index] = push.key
         incoming.quiet = False
         if incoming.commit is not None:
             self._try_finish(incoming)
+
+    def on_stage(self, now: float, peer: Peer, stage: Stage) -> None:
+        if incoming := self._heard(now, stage.lease, peer):
+            have = incoming.reservation.have
+            while have in incoming.arrived:
+                have += 1
+            self._transport.send(peer, Staged(incoming.lease, have))
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
@@ -137,6 +159,9 @@ class DecodeSide:
         if incoming is None:
             return
         again, incoming.commit = incoming.commit is not None, commit
+        if not again and not self._complete(incoming, commit):
+            self._end(incoming, "there is no room for what came since, or it is not of what was reserved")
+            return
         if self._try_finish(incoming):
             return
         # blocks may arrive on other sockets after this message: ask for them after a pause
@@ -186,7 +211,7 @@ class DecodeSide:
         if reason := self._host.refuses(message.request, message.frontend):
             return None, reason
         try:
-            return self._scheduler.reserve(message.request), "no room"
+            return self._scheduler.reserve(message.request, message.tokens), "no room"
         except UserError as error:
             return None, str(error)
 
@@ -207,6 +232,21 @@ class DecodeSide:
         return block
 
     @staticmethod
+    def _is_of_it(incoming: _Incoming, index: int, key: bytes) -> bool:
+        """Whether a block is of this sequence's tokens, as far as they are known. What is not full has no key."""
+        keys = incoming.reservation.keys
+        return key == keys[index] if index < len(keys) else incoming.commit is None or not key
+
+    def _complete(self, incoming: _Incoming, commit: Commit) -> bool:
+        """All tokens are known. Blocks that turn out to be of others have not arrived."""
+        r = incoming.reservation
+        if not self._scheduler.complete(r, commit.tokens) or commit.blocks != len(r.blocks):
+            return False
+        arrived = incoming.arrived.items()
+        incoming.arrived = {i: key for i, key in arrived if self._is_of_it(incoming, i, key)}
+        return True
+
+    @staticmethod
     def _missing(incoming: _Incoming) -> list[int]:
         r = incoming.reservation
         return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived]
@@ -217,13 +257,11 @@ class DecodeSide:
         assert commit is not None
         if len(incoming.arrived) < len(r.blocks) - r.have:  # counted: this is asked after every block
             return False
-        if commit.blocks != len(r.blocks) or not commit.tokens:
-            self._end(incoming, "the commit does not fit what was reserved")
-            return True
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
         spent = commit.queue, commit.prefill, commit.wait
-        self._scheduler.resume(r, commit.tokens, commit.cached_tokens, self._now, spent)
+        sequence = self._scheduler.resume(r, commit.cached_tokens, self._now, spent, commit.decode)
+        sequence.handoffs = lease.attempt + 1
         self._host.joined(r.request, incoming.frontend, lease.generation)
         self._transport.send(incoming.sender, Committed(lease))
         return True
