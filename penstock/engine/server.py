@@ -326,7 +326,7 @@ class EngineServer:
         for client, state in self._clients.items():
             if state.kind != "master":
                 theirs.setdefault(client, [])
-        stats = stats_of(self._engine)
+        stats = stats_of(self._engine, self._handoffs)
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
@@ -386,8 +386,9 @@ class EngineServer:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
 
 
-def stats_of(engine: Engine) -> EngineStats:
+def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
     """Of an engine, for those who send it requests."""
+    queue = None if handoffs is None else handoffs.decode_side.queue
     scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
     counters, speculation = scheduler.counters, scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
@@ -414,6 +415,9 @@ def stats_of(engine: Engine) -> EngineStats:
         masking=masks.seconds,
         grammars=masks.compiled,
         compiling=masks.compiling,
+        migration_queue=0 if queue is None else len(queue),
+        migrations=0 if queue is None else queue.granted,
+        migration_wait=0.0 if queue is None else queue.waited,
     )
 
 

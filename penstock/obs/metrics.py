@@ -76,16 +76,18 @@ WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a plac
 NO_STATS = EngineStats(
     running=0, waiting=0, used_blocks=0, num_blocks=0, preemptions=0, prefix_queries=0, prefix_hits=0, steps=0
 )
-MASKING = {  # field of the statistics -> metric, and its help
+COUNTED = {  # field of the statistics -> metric, and its help
     "masked_steps": ("masked_steps", "Steps in which it was worked out which tokens may be drawn"),
     "masking": ("mask_seconds", "Time that these steps waited for it"),
     "grammars": ("grammars_compiled", "Grammars that were compiled"),
     "compiling": ("grammar_compile_seconds", "Time that this took, beside steps"),
+    "migrations": ("migrations_granted", "Sequences of other instances for which blocks were reserved"),
+    "migration_wait": ("migration_wait_seconds", "Time that these waited for it in the migration queue"),
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
     *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
-    *MASKING,
+    *COUNTED,
 )
 totals = attrgetter(*TOTALS)
 
@@ -156,6 +158,7 @@ class _Engine:
     running: Gauge
     waiting: Gauge
     kv_usage: Gauge
+    migrating: Gauge
     queries: Counter
     hits: Counter
     device_hits: Counter
@@ -168,7 +171,7 @@ class _Engine:
     preemptions: Counter
     busy: Counter
     idle: Counter
-    masking: dict[str, Counter]
+    counted: dict[str, Counter]
     up: Gauge
     lost: Counter
     step_tokens: _Buckets
@@ -189,6 +192,7 @@ class _Engine:
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
+        self.migrating.set(load.migration_queue)
         self.count()
 
     def count(self) -> None:
@@ -206,7 +210,7 @@ class _Engine:
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
         self.busy.inc(said.busy - before.busy)
         self.idle.inc(said.idle - before.idle)
-        for total, counter in self.masking.items():
+        for total, counter in self.counted.items():
             counter.inc(getattr(said, total) - getattr(before, total))
         self._counted = said
 
@@ -272,7 +276,10 @@ class Metrics:
         running = self._by_engine(Gauge, "num_requests_running", "Sequences in the running batch")
         waiting = self._by_engine(Gauge, "num_requests_waiting", WAITING)
         self._queue = waiting.labels(model_name, MASTER)
-        kv_usage = self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
+        kv_usage, migrating = (
+            self._by_engine(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it"),
+            self._by_engine(Gauge, "migration_queue", "Sequences of other instances that wait for blocks"),
+        )
         queries = self._by_engine(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         hits = self._by_engine(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
         tiers = self._by_engine(
@@ -290,7 +297,7 @@ class Metrics:
         preemptions = self._by_engine(Counter, "num_preemptions", "Sequences that lost their KV cache to others")
         busy = self._by_engine(Counter, "engine_busy_seconds", "Time that steps took")
         idle = self._by_engine(Counter, "engine_idle_seconds", "Time between steps while there was work")
-        masking = {total: self._by_engine(Counter, name, help) for total, (name, help) in MASKING.items()}
+        counted = {total: self._by_engine(Counter, name, help) for total, (name, help) in COUNTED.items()}
         up = self._by_engine(Gauge, "instance_up", "1 while the instance serves")
         lost = self._by_engine(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         step_tokens = _Histogram(
@@ -302,6 +309,7 @@ class Metrics:
                 running=running.labels(model_name, name),
                 waiting=waiting.labels(model_name, name),
                 kv_usage=kv_usage.labels(model_name, name),
+                migrating=migrating.labels(model_name, name),
                 queries=queries.labels(model_name, name),
                 hits=hits.labels(model_name, name),
                 device_hits=tiers.labels(model_name, name, "device"),
@@ -314,7 +322,7 @@ class Metrics:
                 preemptions=preemptions.labels(model_name, name),
                 busy=busy.labels(model_name, name),
                 idle=idle.labels(model_name, name),
-                masking={total: counter.labels(model_name, name) for total, counter in masking.items()},
+                counted={total: counter.labels(model_name, name) for total, counter in counted.items()},
                 up=up.labels(model_name, name),
                 lost=lost.labels(model_name, name),
                 step_tokens=step_tokens.labels(model_name, name),

@@ -22,6 +22,7 @@ from penstock.core.wire.handoff import (
     Release,
     Reserve,
     Reserved,
+    Waiting,
 )
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.pool import BlockPool
@@ -395,6 +396,39 @@ def test_a_full_decoder_leaves_requests_where_they_are(shared, ahead):
     assert world.nodes["prefiller"].handoffs.counts()["handoffs_abandoned"] > 0
 
 
+def test_who_asked_first_has_room_first_and_online_before_offline():
+    world = World(0, Faults(), shared=False, requests=0, room=10)
+    world.receive = lambda *_: None
+    node, sent, source = world.nodes["decoder"], [], Peer("prefiller", 1, "")
+    node.send = lambda peer, message: sent.append((type(message), getattr(message, "lease", None)))
+    node.scheduler.add(make_request("fills", list(range(330)), max_tokens=240))
+    node.step()
+
+    def ask(name, tokens, offline=False):
+        request = replace(make_request(name, list(range(1000, 1000 + tokens)), max_tokens=4), offline=offline)
+        node.handoffs.on(world.network.now, Arrival(source, Reserve(Lease(name, 0), request, "frontend"), None))
+
+    asked = [("background", 10, True), ("large", 500, False), ("small", 10, False)]
+    ask(*asked[0])
+    assert sent.pop() == (Reserved, Lease("background", 0))
+    node.handoffs.on(0.0, Arrival(source, Release(Lease("background", 0), "no"), None))
+    ask("later", 500, offline=True)
+    for request in asked[1:]:
+        ask(*request)
+    ask("later", 500, offline=True)
+    assert [kind for kind, _ in sent] == [Waiting] * 4
+    assert len(node.handoffs.decode_side.queue) == 3
+    node.handoffs.tick(LEASE / 2)
+    assert node.handoffs.decode_side.queue.first_waits == LEASE / 2
+    sent.clear()
+    node.handoffs.on(LEASE / 2, Arrival(source, Release(Lease("large", 0), "no longer"), None))
+    node.handoffs.tick(LEASE / 2)
+    assert sent == [(Reserved, Lease("small", 0))], "nobody before it wants room any longer"
+    node.handoffs.tick(1.5 * LEASE)
+    assert sent[-1] == (Rejected, Lease("later", 0)), "it was not asked for again"
+    assert len(node.handoffs.decode_side.queue) == 0
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("faults", [{}, {"drop": 0.1, "duplicate": 0.3}], ids=["corrupt", "and more"])
 def test_blocks_that_never_arrive_whole_are_sent_less_and_less_often(faults, ahead):
@@ -408,7 +442,8 @@ def test_blocks_that_never_arrive_whole_are_sent_less_and_less_often(faults, ahe
     world.network.send = counted
     world.run()
     world.check_end()
-    assert set(world.ended.values()) == {"error"}
+    assert "error" in world.ended.values()
+    assert faults or "full" not in world.ended.values()
     blocks = sum(-(-len(r.prompt) // BLOCK_TOKENS) for r in world.requests.values())
     assert sum(isinstance(m, Push) for m in sent) <= 6 * blocks
     assert len(sent) <= 75 * len(world.requests)
@@ -551,12 +586,12 @@ def test_room_that_needs_preempting_is_made_when_no_step_is_in_flight():
     request = make_request("online", list(range(1000, 1400)), max_tokens=4)
     reserve = Reserve(Lease("online", 0), request, "frontend")
     node.handoffs.on(0.0, Arrival(Peer("prefiller", 1, ""), reserve, None))
-    assert sent == []
+    assert [type(message) for message in sent] == [Waiting]
     assert node.scheduler.counters.preemptions == 0
     for _ in range(3):
         node.step()
         node.check()
-    assert [type(message) for message in sent] == [Reserved]
+    assert [type(message) for message in sent] == [Waiting, Reserved]
     assert node.scheduler.counters.preemptions == 1
 
 

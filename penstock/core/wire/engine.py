@@ -188,6 +188,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     masking: float = 0.0  # seconds that these waited for it
     grammars: int = 0  # that were compiled
     compiling: float = 0.0  # seconds that this took, beside steps
+    migration_queue: int = 0  # sequences of other instances that wait for blocks
+    migrations: int = 0  # for which blocks were reserved
+    migration_wait: float = 0.0  # seconds that these waited for it
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -229,7 +232,9 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         free_blocks: that can be handed out, idle cached ones included.
         token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
-        migrating: requests that are prefilled and being handed over from it.
+        migrating: requests that wait for the end of their hand-over from it.
+        migration_queue: requests of other instances that wait for blocks here.
+        migration_wait_ms: for how long the first of them has.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
@@ -250,6 +255,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reserved_blocks: int
     num_blocks: int
     token_budget: int
+    migration_queue: int = 0
+    migration_wait_ms: float = 0.0
     ttft_ms: float | None
     tpot_ms: float | None
     interval_ms: float | None

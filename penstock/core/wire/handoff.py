@@ -2,6 +2,7 @@
 
     prefiller                    decoder
     Reserve            ->                       blocks are reserved, under a lease
+                       <-        Waiting        once there is room, in the order of asking; repeated until answered
                        <-        Reserved | Rejected
     Push, Push, ...    ->                       each block as it fills, while the next ones are computed
     Stage              ->                       of one that decodes on meanwhile: how much of that is there?
@@ -35,6 +36,11 @@ class Lease(msgspec.Struct, frozen=True):
     generation: int
     attempt: int = 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of one request: the later is greater."""
+        return self.generation, self.attempt
+
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
     """
@@ -47,6 +53,12 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     request: Request
     frontend: str
     tokens: list[int] = []
+
+
+class Waiting(msgspec.Struct, tag=True, frozen=True):
+    """There is no room now: it is in the decode instance's migration queue."""
+
+    lease: Lease
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +149,8 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-PeerMessage = Reserve | Reserved | Rejected | Push | Stage | Staged | Renew | Commit | Missing | Committed | Release
+PeerMessage = (
+    Reserve | Waiting | Reserved | Rejected | Push | Stage | Staged | Renew | Commit | Missing | Committed | Release
+)
 
 decode_peer = decoder(PeerMessage).decode

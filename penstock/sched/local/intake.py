@@ -190,6 +190,7 @@ class Intake:
         """The load, without a sequence number, so that two can be compared."""
         scheduler, measured = self.scheduler, self.scheduler.measurements
         waiting, prefill, running = scheduler.tokens_due()
+        queue = None if self.handoffs is None else self.handoffs.decode_side.queue
         return Snapshot(
             incarnation=self.peer.incarnation,
             sequence=0,
@@ -206,6 +207,8 @@ class Intake:
             reserved_blocks=scheduler.num_reserved_blocks,
             num_blocks=scheduler.pool.num_blocks,
             token_budget=scheduler.limits.token_budget,
+            migration_queue=0 if queue is None else len(queue),
+            migration_wait_ms=0.0 if queue is None else queue.first_waits * 1e3,
             ttft_ms=measured.ttft_ms,
             tpot_ms=measured.tpot_ms,
             interval_ms=measured.interval_ms,

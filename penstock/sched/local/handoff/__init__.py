@@ -35,6 +35,7 @@ from penstock.core.wire.handoff import (
     Reserved,
     Stage,
     Staged,
+    Waiting,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage
@@ -67,11 +68,11 @@ class Handoffs:
         self.prefill_side.begin(request, generation, frontend, peer)
 
     def started(self, now: float, plan: StepPlan) -> None:
-        """A step is about to run: reserve blocks for requests whose prefill it begins."""
+        """A step is about to run: have blocks reserved for those in it that are to leave."""
         self.prefill_side.started(now, (s.request_id for s in plan.sequences))
 
     def progress(self, now: float) -> None:
-        """A step has run: push full blocks, commit requests with a first token, and handle deferred reservations."""
+        """A step has run: push full blocks, commit what has paused, and reserve blocks for those who wait."""
         self.prefill_side.progress(now)
         self.decode_side.progress(now)
 
@@ -113,7 +114,7 @@ class Handoffs:
                 self.decode_side.on_stage(now, peer, stage)
             case Commit() as commit:
                 self.decode_side.on_commit(now, peer, commit)
-            case Reserved() | Staged() | Missing() | Committed() as answer:
+            case Waiting() | Reserved() | Staged() | Missing() | Committed() as answer:
                 self.prefill_side.on_answer(now, peer, answer)
             case Release(lease=lease, reason=reason) | Rejected(lease=lease, reason=reason):
                 if not self.decode_side.on_release(now, peer, lease) and not self.prefill_side.on_refusal(
@@ -135,6 +136,7 @@ class Handoffs:
         return {
             "outgoing": len(self.prefill_side),
             "incoming": len(self.decode_side),
+            "migration_queue": len(self.decode_side.queue),
             "handoffs_completed": self.prefill_side.completed,
             "handoffs_abandoned": self.prefill_side.abandoned,
         }

@@ -20,7 +20,9 @@ from penstock.core.wire.handoff import (
     Reserved,
     Stage,
     Staged,
+    Waiting,
 )
+from penstock.sched.local.handoff.migration_queue import MigrationQueue
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation, blocks_for
@@ -47,7 +49,11 @@ class _Incoming:
 
 
 class DecodeSide:
-    """All requests being handed over to this engine, and ended leases."""
+    """All requests being handed over to this engine, and ended leases.
+
+    Attributes:
+        queue: those that wait for room.
+    """
 
     def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
         self._scheduler = scheduler
@@ -56,35 +62,41 @@ class DecodeSide:
         self._lease = lease
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
-        self._later: list[tuple[Peer, Reserve]] = []  # deferred until no step is in flight
+        self.queue = MigrationQueue()
         self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
-        return len(self._incoming)
+        return len(self._incoming) + len(self.queue)
 
     # --- called by the engine
 
     def progress(self, now: float) -> None:
         """A step has run."""
-        later, self._later = self._later, []
-        for peer, message in later:
-            self.on_reserve(now, peer, message)
+        self._grant(now)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming.frontend == frontend and incoming.lease.generation <= generation:
             self._end(incoming, "cancelled")
+        for waiting in self.queue.drop(
+            lambda w: w.id == request_id and w.frontend == frontend and w.lease.generation <= generation
+        ):
+            self._refuse(waiting.sender, waiting.lease, "cancelled")
 
     def drop_client(self, frontend: str) -> None:
-        for request_id in list(self._incoming):
+        for request_id in [*self._incoming, *self.queue.ids()]:
             self.cancel(request_id, frontend)
 
     def supersede(self, request_id: str) -> None:
         """The request begins here anew."""
         if incoming := self._incoming.get(request_id):
             self._end(incoming, "another attempt began")
+        for waiting in self.queue.drop(lambda w: w.id == request_id):
+            self._refuse(waiting.sender, waiting.lease, "another attempt began")
 
     def lost(self, peer: Peer) -> None:
+        for waiting in self.queue.drop(lambda w: same_incarnation(w.sender, peer)):
+            self._close(waiting.lease, committed=False)
         for incoming in [i for i in self._incoming.values() if same_incarnation(i.sender, peer)]:
             self._end(incoming, "link lost")
 
@@ -92,6 +104,9 @@ class DecodeSide:
         self._now = now
         for incoming in [i for i in self._incoming.values() if now >= i.deadline]:
             self._end(incoming, "nothing was heard for too long")
+        for waiting in self.queue.drop(lambda w: now >= w.deadline):
+            self._refuse(waiting.sender, waiting.lease, "nothing was heard for too long")
+        self._grant(now)
         while self._over and now >= next(iter(self._over.values()))[0]:
             self._over.popitem(last=False)
 
@@ -108,18 +123,40 @@ class DecodeSide:
             known.deadline = now + self._lease
             self._transport.send(peer, Reserved(lease, known.reservation.have))
             return
-        if known is not None and (known.lease.generation, known.lease.attempt) < (lease.generation, lease.attempt):
+        if known is not None and known.lease.order < lease.order:
             self._end(known, "another attempt began")
-        reservation, reason = self._reserve(message)
-        if reservation is None and self._scheduler.held_back:
-            self._later.append((peer, message))
-            return
-        if reservation is None:
-            self._close(lease, committed=False)
-            self._transport.send(peer, Rejected(lease, reason))
-            return
-        self._incoming[lease.request_id] = _Incoming(lease, message.frontend, peer, reservation, now + self._lease)
-        self._transport.send(peer, Reserved(lease, reservation.have))
+        if not self.queue.renew(lease, now + self._lease):
+            for earlier in self.queue.drop(lambda w: w.id == lease.request_id and w.lease.order < lease.order):
+                self._refuse(earlier.sender, earlier.lease, "another attempt began")
+            if reason := self._refuses(message):
+                self._refuse(peer, lease, reason)
+                return
+            self.queue.add(now, peer, message, now + self._lease)
+            self._grant(now)
+        if lease in self.queue:
+            self._transport.send(peer, Waiting(lease))
+
+    def _grant(self, now: float) -> None:
+        """Reserve blocks for those who wait, as long as there is room for the first."""
+        self._now = now
+        self.queue.look(now)
+        while (first := self.queue.first) is not None:
+            try:
+                reservation = self._scheduler.reserve(first.message.request, first.message.tokens)
+            except UserError as error:
+                self.queue.refuse()
+                self._refuse(first.sender, first.lease, str(error))
+                continue
+            if reservation is None:
+                return
+            self.queue.take(now)
+            lease, until = first.lease, now + self._lease
+            self._incoming[first.id] = _Incoming(lease, first.frontend, first.sender, reservation, until)
+            self._transport.send(first.sender, Reserved(lease, reservation.have))
+
+    def _refuse(self, peer: Peer, lease: Lease, reason: str) -> None:
+        self._close(lease, committed=False)
+        self._transport.send(peer, Rejected(lease, reason))
 
     def on_push(self, now: float, message: IncomingMessage, push: Push) -> None:
         incoming = self._heard(now, push.lease, message.peer)
@@ -172,6 +209,9 @@ class DecodeSide:
     def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
         """The prefill side has ended the lease."""
         self._now = now
+        if self.queue.drop(lambda w: w.lease == lease and same_incarnation(w.sender, peer)):
+            self._close(lease, committed=False)
+            return True
         incoming = self._incoming.get(lease.request_id)
         if incoming is None or incoming.lease != lease or not same_incarnation(incoming.sender, peer):
             return False
@@ -203,17 +243,12 @@ class DecodeSide:
             self._transport.send(peer, Release(lease, "not known, or over"))
         return None
 
-    def _reserve(self, message: Reserve) -> tuple[Reservation | None, str]:
-        """Reserve blocks for a request, or say why not."""
+    def _refuses(self, message: Reserve) -> str:
+        """Why a request can never be taken over; "" when it can."""
         request_id = message.lease.request_id
-        if request_id in self._incoming or self._scheduler.holds(request_id):
-            return None, "this request is here already"
-        if reason := self._host.refuses(message.request, message.frontend):
-            return None, reason
-        try:
-            return self._scheduler.reserve(message.request, message.tokens), "no room"
-        except UserError as error:
-            return None, str(error)
+        if request_id in self._incoming or request_id in self.queue.ids() or self._scheduler.holds(request_id):
+            return "this request is here already"
+        return self._host.refuses(message.request, message.frontend)
 
     def _land(self, message: IncomingMessage, push: Push, into: int) -> int | None:
         """The block with the pushed content, held once for this; None when it is invalid."""

@@ -22,12 +22,14 @@ from penstock.core.wire.handoff import (
     Reserved,
     Stage,
     Staged,
+    Waiting,
 )
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
 
 RETRIES = 10  # parts of a lease from the first question to the second; then doubled
+HOLD = 5  # parts of a lease: how long what can run no further here waits for room there, before it goes on here
 STAGES = 3  # in which what decodes on may be sent; as many as Llumnix allows
 LAST = 4  # full blocks that may be on their way when it pauses
 
@@ -143,12 +145,14 @@ class PrefillSide:
 
     # --- messages of the decode side
 
-    def on_answer(self, now: float, peer: Peer, message: Reserved | Staged | Missing | Committed) -> None:
+    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Staged | Missing | Committed) -> None:
         out = self._of(message.lease, peer)
         if out is None:
             return
         out.heard = now
         match message:
+            case Waiting():
+                out.retry_at = now + self._lease / 3  # to stay in the queue
             case Reserved(have=have):
                 if out.state is _State.ASKING:
                     out.state, out.pushed, out.arrived = _State.STREAMING, have, have
@@ -169,19 +173,11 @@ class PrefillSide:
                     self.completed += 1
 
     def on_refusal(self, now: float, peer: Peer, lease: Lease, reason: str) -> bool:
-        """The decode side refused. Ask again during the prefill, else decode here."""
+        """The decode side refused, or has given it up."""
         out = self._of(lease, peer)
-        if out is None:
-            return False
-        sequence = self._scheduler.sequence(lease.request_id)
-        if sequence is None or sequence.generated or self._scheduler.migrating(lease.request_id):
+        if out is not None:
             self._stay(out, reason)
-            return True
-        self._scheduler.end_transfer(lease.request_id)
-        out.lease = _new_lease(sequence, lease.generation)
-        out.state, out.pushed = _State.ASKING, 0
-        out.heard, out.retry_at = now, now + out.pause
-        return True
+        return out is not None
 
     # --- inside
 
@@ -225,11 +221,9 @@ class PrefillSide:
         if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
             return
         if out.deadline is None:
-            out.deadline = now + self._lease
+            out.deadline = now + self._lease / HOLD
         if out.state is _State.QUEUED:  # it was told to leave when its last step here was under way
             self._ask(now, out)
-        elif out.state is _State.ASKING and out.lease.attempt:
-            self._stay(out, "no room")  # the last answer was no, and waiting for another costs time
         elif out.state is _State.STREAMING:
             if sequence.computed % BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
@@ -295,8 +289,12 @@ class PrefillSide:
                 assert sequence is not None
                 self._commit(now, out, sequence)
         elif out.state is not _State.QUEUED:
-            overdue = out.deadline is not None and now >= out.deadline
-            if overdue or now >= out.heard + self._lease:
+            sequence = self._scheduler.sequence(out.lease.request_id)
+            decodes = sequence is not None and not sequence.migrates
+            overdue = now >= (inf if out.deadline is None else out.deadline)
+            if out.state is _State.ASKING and (overdue or (decodes and now >= out.asked + self._lease)):
+                self._stay(out, "no room in time")
+            elif overdue or now >= out.heard + self._lease:
                 self._stay(out, "no answer")
             elif out.state is _State.ASKING and now >= out.retry_at:
                 self._ask(now, out)
