@@ -111,8 +111,8 @@ TABLES = Tables(
             "kind",
             one_of("shared", "tcp", "mooncake"),
             "shared",
-            "shared: blocks change their holder; tcp: they are copied; mooncake: the same by its transfer engine; needs "
-            "penstock[mooncake]",
+            "shared: blocks change their holder; tcp: they are copied; mooncake: the same by its transfer engine, "
+            "which needs penstock[mooncake]",
         ),
         Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
     ),

@@ -34,6 +34,7 @@ from penstock.core.wire.engine import (
     Inspection,
     LinkFailed,
     LinkPeer,
+    Migrate,
     Ready,
     SetRole,
     Shutdown,
@@ -145,6 +146,8 @@ class EngineServer:
             stalled = engine.has_work and not self._step()
             if failed := self._intake.take_failed():
                 self._report(failed, 0)
+            for frontend, stayed in self._intake.take_stayed():
+                self._send(frontend, stayed)
             now = self._clock.now()
             self._on_clock(now)
             if now - looked >= REPORT_INTERVAL:
@@ -270,6 +273,8 @@ class EngineServer:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
             case Cancel() | SetRole() | Drain():
                 self._intake.obey(client, command)
+            case Migrate():
+                self._intake.migrate(client, command)
             case LinkPeer(peer=peer):
                 if self._transport is not None:
                     self._transport.connect(peer)
@@ -386,6 +391,7 @@ class EngineServer:
 def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
     """Of an engine, for those who send it requests."""
     decode_side = None if handoffs is None else handoffs.decode_side
+    queue = None if handoffs is None else handoffs.decode_side.queue
     scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
     counters, speculation = scheduler.counters, scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
@@ -414,6 +420,9 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
         compiling=masks.compiling,
         pulled_blocks=decode_side.pulled_blocks if decode_side is not None else 0,
         failed_pulls=decode_side.failed_pulls if decode_side is not None else 0,
+        migration_queue=0 if queue is None else len(queue),
+        migrations=0 if queue is None else queue.granted,
+        migration_wait=0.0 if queue is None else queue.waited,
     )
 
 

@@ -83,6 +83,8 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "compiling": ("grammar_compile_seconds", "Time that this took, beside steps"),
     "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
     "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
+    "migrations": ("migrations_granted", "Sequences of other instances for which blocks were reserved"),
+    "migration_wait": ("migration_wait_seconds", "Time that these waited for it in the migration queue"),
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
@@ -164,6 +166,7 @@ class _Engine:
     running: Gauge
     waiting: Gauge
     kv_usage: Gauge
+    migrating: Gauge
     queries: Counter
     hits: Counter
     device_hits: Counter
@@ -197,6 +200,7 @@ class _Engine:
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
+        self.migrating.set(load.migration_queue)
         self.count()
 
     def count(self) -> None:
@@ -228,6 +232,7 @@ class _EngineSeries:
         self.running = self._metric(Gauge, "num_requests_running", "Sequences in the running batch")
         self.waiting = self._metric(Gauge, "num_requests_waiting", WAITING)
         self.kv_usage = self._metric(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
+        self.migrating = self._metric(Gauge, "migration_queue", "Sequences of other instances that wait for blocks")
         self.queries = self._metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.hits = self._metric(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.tiers = self._metric(
@@ -260,6 +265,7 @@ class _EngineSeries:
             running=self.running.labels(self._model_name, name),
             waiting=self.waiting.labels(self._model_name, name),
             kv_usage=self.kv_usage.labels(self._model_name, name),
+            migrating=self.migrating.labels(self._model_name, name),
             queries=self.queries.labels(self._model_name, name),
             hits=self.hits.labels(self._model_name, name),
             device_hits=self.tiers.labels(self._model_name, name, "device"),

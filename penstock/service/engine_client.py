@@ -20,13 +20,15 @@ from penstock.core.wire.engine import (
     Enqueue,
     Event,
     Failed,
+    Migrate,
     Peer,
     Ready,
     Refused,
     Role,
+    Stayed,
     StepReport,
 )
-from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Placed, Queued
+from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Placed, Queued, Relocate, Settled
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import Channels, EngineChannel
@@ -265,6 +267,8 @@ class EngineClient:
                     self._give_up(flight, Unavailable(answer.message, answer.retry_after))
                 case Queued():
                     pass  # it is in the master's queue; another answer follows
+                case Relocate():
+                    self._move(flight, answer.peer)
         except Exception as error:
             self._cannot_place(flight, error)
 
@@ -280,6 +284,19 @@ class EngineClient:
             self._ask(flight)
             return
         self._launch(flight, answer)
+
+    def _move(self, flight: Flight[Generation], peer: Peer) -> None:
+        """Have it handed over, if that can be."""
+        source = flight.move(peer) if self._reaches(peer) else None
+        if source is None:
+            self._settle(flight)
+        else:
+            self._channels.send(source.name, Migrate(source.incarnation, flight.id, flight.attempt, peer))
+
+    def _settle(self, flight: Flight[Generation]) -> None:
+        """Tell the master where it is, unless that is about to change."""
+        if flight.placed and (flight.next is None or flight.handed_over):
+            self._placement.settled(Settled(flight.id, flight.attempt, flight.at))
 
     def _patience_of(self, flight: Flight[Generation], now: float) -> float:
         """Seconds that it waits when no instance can take it: a restarted master may not know all instances yet, and a
@@ -297,7 +314,7 @@ class EngineClient:
         serving = {instance.name for instance in self.instances.values() if instance.serves(now)}
         for flight in list(self.flights.values()):
             able = serving.difference(flight.failed_at)
-            if flight.prefill is None and able and able.issubset(flight.avoid):
+            if not flight.placed and able and able.issubset(flight.avoid):
                 flight.avoid.clear()
                 flight.again()
                 self._ask(flight)
@@ -320,7 +337,7 @@ class EngineClient:
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         flight.owner.routed(flight.index, flight.route)
         self._channels.send(
-            placed.prefill.name, Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.decode)
+            placed.prefill.name, Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.next)
         )
 
     # --- going on elsewhere
@@ -335,8 +352,7 @@ class EngineClient:
             flight.owner.fail(EngineFailure(why))
             return
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
-        places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
-        flight.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._reaches(peer)]
+        flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._reaches(peer)]
         flight.again()
         flight.asked_first = now
         root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
@@ -407,6 +423,12 @@ class EngineClient:
                 self._greet(instance, event)
             case Refused():
                 self._refused(instance, event)
+            case Stayed():
+                flight = self.flights.get(event.request_id)
+                if flight is not None and flight.stayed(instance.name, event, instance.heard):
+                    self._settle(flight)
+                    if flight.stranded:
+                        self._go_on(flight)
             case Failed(message=message) | ChannelLost(message=message):
                 self.instance_lost(instance.name, message)
             case msgspec.DecodeError():
@@ -464,8 +486,7 @@ class EngineClient:
 
     def _refused(self, instance: Instance, refused: Refused) -> None:
         flight = self.flights.get(refused.request_id)
-        prefill = flight.prefill if flight is not None else None
-        if flight is None or prefill is None or prefill.name != instance.name or flight.heard:
+        if flight is None or not flight.placed or flight.here.name != instance.name or flight.heard:
             return
         if refused.why == "invalid":
             flight.owner.fail(InvalidRequest(refused.message))
@@ -490,11 +511,13 @@ class EngineClient:
 
     def _receive(self, flight: Flight[Generation], name: str, incarnation: int, output: TokenOutput) -> None:
         now = self._clock.now()
-        handed_over, heard, first = flight.handed_over, flight.heard, flight.first
+        handoffs, heard, first = flight.handoffs, flight.heard, flight.first
         try:
             pieces = flight.accept(name, incarnation, output, now)
-            if flight.handed_over and not handed_over:
+            if flight.handoffs > handoffs:
                 self._metrics.observe_handoff()
+                flight.owner.routed(flight.index, flight.route)
+                self._settle(flight)
             if flight.heard and not heard:
                 self._placement.begun([output.request_id])
                 if flight.interrupted:
@@ -520,8 +543,7 @@ class EngineClient:
 
     def _finished(self, flight: Flight[Generation], now: float) -> None:
         self._forget(flight, flight.outcome(now))
-        unaware = flight.prefill if flight.handed_over else flight.decode
-        self._cancel(flight, [peer for peer in flight.peers if peer is unaware])
+        self._cancel(flight, [peer for peer in flight.peers if peer.name != flight.at])
 
 
 def _interrupted(requests: int) -> str:

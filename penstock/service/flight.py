@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic, TypeVar
 
@@ -10,7 +10,7 @@ from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
-from penstock.core.wire.engine import LEASE, Peer
+from penstock.core.wire.engine import LEASE, Peer, Stayed
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.kv.keys import extend_keys, salted
 
@@ -23,9 +23,22 @@ SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other sid
 Owner = TypeVar("Owner")
 
 
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """At an instance that has the sequence or may come to have it.
+
+    Attributes:
+        since: tokens that had left here when it was chosen: it brings none of these.
+    """
+
+    peer: Peer
+    since: int
+
+
 class Flight(Generic[Owner]):
-    """Tokens come from the prefill instance, and after a hand-off from the decode instance; both may send at once, and
-    in either order. They are passed on in order and without duplicates.
+    """Tokens come from the instance that has it, and after a hand-off from the next one; both may send at once, and in
+    either order. They are passed on in order and without duplicates. There is one hand-off at a time: it is open until
+    tokens come from the next instance and all before them have come, or until the first one says that it `stayed`.
 
     When no instance has the sequence, or its owner is unknown, it is `stranded`: it is sent elsewhere and continues
     after the tokens passed on so far. Noise is a function of seed and position, so the same tokens follow.
@@ -44,7 +57,8 @@ class Flight(Generic[Owner]):
         tokens: that have left here.
         launched, first: when it was sent to an engine, and when its first token left here.
         heard: outputs of this attempt that were accepted.
-        handed_over: the decoding instance owns it, for tokens came from there.
+        handed_over: the next instance owns it, for tokens came from there.
+        handoffs: that came about, in all attempts.
         interrupted: why an attempt was lost; "" if none was.
         stranded: that is so of this attempt.
         suspect: name of an instance to avoid in the next placement; "" for none.
@@ -69,6 +83,7 @@ class Flight(Generic[Owner]):
         self.wait = ""
         self.first: float | None = None
         self.handed_over = False
+        self.handoffs = 0
         self.interrupted = ""
         self.stranded = False
         self.suspect = ""
@@ -77,8 +92,8 @@ class Flight(Generic[Owner]):
         self.avoid: list[str] = []
         self.queued = 0
         self.predicted_ttft: float | None = None
-        self.prefill: Peer | None = None
-        self.decode: Peer | None = None
+        self._stays: list[_Stay] = []  # who has it, and to whom it is being handed over
+        self._names: list[str] = []  # of all instances that it was at
         self._since = arrival  # when it began to wait for a place
         self._lost: list[Peer] = []
         self._early: dict[int, TokenOutput] = {}  # by their place; what is before them has not come
@@ -94,14 +109,39 @@ class Flight(Generic[Owner]):
         return len(self.tokens)
 
     @property
+    def placed(self) -> bool:
+        """Whether it has a place."""
+        return bool(self._stays)
+
+    @property
+    def here(self) -> Peer:
+        """Who has it, or had it before a hand-off that is not settled; only where it has a place."""
+        return self._stays[0].peer
+
+    @property
+    def next(self) -> Peer | None:
+        """To whom it is being handed over."""
+        return self._stays[1].peer if len(self._stays) > 1 else None
+
+    @property
+    def at(self) -> str:
+        """The instance that has it, as far as is known."""
+        return self._stays[-1 if self.handed_over else 0].peer.name
+
+    @property
+    def places(self) -> list[Peer]:
+        """The instances that may have it, lost ones among them."""
+        return [stay.peer for stay in self._stays]
+
+    @property
     def peers(self) -> list[Peer]:
         """The instances that may still have it."""
-        return [p for p in (self.prefill, self.decode) if p is not None and p not in self._lost]
+        return [peer for peer in self.places if peer not in self._lost]
 
     @property
     def route(self) -> str:
-        """Where it runs, for the log: "p0>d0"."""
-        return ">".join(p.name for p in (self.prefill, self.decode) if p is not None)
+        """Where it runs and ran, for the log: "p0>d0"."""
+        return ">".join(self._names)
 
     # --- places
 
@@ -151,7 +191,8 @@ class Flight(Generic[Owner]):
         """Start an attempt at this placement; returns the command."""
         # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
         stays = self.request.params.use_beam_search or self.request.pooling is not None
-        self.prefill, self.decode = placed.prefill, None if stays else placed.decode
+        peers = [placed.prefill] if stays or placed.decode is None else [placed.prefill, placed.decode]
+        self._stays, self._names = [_Stay(peer, self.received) for peer in peers], [peer.name for peer in peers]
         self.launches += 1
         if self.first is None:
             self.launched = now
@@ -163,8 +204,28 @@ class Flight(Generic[Owner]):
         """It needs another placement. Messages of the earlier attempt are ignored from now on."""
         self.attempt += 1
         self.heard, self.handed_over, self.stranded = 0, False, False
-        self.prefill = self.decode = None
+        self._stays, self._names = [], []
         self._lost, self._early, self.deadline = [], {}, None
+
+    def move(self, peer: Peer) -> Peer | None:
+        """It is to go on at `peer`. Returns who is to hand it over; None when this cannot be now."""
+        if len(self._stays) != 1 or self.stranded or self._early or peer.name == self.here.name:
+            return None
+        self._stays.append(_Stay(peer, self.received))
+        return self.here
+
+    def stayed(self, name: str, said: Stayed, now: float) -> bool:
+        """Its instance does not hand it over, after all. Returns whether that is news."""
+        who = name, said.incarnation
+        if said.generation != self.attempt or self.stranded or self.handed_over or len(self._stays) < 2:
+            return False
+        if who != (self.here.name, self.here.incarnation):
+            return False
+        if self._names[-1] == self._stays.pop().peer.name and len(self._names) > 1:
+            self._names.pop()  # it was placed there
+        self._lost = [peer for peer in self._lost if peer == self.here]
+        self._look(now)
+        return True
 
     def outcome(self, now: float) -> Outcome | None:
         """How it ended, now that all its tokens have come; None when there were none."""
@@ -189,36 +250,49 @@ class Flight(Generic[Owner]):
             EngineFailure: it cannot end well anywhere.
             InvalidRequest: the same, for what it asks for.
         """
-        source = next((p for p in self.peers if p.incarnation == incarnation and p.name == name), None)
-        if output.generation != self.attempt or source is None or self.stranded:
+        place = self._place_of(name, incarnation, output.start)
+        if output.generation != self.attempt or place is None or self.stranded:
             return []
-        decoded = source is self.decode
         if output.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            if self.handed_over and not decoded:
+            if self.handed_over and not place:
                 return []  # its hand-off was lost
             if output.finish is FinishReason.ERROR:
                 if output.error.startswith(FIELD):  # so it would end everywhere, for what its client asked
                     raise InvalidRequest(output.error, FIELD)
                 raise EngineFailure(f"{name} gave this request up: {output.error}")
             self._strand(f"{name} dropped this request", now)
-            self.suspect = name if self.decode is None else self.decode.name  # that hand-over was lost
+            self.suspect = self._stays[-1].peer.name  # that hand-over was lost
             return []
         self.heard += 1
-        self.handed_over |= decoded
+        if place and not self.handed_over:
+            self.handed_over, self.handoffs = True, self.handoffs + 1
+            if self._names[-1] != name:
+                self._names.append(name)
         if output.timing is not None:
             self.wait = output.timing.wait
         ready = self._in_order(output)
         if ready and self.first is None:
             self.first = now
+        if self.handed_over and not self._early:
+            del self._stays[0]
+            self.handed_over, self._lost = False, []
         self._look(now)
         return ready
+
+    def _place_of(self, name: str, incarnation: int, start: int) -> int | None:
+        """Which of its stays an output comes from; None when it is from none of them."""
+        for place in range(len(self._stays) - 1, -1, -1):
+            stay = self._stays[place]
+            if (stay.peer.name, stay.peer.incarnation) == (name, incarnation) and stay.peer not in self._lost:
+                return place if start >= stay.since or not place else None
+        return None
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """An incarnation of an instance has ended."""
         if peer not in self.peers or self.stranded:
             return
         self._lost.append(peer)
-        if not self.peers or (self.handed_over and peer == self.decode):
+        if not self.peers or (self.handed_over and peer == self._stays[-1].peer):
             self._strand(f"{peer.name} failed during this request ({reason})", now)
         else:
             self._look(now)
@@ -230,8 +304,7 @@ class Flight(Generic[Owner]):
         if self._lost:
             self._strand(f"{self._lost[0].name} failed during this request, and nothing came of it since", now)
         else:
-            assert self.prefill is not None
-            self._strand(f"tokens of this request that {self.prefill.name} had computed did not come", now)
+            self._strand(f"tokens of this request that {self.here.name} had computed did not come", now)
 
     def _strand(self, why: str, now: float) -> None:
         self.stranded, self.interrupted, self._since = True, why, now
@@ -239,21 +312,20 @@ class Flight(Generic[Owner]):
 
     def _look(self, now: float) -> None:
         """Determine the possible owners, and the deadline for them to report."""
-        first = self.prefill
-        assert first is not None
+        first = self.here
         if self._early:
             if first in self._lost:
                 self._strand(f"{first.name} failed during this request, its first tokens are lost", now)
             elif self.deadline is None:  # later outputs do not extend the wait for a missing one
                 self.deadline = now + LEASE
-        elif self.handed_over or not self._lost:
+        elif not self._lost:
             self.deadline = None
-        elif self.heard == 1:  # its first token is sampled, so it may just have been handed over
-            self.deadline = now + SIGN_OF_LIFE
-        elif first in self._lost:
+        elif first in self._lost and (len(self._stays) == 1 or not self.heard):
             self._strand(f"{first.name} failed during this request", now)
-        else:
-            self.deadline = None  # it is still being prefilled there, or decoded
+        elif not self.heard:
+            self.deadline = None  # it is still being prefilled, and the other instance cannot have it
+        elif self.deadline is None:  # it may just have been handed over
+            self.deadline = now + SIGN_OF_LIFE
 
     def _in_order(self, output: TokenOutput) -> list[TokenOutput]:
         if not self._early and output.start == len(self.tokens):  # nearly always, and for every token

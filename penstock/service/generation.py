@@ -169,9 +169,10 @@ class Generation:
 
     def routed(self, index: int, route: str) -> None:
         """The sequence of an output runs there."""
-        routes = self._parts[index // self._params.n].routes
-        if route not in routes:
-            routes.append(route)
+        part = self._parts[index // self._params.n]
+        part.routes = [known for known in part.routes if not route.startswith(known)]  # it went on from there
+        if not any(known.startswith(route) for known in part.routes):
+            part.routes.append(route)
 
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought the sequence of an output."""

@@ -38,6 +38,7 @@ from penstock.core.wire.master import (
     Place,
     Placed,
     Queued,
+    Settled,
     StartInstance,
     StopInstance,
 )
@@ -269,6 +270,8 @@ class Master:
             case Begun(request_ids=request_ids):
                 for request_id in request_ids:
                     self._begin(now, (name, request_id))
+            case Settled():
+                self._settle((name, message.request_id), message)
             case Ended(request_ids=request_ids, outcomes=outcomes):
                 told = {outcome.request_id: outcome for outcome in outcomes}
                 for request_id in request_ids:
@@ -434,6 +437,22 @@ class Master:
         if flight is not None:
             flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
+
+    def _settle(self, key: Key, settled: Settled) -> None:
+        """It is said where a sequence is."""
+        flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
+        if flight is not None and session is not None and flight.place.generation == settled.generation:
+            self._rehouse(key, flight, session)
+
+    def _rehouse(self, key: Key, flight: Tracked, session: InstanceSession) -> None:
+        """It decodes there from now on."""
+        if flight.home is not session:
+            began = key in flight.home.begun
+            flight.home.leave(key)
+            flight.home = session
+            session.house(flight.demand)
+            if began:
+                session.begin(key)
 
     def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
         queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)

@@ -24,6 +24,7 @@ from penstock.core.wire.master import (
     Members,
     Outcome,
     Place,
+    Settled,
     StartInstance,
     StopInstance,
     ToLauncher,
@@ -197,6 +198,9 @@ class LocalPlacement:
 
     def begun(self, request_ids: Sequence[str]) -> None:
         self._pump.handle(FromFrontend(self._sender, Begun(list(request_ids))))
+
+    def settled(self, settled: Settled) -> None:
+        self._pump.handle(FromFrontend(self._sender, settled))
 
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))

@@ -24,6 +24,8 @@ from penstock.core.wire.master import (
     Place,
     Placed,
     Queued,
+    Relocate,
+    Settled,
 )
 from penstock.service.channel import MasterChannel
 from penstock.service.instances import ChannelLost
@@ -33,7 +35,7 @@ log = logging.getLogger("penstock.frontend")
 PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
 SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
-Answer = Placed | NoPlace | Queued
+Answer = Placed | NoPlace | Queued | Relocate
 Answered = Callable[[Answer], None]
 
 
@@ -59,13 +61,16 @@ class Placement(Protocol):
 
     def start(self, answered: Answered) -> None:
         """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns. After
-        `Queued` there is another one."""
+        `Queued` there is another one. `Relocate` comes unasked, to sequences that have a place."""
 
     def ask(self, place: Place) -> None:
         """Ask for a placement. There is always an answer, unless the sequence ends before."""
 
     def begun(self, request_ids: Sequence[str]) -> None:
         """The first tokens of these have come."""
+
+    def settled(self, settled: Settled) -> None:
+        """A hand-off is over."""
 
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         """These sequences have ended; their questions are dropped."""
@@ -139,6 +144,9 @@ class RemotePlacement:
     def begun(self, request_ids: Sequence[str]) -> None:
         self._channel.send(Begun(list(request_ids)))
 
+    def settled(self, settled: Settled) -> None:
+        self._channel.send(settled)
+
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         for request_id in request_ids:
             self._drop(request_id)
@@ -197,6 +205,8 @@ class RemotePlacement:
             case Placed() | NoPlace() | Queued():
                 self._heard = now
                 self._pass_on(message)
+            case Relocate():
+                self._answered(message)
 
     def _pass_on(self, answer: Answer) -> None:
         """Pass an answer on, unless it is to an earlier question."""

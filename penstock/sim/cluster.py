@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Ready, Refused, Role, Snapshot
+from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Ready, Refused, Role, Snapshot, Stayed
 from penstock.core.wire.handoff import PeerMessage
 from penstock.core.wire.master import Endpoint, FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
@@ -382,7 +382,7 @@ class Cluster:
     def at_master(self, now: float, name: str, event: Event) -> list[Due]:
         return self._at_master(FromEngine(name, event), now)
 
-    def to_frontend(self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused) -> Due:
+    def to_frontend(self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))
 
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due:

@@ -11,7 +11,7 @@ from typing import Protocol
 from penstock.core.errors import EngineFailure
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Command, Enqueue, Peer, Ready, Refused
+from penstock.core.wire.engine import Cancel, Command, Enqueue, Migrate, Peer, Ready, Refused, Stayed
 from penstock.core.wire.master import (
     Begun,
     Ended,
@@ -22,6 +22,8 @@ from penstock.core.wire.master import (
     NoPlace,
     Placed,
     Queued,
+    Relocate,
+    Settled,
 )
 from penstock.service.flight import ATTEMPTS, Flight
 from penstock.service.flight import PATIENCE as RECOVERY
@@ -50,6 +52,7 @@ class SimRecord:
         launched: when it was sent to an instance; None until then.
         reason: see `sched.cluster.Decision`.
         attempts: places that it was sent to.
+        handoffs: that came about.
         recoveries: times that it was interrupted and had to go on elsewhere.
         costs: by stage, the policy's cost of the choice, and the least of any candidate.
         predicted_ttft: by the policy, in seconds; None when it does not predict.
@@ -75,6 +78,7 @@ class SimRecord:
     reason: str = ""
     attempts: int = 0
     recoveries: int = 0
+    handoffs: int = 0
     costs: dict[str, tuple[float, float]] = field(default_factory=dict)
     predicted_ttft: float | None = None
 
@@ -178,15 +182,21 @@ class SimFrontend:
             self.joined = message
             return []
         flight = self._flights.get(message.request_id)
-        if flight is None or flight.attempt != message.generation or flight.prefill is not None:
+        if flight is None or flight.attempt != message.generation:
+            return []
+        if isinstance(message, Relocate):
+            return self._move(now, flight, message.peer)
+        if flight.placed:
             return []
         if isinstance(message, NoPlace):
             return self._wait_for_place(now, flight, message)
         return self._launch(now, flight, message)
 
-    def on_engine(self, now: float, name: str, message: OutputBatch | Refused) -> list[Due]:
+    def on_engine(self, now: float, name: str, message: OutputBatch | Refused | Stayed) -> list[Due]:
         if isinstance(message, Refused):
             return self._refused(now, name, message)
+        if isinstance(message, Stayed):
+            return self._stayed(now, name, message)
         dues: list[Due] = []
         for output in message.outputs:
             flight = self._flights.get(output.request_id)
@@ -245,13 +255,12 @@ class SimFrontend:
         record.launched = flight.launched
         record.prefill, record.reason = placed.prefill.name, placed.reason
         record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        enqueue = Enqueue(placed.prefill.incarnation, request, flight.attempt, placed.decode)
+        enqueue = Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.next)
         return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         flight = self._flights.get(refused.request_id)
-        prefill = flight.prefill if flight is not None else None
-        if flight is None or prefill is None or prefill.name != name or flight.heard:
+        if flight is None or not flight.placed or flight.here.name != name or flight.heard:
             return []
         if refused.why == "invalid":
             return self._end(now, flight, refused.message)
@@ -262,6 +271,25 @@ class SimFrontend:
         flight.asked_first = now
         return [self._ask(now, flight)]
 
+    def _move(self, now: float, flight: _Flight, peer: Peer) -> list[Due]:
+        source = flight.move(peer) if self._lives_on(peer) else None
+        if source is None:
+            return self._settle(now, flight)
+        migrate = Migrate(source.incarnation, flight.id, flight.attempt, peer)
+        return [self._post.frontend_to_engine(now, source.name, migrate)]
+
+    def _settle(self, now: float, flight: _Flight) -> list[Due]:
+        if not flight.placed or (flight.next is not None and not flight.handed_over):
+            return []
+        return [self._post.frontend_to_master(now, Settled(flight.id, flight.attempt, flight.at))]
+
+    def _stayed(self, now: float, name: str, stayed: Stayed) -> list[Due]:
+        flight = self._flights.get(stayed.request_id)
+        if flight is None or not flight.stayed(name, stayed, now):
+            return []
+        flight.owner.decode = flight.at
+        return self._go_on(now, flight) if flight.stranded else [*self._settle(now, flight), *self._watch(flight)]
+
     def _go_on(self, now: float, flight: _Flight) -> list[Due]:
         """Continue a stranded sequence elsewhere, from the tokens that its client has."""
         dues = self._cancel(now, flight, flight.peers)
@@ -269,8 +297,7 @@ class SimFrontend:
             return self._end(now, flight, flight.interrupted)
         flight.owner.recoveries += 1
         flight.asked_first = now
-        places = [peer for peer in (flight.prefill, flight.decode) if peer is not None]
-        flight.avoid = [peer.name for peer in places if peer.name == flight.suspect or not self._lives_on(peer)]
+        flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._lives_on(peer)]
         flight.again()
         if self.joined.wants_keys:
             flight.add_keys(self._root)
@@ -280,7 +307,7 @@ class SimFrontend:
 
     def _receive(self, now: float, flight: _Flight, name: str, incarnation: int, output: TokenOutput) -> list[Due]:
         record = flight.owner
-        heard, looked_at = flight.heard, flight.deadline
+        heard, handoffs, looked_at = flight.heard, flight.handoffs, flight.deadline
         try:
             pieces = flight.accept(name, incarnation, output, now)
         except EngineFailure as error:
@@ -288,6 +315,9 @@ class SimFrontend:
         dues = []
         if flight.heard and not heard:
             dues.append(self._post.frontend_to_master(now, Begun([flight.id])))
+        if flight.handoffs > handoffs:
+            record.decode, record.handoffs = name, record.handoffs + 1
+            dues += self._settle(now, flight)
         record.received = flight.received
         for piece in pieces:
             if record.first is None:
@@ -319,10 +349,9 @@ class SimFrontend:
         record.ended, record.error = now, error
         self._ended(record)
         outcome = None if error else flight.outcome(now)
-        unaware = flight.prefill if flight.handed_over else flight.decode
         return [
             self._post.frontend_to_master(now, Ended([flight.id], [] if outcome is None else [outcome])),
-            *self._cancel(now, flight, [peer for peer in flight.peers if error or peer is unaware]),
+            *self._cancel(now, flight, [peer for peer in flight.peers if error or peer.name != flight.at]),
         ]
 
     def _cancel(self, now: float, flight: _Flight, peers: Iterable[Peer]) -> list[Due]:

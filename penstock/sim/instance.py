@@ -2,8 +2,7 @@
 
 It sends what an engine's server sends: outputs to frontends, snapshots and cache deltas to the master. Messages are
 read between steps. Of a request's outputs only the first and the last are sent, the last with all tokens in between, as
-no simulated client streams. Of one that was to be handed over and was not, the second is sent too: it shows where the
-request goes on.
+no simulated client streams; and all while it is being handed over, since others know nothing of those before.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ from penstock.core.wire.engine import (
     Enqueue,
     Event,
     LinkFailed,
+    Migrate,
     Peer,
     Ready,
     Refused,
     Role,
     SetRole,
     Snapshot,
+    Stayed,
     UnlinkPeer,
 )
 from penstock.core.wire.handoff import PeerMessage, Push
@@ -80,7 +81,7 @@ class InstanceSender(Protocol):
     def to_master(self, now: float, name: str, event: Event) -> Due: ...
     def report_arrives(self, at: float) -> float: ...
     def at_master(self, now: float, name: str, event: Event) -> list[Due]: ...
-    def to_frontend(self, now: float, frontend: str, name: str, message: OutputBatch | Refused) -> Due: ...
+    def to_frontend(self, now: float, frontend: str, name: str, message: OutputBatch | Refused | Stayed) -> Due: ...
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
 
@@ -217,6 +218,8 @@ class SimInstance:
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
+        for frontend, stayed in self.intake.take_stayed():
+            self._news.append(self._post.to_frontend(now, frontend, self.name, stayed))
         if self.scheduler.has_work:
             self._begin(now)
         self._copy(now)
@@ -334,8 +337,8 @@ class SimInstance:
             owner = self.intake.owner(output.request_id)
             if owner.told is not None:
                 if output.finish is None and not owner.migrates:
+                    self.intake.news[output.request_id] = self._last(output.request_id)
                     continue
-                owner.migrates = False
                 output.tokens = output.tokens * (output.start + len(output.tokens) - owner.told)
             if owner.told is not None:
                 output.start = owner.told
@@ -436,6 +439,8 @@ class SimInstance:
                         self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
                 case ClientCommand(frontend=frontend, command=Cancel() as cancel):
                     self.intake.obey(frontend, cancel)
+                case ClientCommand(frontend=frontend, command=Migrate() as migrate):
+                    self.intake.migrate(frontend, migrate)
                 case _ if getattr(letter, "to", None) == self._incarnation:
                     self._obey(now, letter)
 

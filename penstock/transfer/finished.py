@@ -18,9 +18,9 @@ class Finished:
 
     def put(self, moved: Moved) -> None:
         with self._lock:
-            if not self._over:
+            self._over.append(moved)  # before it is announced: `take` looks without the lock
+            if len(self._over) == 1:
                 os.eventfd_write(self._fd, 1)
-            self._over.append(moved)
 
     def take(self) -> list[Moved]:
         if not self._over:

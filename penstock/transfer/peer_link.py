@@ -16,7 +16,7 @@ from itertools import islice
 from zlib import crc32
 
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, PeerMessage, Push
+from penstock.core.wire.handoff import Commit, PeerMessage, Push, Stage
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame, Handshake, Header, read_header
 
 _SCRATCH_BYTES = 16 << 10  # read ahead, for headers and small bodies
@@ -283,7 +283,7 @@ class PeerLink:
     def connection_for(self, message: object) -> PeerConnection:
         """The connection that a message goes over."""
         index = 0
-        if isinstance(message, Push | Commit) and len(self.connections) > 1:
+        if isinstance(message, Push | Stage | Commit) and len(self.connections) > 1:
             index = 1 + crc32(message.lease.request_id.encode()) % (len(self.connections) - 1)
         connection = self.connections[index]
         assert connection is not None

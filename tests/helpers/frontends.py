@@ -29,7 +29,7 @@ class ScriptedPlacement:
     def __init__(self, prefill, clock, decode=None):
         self._prefill, self.clock, self.decode = prefill, clock, decode
         self.queued = {}
-        self.asked, self.over, self.first_tokens, self.outcomes = [], [], [], []
+        self.asked, self.over, self.first_tokens, self.outcomes, self.settlements = [], [], [], [], []
 
     def start(self, answered):
         self.answered = answered
@@ -67,6 +67,9 @@ class ScriptedPlacement:
         if prefill is None:
             return NoPlace(place.request_id, place.generation, "all are excluded")
         return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
+
+    def settled(self, settled):
+        self.settlements.append(settled)
 
     def begun(self, request_ids):
         self.first_tokens += request_ids

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import EngineFailure
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import LEASE, Peer
+from penstock.core.wire.engine import LEASE, Peer, Stayed
 from penstock.core.wire.master import Placed
 from penstock.kv.keys import extend_keys
 from penstock.service.flight import SIGN_OF_LIFE, Flight
@@ -140,14 +140,49 @@ def test_who_may_just_have_taken_it_over_has_time_to_show_it():
     assert f.interrupted == "p failed during this request, and nothing came of it since"
 
 
+def stays(flight, peer, now=0.0):
+    return flight.stayed(peer.name, Stayed(peer.incarnation, "r", flight.attempt, "no room"), now)
+
+
 def test_a_prefiller_that_goes_on_alone_says_so():
     f = flight()
     f.lose(D, "gone", 100.0)
     assert not overdue(f, 1000.0), "it is still being prefilled"
     assert feed(f, P, out(0, 10), now=1004.0) == [(0, [10], None)]
     assert not overdue(f, 1004.0 + SIGN_OF_LIFE)
-    assert feed(f, P, out(1, 11), now=1004.0 + SIGN_OF_LIFE) == [(1, [11], None)]
+    assert stays(f, P, 1004.0 + SIGN_OF_LIFE)
     assert not overdue(f, 1e9), "whoever decodes it will say when it does not"
+    assert feed(f, P, out(1, 11), now=2e9) == [(1, [11], None)]
+    assert (f.route, f.peers, f.handoffs) == ("p", [P], 0)
+
+
+def test_it_moves_on_and_back_one_hand_off_after_the_other():
+    f = flight(None)
+    feed(f, P, out(0, 10))
+    assert f.move(P) is None
+    assert f.move(D) == P
+    assert f.move(E) is None, "one hand-off at a time"
+    assert f.peers == [P, D]
+    assert feed(f, P, out(1, 11)) == [(1, [11], None)]
+    assert feed(f, D, out(3, 13)) == []
+    assert f.move(E) is None, "a token is missing"
+    assert not stays(f, P), "its tokens come from elsewhere"
+    assert feed(f, P, out(2, 12)) == [(2, [12], None), (3, [13], None)]
+    assert (f.peers, f.at, f.handoffs) == ([D], "d", 1)
+    assert f.move(P) == D
+    assert feed(f, P, out(2, 12)) == [], "late"
+    assert (f.at, f.handoffs) == ("d", 1)
+    assert feed(f, P, out(4, 14)) == [(4, [14], None)]
+    assert (f.peers, f.route, f.handoffs) == ([P], "p>d>p", 2)
+    assert f.move(D) == P
+    assert not stays(f, D), "it does not have it"
+    assert stays(f, P)
+    assert (f.peers, f.route) == ([P], "p>d>p")
+    f.lose(D, "gone", 0.0)
+    assert not f.stranded
+    assert f.move(E) == P
+    f.lose(P, "gone", 0.0)
+    assert overdue(f, 1.1 * SIGN_OF_LIFE)
     f = flight()
     feed(f, P, out(0, 10))
     f.lose(D, "gone", 100.0)
@@ -281,7 +316,7 @@ def test_whoever_dies_whenever_no_token_is_lost_doubled_or_moved(length, seed):
     f, attempts = flight(decode=rng.choice([None, D])), 0
     while not ended:
         pieces, begin, attempt = [], f.received, f.attempt
-        middle = begin + 1 if f.decode is not None and rng.random() < 0.7 else length
+        middle = begin + 1 if f.next is not None and rng.random() < 0.7 else length
         streams = {P: numbered(chunks(text[begin:middle], begin, length, rng), attempt)}
         streams |= {D: numbered(chunks(text[middle:], middle, length, rng), attempt)}
         dies = rng.random() < 0.7 and attempts < 5
@@ -326,7 +361,7 @@ def chunks(tokens, start, length, rng):
 def test_a_beam_search_stays_where_it_began_and_begins_anew_when_that_is_lost():
     asked = replace(REQUEST, params=SamplingParams(n=2, use_beam_search=True))
     f = flight(request=asked)
-    assert (f.decode, f.peers, f.route) == (None, [P], "p")
+    assert (f.next, f.peers, f.route) == (None, [P], "p")
     assert feed(f, P, out(0)) == [(0, [], None)]  # its prompt was prefilled
     assert (f.first, f.received) == (0.0, 0)
     f.lose(P, "killed", 1.0)

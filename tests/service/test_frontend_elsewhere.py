@@ -9,8 +9,8 @@ from penstock.core.errors import EngineFailure, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused, StepReport
-from penstock.core.wire.master import Endpoint
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Migrate, Peer, Refused, Stayed, StepReport
+from penstock.core.wire.master import Endpoint, Relocate
 from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
 from penstock.service.flight import ATTEMPTS, PATIENCE
@@ -158,9 +158,45 @@ def test_tokens_come_in_order_from_both_instances(tokenizer):
         assert "".join(d.text for d in deltas) == tokenizer.decode(ids)
         assert generation._parts[0].routes == ["p>d"]
         assert value(frontend, "penstock:handoffs_total") == 1
-        assert channels["p"].cancelled() == [name]  # in case that it does not know of the end
 
     run(tokenizer, scenario, "p", "d", decode="d")
+
+
+def test_what_the_master_wants_elsewhere_is_handed_over_and_settled(tokenizer):
+    async def scenario(frontend, channels, clock):
+        placement, client = frontend.engine_client._placement, frontend.engine_client
+        generation, (name,) = await submit(frontend)
+        there = ready("d").peer
+
+        def settled():
+            return [(s.request_id, s.generation, s.instance) for s in placement.settlements]
+
+        def migrates(instance):
+            return [(c.request_id, c.generation, c.peer) for c in channels[instance].sent if isinstance(c, Migrate)]
+
+        placement.answered(Relocate(name, 0, Peer("x", 1, "")))
+        assert (migrates("p"), settled()) == ([], [(name, 0, "p")]), "nobody knows x"
+        placement.answered(Relocate(name, 1, there))
+        assert migrates("p") == [], "another attempt"
+        placement.answered(Relocate(name, 0, there))
+        assert migrates("p") == [(name, 0, there)]
+        placement.answered(Relocate(name, 0, there))
+        assert len(migrates("p")) == 1, "it is on its way"
+        channels["p"].report(TokenOutput(name, [5, 6]))
+        channels["p"].say(Stayed(ready("p").peer.incarnation, name, 0, "no room"))
+        await until(lambda: len(settled()) == 2)
+        assert settled()[1] == (name, 0, "p")
+        placement.answered(Relocate(name, 0, there))
+        channels["d"].report(TokenOutput(name, [7], start=2))
+        await until(lambda: len(settled()) == 3)
+        assert settled()[2] == (name, 0, "d")
+        assert value(frontend, "penstock:handoffs_total") == 1
+        assert generation._parts[0].routes == ["p>d"]
+        channels["d"].report(TokenOutput(name, [8], start=3, finish=FinishReason.LENGTH))
+        assert [t for d in await collect(generation) for t in d.tokens] == [5, 6, 7, 8]
+        assert not client.flights
+
+    run(tokenizer, scenario, "p", "d")
 
 
 def test_cancelling_reaches_both_instances(tokenizer):
@@ -178,7 +214,7 @@ def test_losing_one_of_two_instances(tokenizer):
         prefilling, _ = await submit(frontend)
         channels["p"].report(TokenOutput(one, [5]))
         channels["d"].report(TokenOutput(one, [6], start=1))
-        await until(lambda: frontend.engine_client.flights[one].handed_over)
+        await until(lambda: frontend.engine_client.flights[one].handoffs)
         channels["p"].say(ChannelLost("gone"))
         await until(lambda: not frontend.engine_client.instances["p"].ready)
         channels["d"].report(TokenOutput(one, [7], start=2, finish=FinishReason.LENGTH))

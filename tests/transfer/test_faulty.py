@@ -205,7 +205,7 @@ def test_what_can_be_said():
         ({"drop": 1.5}, "faults.drop: 1.5, allowed: a probability from 0 to 1"),
         ({"corrupt": -1}, "faults.corrupt: -1.0, allowed"),
         ({"delay_ms": -1}, "faults.delay_ms: -1.0, allowed: 0 or more"),
-        ({"only": ["Pusch"]}, "faults.only: 'Pusch', allowed: Reserve, Reserved, Rejected, Push"),
+        ({"only": ["Pusch"]}, "faults.only: 'Pusch', allowed: Reserve, Waiting, Reserved, Rejected, Push"),
         ({"stall": ["x"]}, "faults.stall: 'x', allowed"),
         ({"dorp": 1}, "unknown field `dorp`"),
         ({"drop": "often"}, r"Expected `float`, got `str` - at `\$.drop`"),

@@ -64,6 +64,20 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     generation: int | None = None
 
 
+class Migrate(msgspec.Struct, tag=True, frozen=True):
+    """Hand a request over to a peer, wherever it stands: its blocks follow while it goes on here. `Stayed` says when
+    nothing comes of it.
+
+    Attributes:
+        generation: the attempt that is meant.
+    """
+
+    to: int
+    request_id: str
+    generation: int
+    peer: Peer
+
+
 class LinkPeer(msgspec.Struct, tag=True, frozen=True):
     """Connect to a peer before it is needed."""
 
@@ -107,7 +121,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Stop now; running requests are lost."""
 
 
-Command = Hello | Enqueue | Cancel | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
+Command = Hello | Enqueue | Cancel | Migrate | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
 LEASE = 5.0  # seconds without a Hello after which a frontend counts as failed
 
 
@@ -176,6 +190,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     compiling: float = 0.0  # seconds that this took, beside steps
     pulled_blocks: int = 0  # KV blocks that other engines handed over
     failed_pulls: int = 0  # of such, that brought nothing, or not what was meant
+    migration_queue: int = 0  # sequences of other instances that wait for blocks
+    migrations: int = 0  # for which blocks were reserved
+    migration_wait: float = 0.0  # seconds that these waited for it
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -196,6 +213,16 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: Literal["invalid", "stale", "draining"] = "invalid"
 
 
+class Stayed(msgspec.Struct, tag=True, frozen=True):
+    """A request is not handed over, after all: it goes on here, if it has not ended. What the engine says after this is
+    not said by anyone else."""
+
+    incarnation: int
+    request_id: str
+    generation: int
+    reason: str
+
+
 class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An engine's load for the master, about every 50 ms while it changes and twice a second while it does not.
 
@@ -207,7 +234,9 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         free_blocks: that can be handed out, idle cached ones included.
         token_budget: tokens in one step at most, as it is now; see `Ready`.
         reserved_blocks: set aside for requests that are being handed over to it.
-        migrating: requests that are prefilled and being handed over from it.
+        migrating: requests that wait for the end of their hand-over from it.
+        migration_queue: requests of other instances that wait for blocks here.
+        migration_wait_ms: for how long the first of them has.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
             per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
@@ -228,6 +257,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reserved_blocks: int
     num_blocks: int
     token_budget: int
+    migration_queue: int = 0
+    migration_wait_ms: float = 0.0
     ttft_ms: float | None
     tpot_ms: float | None
     interval_ms: float | None
@@ -274,7 +305,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Event = Ready | StepReport | Refused | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+Event = Ready | StepReport | Refused | Stayed | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
 
 decode_command = decoder(Command).decode
 decode_event = decoder(Event).decode

@@ -1,9 +1,12 @@
-"""Messages between two engines that hand a request over after its prefill.
+"""Messages between two engines that hand a request over, after its prefill or while it decodes.
 
     prefiller                    decoder
     Reserve            ->                       blocks are reserved, under a lease
+                       <-        Waiting        once there is room, in the order of asking; repeated until answered
                        <-        Reserved | Rejected
     Push, Push, ...    ->                       each block as it fills, while the next ones are computed
+    Stage              ->                       of one that decodes on meanwhile: how much of that is there?
+                       <-        Staged
     Renew              ->                       periodically, to extend the lease
     Commit             ->                       everything is there; repeated until it is answered
                        <-        Committed | Missing | Rejected
@@ -33,11 +36,29 @@ class Lease(msgspec.Struct, frozen=True):
     generation: int
     attempt: int = 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of one request: the later is greater."""
+        return self.generation, self.attempt
+
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
+    """
+    Attributes:
+        frontend: who owns the request: tokens go there.
+        tokens: sampled here so far, after the request's `context`; more may come before the commit.
+    """
+
     lease: Lease
     request: Request
-    frontend: str  # who owns the request: tokens go there
+    frontend: str
+    tokens: list[int] = []
+
+
+class Waiting(msgspec.Struct, tag=True, frozen=True):
+    """There is no room now: it is in the decode instance's migration queue."""
+
+    lease: Lease
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
@@ -72,16 +93,30 @@ class Push(msgspec.Struct, tag=True, frozen=True):
     checksum: int
 
 
+class Stage(msgspec.Struct, tag=True, frozen=True):
+    """All full blocks so far were pushed; it does not overtake them."""
+
+    lease: Lease
+
+
+class Staged(msgspec.Struct, tag=True, frozen=True):
+    """The first `have` blocks are there."""
+
+    lease: Lease
+    have: int
+
+
 class Renew(msgspec.Struct, tag=True, frozen=True):
     leases: list[Lease]
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """All `blocks` blocks were pushed; `tokens` were sampled by the sender, and the KV of the last one is not computed.
+    """All `blocks` blocks were pushed. `tokens` were sampled after the request's `context`, those of `Reserve` among
+    them; the KV of the last one is not computed.
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefiller's cache.
-        queue, prefill, wait: of the request's `Timing` so far.
+        queue, prefill, wait, decode: of the request's `Timing` so far.
     """
 
     lease: Lease
@@ -91,6 +126,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     queue: float
     prefill: float
     wait: str = ""
+    decode: float = 0.0
 
 
 class Missing(msgspec.Struct, tag=True, frozen=True):
@@ -113,6 +149,8 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-PeerMessage = Reserve | Reserved | Rejected | Push | Renew | Commit | Missing | Committed | Release
+PeerMessage = (
+    Reserve | Waiting | Reserved | Rejected | Push | Stage | Staged | Renew | Commit | Missing | Committed | Release
+)
 
 decode_peer = decoder(PeerMessage).decode

@@ -82,6 +82,14 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
+class Settled(msgspec.Struct, tag=True, frozen=True):
+    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was."""
+
+    request_id: str
+    generation: int
+    instance: str
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The latencies of a finished sequence.
 
@@ -112,7 +120,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     outcomes: list[Outcome] = []
 
 
-FrontendMessage = Join | Place | Begun | Ended
+FrontendMessage = Join | Place | Begun | Settled | Ended
 
 
 class AskMembers(msgspec.Struct, tag=True, frozen=True):
@@ -215,9 +223,6 @@ class Queued(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
-MasterMessage = Joined | Placed | NoPlace | Queued | Members
-
-
 # --- to launchers
 
 
@@ -241,6 +246,22 @@ class HostRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 ToLauncher = StartInstance | StopInstance | HostRefused
+
+
+class Relocate(msgspec.Struct, tag=True, frozen=True):
+    """Have it handed over to `peer`, wherever it runs now. `Settled` says what came of it.
+
+    Attributes:
+        reason: a class of reasons, and after a colon the details, if any.
+    """
+
+    request_id: str
+    generation: int
+    peer: Peer
+    reason: str = ""
+
+
+MasterMessage = Joined | Placed | NoPlace | Queued | Relocate | Members
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(MasterMessage).decode

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
-from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, Refused, Role, SetRole, Snapshot
+from penstock.core.wire.engine import Cancel, Drain, Enqueue, Migrate, Peer, Refused, Role, SetRole, Snapshot, Stayed
 from penstock.sched.local.handoff import Handoffs, HandoffTransport
 from penstock.sched.local.scheduler import Scheduler
 
@@ -24,7 +24,7 @@ class RequestOwner:
     Attributes:
         told: tokens of the output that were reported to it; kept by servers that do not report every step. None before
             the first report.
-        migrates: the frontend expects a hand-off after the first token.
+        migrates: the frontend expects that it goes on elsewhere, and has not been told otherwise.
     """
 
     frontend: str
@@ -64,6 +64,7 @@ class Intake:
         self.handoffs: Handoffs | None = None
         self.news: dict[str, int] = {}
         self._failed: list[TokenOutput] = []
+        self._stayed: list[tuple[str, Stayed]] = []
         self._vocab_size = vocab_size
         self._owner: dict[str, RequestOwner] = {}
 
@@ -100,10 +101,9 @@ class Intake:
         if owner is not None and owner.frontend == frontend and owner.generation < generation:
             self._drop(frontend, [request.id])
         decode = command.decode
-        if decode is not None and (decode.name == self.peer.name or self.handoffs is None):
+        stays = "" if decode is None else self._stays(request, decode)
+        if stays:
             decode = None
-        if request.params.use_beam_search or request.pooling is not None:
-            decode = None  # beam searches are not handed over, and nothing is left of an embedding
         try:
             self._add(request, migrates=decode is not None, now=now)
         except UserError as error:
@@ -113,7 +113,39 @@ class Intake:
             self.handoffs.supersede(request.id)
             if decode is not None:
                 self.handoffs.begin(request, generation, frontend, decode)
+        if stays:
+            self._stay(frontend, request.id, generation, stays)
         return None
+
+    def migrate(self, frontend: str, command: Migrate) -> None:
+        """Hand over a request that is here, or have its frontend told why not."""
+        request_id, generation, peer = command.request_id, command.generation, command.peer
+        owner, sequence = self._owner.get(request_id), self.scheduler.sequence(request_id)
+        if command.to != self.peer.incarnation:
+            return
+        if owner is None or sequence is None or (owner.frontend, owner.generation) != (frontend, generation):
+            self._stay(frontend, request_id, generation, "it is not here")
+        elif stays := self._stays(sequence.request, peer):
+            self._stay(frontend, request_id, generation, stays)
+        elif self.handoffs is not None and not self.handoffs.leaving(request_id):
+            if not sequence.generated:
+                self.scheduler.leave(request_id)
+            owner.migrates = True
+            self.news.pop(request_id, None)
+            self.handoffs.begin(sequence.request, generation, frontend, peer)
+
+    def _stays(self, request: Request, peer: Peer) -> str:
+        """Why it can never go on at a peer; "" when it can."""
+        if request.params.use_beam_search:
+            return "beam searches are not handed over"
+        if request.pooling is not None:
+            return "nothing is left to do after a prompt to embed"
+        if self.handoffs is None:
+            return "this instance takes no part in hand-offs"
+        return "it is here" if peer.name == self.peer.name else ""
+
+    def _stay(self, frontend: str, request_id: str, generation: int, reason: str) -> None:
+        self._stayed.append((frontend, Stayed(self.peer.incarnation, request_id, generation, reason)))
 
     def obey(self, frontend: str, command: Cancel | SetRole | Drain) -> None:
         """Commands for another incarnation and outdated decisions are ignored."""
@@ -149,10 +181,16 @@ class Intake:
         failed, self._failed = self._failed, []
         return failed
 
+    def take_stayed(self) -> list[tuple[str, Stayed]]:
+        """Whom to tell of requests that are not handed over, since the last call."""
+        stayed, self._stayed = self._stayed, []
+        return stayed
+
     def snapshot(self) -> Snapshot:
         """The load, without a sequence number, so that two can be compared."""
         scheduler, measured = self.scheduler, self.scheduler.measurements
         waiting, prefill, running = scheduler.tokens_due()
+        queue = None if self.handoffs is None else self.handoffs.decode_side.queue
         return Snapshot(
             incarnation=self.peer.incarnation,
             sequence=0,
@@ -169,6 +207,8 @@ class Intake:
             reserved_blocks=scheduler.num_reserved_blocks,
             num_blocks=scheduler.pool.num_blocks,
             token_budget=scheduler.limits.token_budget,
+            migration_queue=0 if queue is None else len(queue),
+            migration_wait_ms=0.0 if queue is None else queue.first_waits * 1e3,
             ttft_ms=measured.ttft_ms,
             tpot_ms=measured.tpot_ms,
             interval_ms=measured.interval_ms,
@@ -190,6 +230,11 @@ class Intake:
     def migrated(self, request_id: str) -> None:
         if request_id in self._owner:
             self._forget(request_id)
+
+    def stayed(self, request_id: str, reason: str) -> None:
+        owner = self._owner[request_id]
+        owner.migrates = False
+        self._stay(owner.frontend, request_id, owner.generation, reason)
 
     def failed(self, output: TokenOutput) -> None:
         self._failed.append(output)

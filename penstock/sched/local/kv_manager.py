@@ -175,7 +175,8 @@ class KVManager:
         full = sequence.findable // BLOCK_TOKENS
         if full != sequence.published and self._prefix_cache:
             self._publish(sequence, full)
-        if self._window is not None and not (sequence.branching or sequence.migrates or sequence.storing):
+        stays_whole = sequence.branching or sequence.migrates or sequence.transferring or sequence.storing
+        if self._window is not None and not stays_whole:
             self._drop(sequence, max(0, sequence.settled + 1 - self._window) // BLOCK_TOKENS)
 
     def _drop(self, sequence: Sequence, end: int) -> None:

@@ -6,8 +6,8 @@ used, is decided by the local policy (`sched.local.policy`). A sequence that mee
 one takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
 longer in the cache.
 
-A sequence may leave for another instance after its prefill (`migrates`), and one may come from another instance:
-blocks are set aside for it (`reserve`), filled by the transfer, and then it runs (`resume`).
+A sequence may leave for another instance after its prefill or in the middle (`migrates`), and one may come from another
+instance: blocks are set aside for it (`reserve`), filled by the transfer, and then it runs (`resume`).
 """
 
 from __future__ import annotations
@@ -279,6 +279,10 @@ class Scheduler:
 
     # --- coming from and going to other instances
 
+    def leave(self, request_id: str) -> None:
+        """After its next token it runs no further until it is told to `stay`, or has `migrated`."""
+        self._sequences[request_id].migrates = True
+
     def stay(self, request_id: str) -> None:
         """It is not handed over: it continues here."""
         sequence = self._sequences.get(request_id)
@@ -294,7 +298,7 @@ class Scheduler:
         self.cancel(request_id)
 
     def migrating(self, request_id: str) -> bool:
-        """Whether it is prefilled and waits for its hand-off."""
+        """Whether it runs no further, and waits for the end of its hand-off."""
         return request_id in self._migrating
 
     def begin_transfer(self, sequence: Sequence, blocks: int) -> None:
@@ -313,13 +317,16 @@ class Scheduler:
         """Requests of which blocks are being sent."""
         return [s.id for s in self._sequences.values() if s.transferring]
 
-    def reserve(self, request: Request) -> Reservation | None:
-        """Set blocks aside for a request whose prompt is prefilled elsewhere; None when there is no room now. Offline
-        sequences are preempted for an online one, unless that is `held_back`.
+    def reserve(self, request: Request, sampled: Items[int] = ()) -> Reservation | None:
+        """Set blocks aside for a request that comes from elsewhere; None when there is no room now. Offline sequences
+        are preempted for an online one, unless that is `held_back`.
+
+        Args:
+            sampled: there, so far.
 
         Raises InvalidRequest or PromptTooLong when there never will be.
         """
-        context = request.context
+        context = [*request.context, *sampled]
         length = len(context)
         if not 0 < length < self.limits.max_model_len:
             raise PromptTooLong.of(length, self.limits.max_model_len)
@@ -337,9 +344,32 @@ class Scheduler:
         for victim in victims:
             self._preempt(victim)
         self.pool.hold(hit)
-        reservation = Reservation(request, keys, hit + self.pool.allocate(missing), have=len(hit))
+        reservation = Reservation(request, context, keys, hit + self.pool.allocate(missing), have=len(hit))
         self._reserved.append(reservation)
         return reservation
+
+    def extend(self, reservation: Reservation, blocks: int) -> bool:
+        """Have it hold so many blocks at least; False when there is no room for more beside what others need."""
+        missing = blocks - len(reservation.blocks)
+        if missing > 0:
+            if missing > self.pool.available - self.kv.promised(self._running):
+                return False
+            reservation.blocks += self.pool.allocate(missing)
+        return True
+
+    def complete(self, reservation: Reservation, sampled: Items[int]) -> bool:
+        """All that was sampled elsewhere is known; the KV of the last token is not computed there. False when that does
+        not go on from what was known, or there is no room for it."""
+        tokens, known = [*reservation.request.context, *sampled], reservation.tokens
+        if not sampled or tokens[: len(known)] != known or len(tokens) > self.limits.max_model_len:
+            return False
+        computed = len(tokens) - 1
+        if len(reservation.blocks) > blocks_for(computed) or not self.extend(reservation, blocks_for(computed)):
+            return False
+        reservation.tokens, request = tokens, reservation.request
+        root = salted(self.root, request.cache_salt)
+        extend_keys(reservation.keys, root, tokens, computed // BLOCK_TOKENS, request.media)
+        return True
 
     def unreserve(self, reservation: Reservation, quarantined: Items[int] = ()) -> None:
         """Cancel a reservation.
@@ -364,25 +394,26 @@ class Scheduler:
     def resume(
         self,
         reservation: Reservation,
-        tokens: list[int],
         cached_tokens: int,
         now: float = 0.0,
         spent: tuple[float, float, str] = (0.0, 0.0, ""),
+        decode: float = 0.0,
     ) -> Sequence:
-        """The KV of the whole prompt has arrived, and `tokens` were sampled there: it runs from here on.
+        """It is complete, and the KV of all but its last token has arrived: it runs from here on.
 
         Args:
-            spent: see `Sequence.spent`.
+            spent: see `Sequence.spent`; `decode`: seconds since.
         """
-        assert tokens
         assert reservation.request.id not in self._sequences
         self._reserved.remove(reservation)
         sequence = self._make(reservation.request, 0.0)
-        sequence.computed = len(sequence.tokens)
-        sequence.tokens += tokens
+        sequence.tokens = reservation.tokens
+        sequence.computed = len(sequence.tokens) - 1
         sequence.prompt_logprobs = None  # they left with the first token
         queue, prefill, sequence.wait = spent
-        sequence.added, sequence.started, sequence.answered = now - prefill - queue, now - prefill, now
+        sequence.answered = now - decode
+        sequence.started = sequence.answered - prefill
+        sequence.added = sequence.started - queue
         sequence.blocks = reservation.blocks
         sequence.keys = reservation.keys
         sequence.published = reservation.have
@@ -468,6 +499,13 @@ class Scheduler:
                 if sequence.blocks:  # whose contents are unknown
                     self._preempt(sequence)
 
+    def _pause(self, sequence: Sequence) -> None:
+        """It is to leave, and nothing that is in flight computes it."""
+        self._running.remove(sequence)
+        self._migrating[sequence.id] = sequence
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
+
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """The plan's blocks are no longer in use. Returns the sequences that it computed."""
         flight = self._in_flight.land(plan, self._running)
@@ -515,8 +553,8 @@ class Scheduler:
             if output.finish is not None:
                 self.cancel(sequence.id)
             elif sequence.migrates:
-                self._running.remove(sequence)
-                self._migrating[sequence.id] = sequence
+                if self._in_flight.of(sequence) is None:  # else it was told to leave when the next step was under way
+                    self._pause(sequence)
             elif self.speculation is not None and not sequence.branching:
                 self.speculation.land(sequence, run)
             outputs.append(output)

@@ -70,7 +70,8 @@ class Sequence:
         dropped: how many leading blocks were given back, since no row to come sees them; in `blocks` the one after them
             stands in their places, so that whatever reads these reads nobody else's.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
-        migrates: it is meant to go on at another instance after its prompt.
+        migrates: it is meant to go on at another instance after its next token.
+        handoffs: how many were begun, here and before: it numbers their leases.
         transferring: how many leading blocks are being sent there.
         kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
@@ -90,6 +91,7 @@ class Sequence:
         "dropped",
         "entered",
         "first",
+        "handoffs",
         "in_flight",
         "kept",
         "keys",
@@ -149,6 +151,7 @@ class Sequence:
         self.published = self.dropped = 0
         self.cached_tokens: int | None = None
         self.migrates = False
+        self.handoffs = 0
         self.transferring = self.kept = self.loads = self.loaded = 0
         self.store_hold: StoreHold | None = None
         self.entered = (0, 0)
@@ -314,14 +317,16 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Blocks set aside for a request whose prompt is prefilled at another instance.
+    """Blocks set aside for a request that comes from another instance.
 
     Attributes:
-        keys: prefix keys of the full blocks of all that is prefilled there.
-        blocks: for all of it, in order; those before `have` hold its KV already.
+        tokens: its prompt and what was generated, as far as that is known.
+        keys: prefix keys of the full blocks of these.
+        blocks: for all of them, in order, and for what was computed since; those before `have` hold its KV already.
     """
 
     request: Request
+    tokens: list[int]
     keys: list[bytes]
     blocks: list[int]
     have: int

@@ -1,5 +1,9 @@
-"""Prefill-decode hand-offs: requests that change instances after their prompt (HFX and xLLM 3.2's migration; RTP-LLM's
-allocate, load, generate).
+"""Hand-offs: requests that change instances after their prompt or while they decode (HFX and xLLM 3.2's migration;
+RTP-LLM's allocate, load, generate; Llumnix's live migration).
+
+A request that decodes already moves in stages: its full blocks are pushed while it goes on; when nearly all of them
+have arrived it pauses after its next token, and the rest follows with the commit. Of one that is still to be prefilled,
+the prefill is the only stage. So there is one state machine for both.
 
 Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a transport
 that may lose, delay, duplicate and reorder them. Invariants:
@@ -30,6 +34,9 @@ from penstock.core.wire.handoff import (
     Renew,
     Reserve,
     Reserved,
+    Stage,
+    Staged,
+    Waiting,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage
@@ -58,15 +65,15 @@ class Handoffs:
     # --- called by the engine
 
     def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        """Hand over a request, added with `migrates`, to `peer`."""
+        """Hand over a request to `peer`: one that was added with `migrates`, or runs and is not being handed over."""
         self.prefill_side.begin(request, generation, frontend, peer)
 
     def started(self, now: float, plan: StepPlan) -> None:
-        """A step is about to run: reserve blocks for requests whose prefill it begins."""
+        """A step is about to run: have blocks reserved for those in it that are to leave."""
         self.prefill_side.started(now, (s.request_id for s in plan.sequences))
 
     def progress(self, now: float) -> None:
-        """A step has run: push full blocks, commit requests with a first token, and handle deferred reservations."""
+        """A step has run: push full blocks, commit what has paused, and reserve blocks for those who wait."""
         self.prefill_side.progress(now)
         self.decode_side.progress(now)
 
@@ -108,9 +115,11 @@ class Handoffs:
                 self.decode_side.on_reserve(now, peer, reserve)
             case Renew(leases=leases):
                 self.decode_side.on_renew(now, peer, leases)
+            case Stage() as stage:
+                self.decode_side.on_stage(now, peer, stage)
             case Commit() as commit:
                 self.decode_side.on_commit(now, peer, commit)
-            case Reserved() | Missing() | Committed() as answer:
+            case Waiting() | Reserved() | Staged() | Missing() | Committed() as answer:
                 self.prefill_side.on_answer(now, peer, answer)
             case Release(lease=lease, reason=reason) | Rejected(lease=lease, reason=reason):
                 if not self.decode_side.on_release(now, peer, lease) and not self.prefill_side.on_refusal(
@@ -120,6 +129,10 @@ class Handoffs:
         self.decode_side.collect(now)
 
     # --- looking
+
+    def leaving(self, request_id: str) -> bool:
+        """Whether a request is being handed over."""
+        return self.prefill_side.leaving(request_id)
 
     def promised(self, request_id: str) -> bool:
         """Whether the decode side has reserved blocks for a request."""
@@ -131,6 +144,7 @@ class Handoffs:
             "incoming": len(self.decode_side),
             "pulls": self.decode_side.pulls,
             "pulled_blocks": self.decode_side.pulled_blocks,
+            "migration_queue": len(self.decode_side.queue),
             "handoffs_completed": self.prefill_side.completed,
             "handoffs_abandoned": self.prefill_side.abandoned,
         }

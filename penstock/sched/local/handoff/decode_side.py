@@ -8,10 +8,24 @@ from math import inf
 
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Rejected, Release, Reserve, Reserved
+from penstock.core.wire.handoff import (
+    Commit,
+    Committed,
+    Lease,
+    Missing,
+    Push,
+    Rejected,
+    Release,
+    Reserve,
+    Reserved,
+    Stage,
+    Staged,
+    Waiting,
+)
+from penstock.sched.local.handoff.migration_queue import MigrationQueue
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
-from penstock.sched.local.sequence import Reservation
+from penstock.sched.local.sequence import Reservation, blocks_for
 
 REMEMBER = 8  # in leases: how long the end of one is remembered
 
@@ -20,7 +34,7 @@ REMEMBER = 8  # in leases: how long the end of one is remembered
 class _Incoming:
     """
     Attributes:
-        pulling: indices of blocks that are under way.
+        pulling: indices of blocks that are under way, and their keys.
         arrived: of those that came and could be believed.
         quiet: no block has arrived since the commit.
     """
@@ -30,8 +44,8 @@ class _Incoming:
     sender: Peer
     reservation: Reservation
     deadline: float
-    pulling: set[int] = field(default_factory=set)
-    arrived: set[int] = field(default_factory=set)
+    pulling: dict[int, bytes] = field(default_factory=dict)
+    arrived: dict[int, bytes] = field(default_factory=dict)
     commit: Commit | None = None
     quiet: bool = False
 
@@ -40,6 +54,7 @@ class DecodeSide:
     """All requests being handed over to this engine, and ended leases.
 
     Attributes:
+        queue: those that wait for room.
         pulled_blocks, failed_pulls: blocks that arrived from other engines, and that did not, since the start.
     """
 
@@ -52,11 +67,11 @@ class DecodeSide:
         self._now = 0.0
         self._incoming: dict[str, _Incoming] = {}
         self._pulls: dict[int, tuple[_Incoming, int]] = {}  # handle -> whose block it is, and its index
-        self._later: list[tuple[Peer, Reserve]] = []  # deferred until no step is in flight
+        self.queue = MigrationQueue()
         self._over: OrderedDict[Lease, tuple[float, bool]] = OrderedDict()  # -> (forgotten at, committed), by time
 
     def __len__(self) -> int:
-        return len(self._incoming)
+        return len(self._incoming) + len(self.queue)
 
     @property
     def pulls(self) -> int:
@@ -75,25 +90,31 @@ class DecodeSide:
 
     def progress(self, now: float) -> None:
         """A step has run."""
-        later, self._later = self._later, []
-        for peer, message in later:
-            self.on_reserve(now, peer, message)
+        self._grant(now)
 
     def cancel(self, request_id: str, frontend: str, generation: float = inf) -> None:
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming.frontend == frontend and incoming.lease.generation <= generation:
             self._end(incoming, "cancelled")
+        for waiting in self.queue.drop(
+            lambda w: w.id == request_id and w.frontend == frontend and w.lease.generation <= generation
+        ):
+            self._refuse(waiting.sender, waiting.lease, "cancelled")
 
     def drop_client(self, frontend: str) -> None:
-        for request_id in list(self._incoming):
+        for request_id in [*self._incoming, *self.queue.ids()]:
             self.cancel(request_id, frontend)
 
     def supersede(self, request_id: str) -> None:
         """The request begins here anew."""
         if incoming := self._incoming.get(request_id):
             self._end(incoming, "another attempt began")
+        for waiting in self.queue.drop(lambda w: w.id == request_id):
+            self._refuse(waiting.sender, waiting.lease, "another attempt began")
 
     def lost(self, peer: Peer) -> None:
+        for waiting in self.queue.drop(lambda w: same_incarnation(w.sender, peer)):
+            self._close(waiting.lease, committed=False)
         for incoming in [i for i in self._incoming.values() if same_incarnation(i.sender, peer)]:
             self._end(incoming, "link lost")
 
@@ -101,6 +122,9 @@ class DecodeSide:
         self._now = now
         for incoming in [i for i in self._incoming.values() if now >= i.deadline]:
             self._end(incoming, "nothing was heard for too long")
+        for waiting in self.queue.drop(lambda w: now >= w.deadline):
+            self._refuse(waiting.sender, waiting.lease, "nothing was heard for too long")
+        self._grant(now)
         while self._over and now >= next(iter(self._over.values()))[0]:
             self._over.popitem(last=False)
 
@@ -117,33 +141,66 @@ class DecodeSide:
             known.deadline = now + self._lease
             self._transport.send(peer, Reserved(lease, known.reservation.have))
             return
-        if known is not None and (known.lease.generation, known.lease.attempt) < (lease.generation, lease.attempt):
+        if known is not None and known.lease.order < lease.order:
             self._end(known, "another attempt began")
-        reservation, reason = self._reserve(message)
-        if reservation is None and self._scheduler.held_back:
-            self._later.append((peer, message))
-            return
-        if reservation is None:
-            self._close(lease, committed=False)
-            self._transport.send(peer, Rejected(lease, reason))
-            return
-        self._incoming[lease.request_id] = _Incoming(lease, message.frontend, peer, reservation, now + self._lease)
-        self._transport.send(peer, Reserved(lease, reservation.have))
+        if not self.queue.renew(lease, now + self._lease):
+            for earlier in self.queue.drop(lambda w: w.id == lease.request_id and w.lease.order < lease.order):
+                self._refuse(earlier.sender, earlier.lease, "another attempt began")
+            if reason := self._refuses(message):
+                self._refuse(peer, lease, reason)
+                return
+            self.queue.add(now, peer, message, now + self._lease)
+            self._grant(now)
+        if lease in self.queue:
+            self._transport.send(peer, Waiting(lease))
+
+    def _grant(self, now: float) -> None:
+        """Reserve blocks for those who wait, as long as there is room for the first."""
+        self._now = now
+        self.queue.look(now)
+        while (first := self.queue.first) is not None:
+            try:
+                reservation = self._scheduler.reserve(first.message.request, first.message.tokens)
+            except UserError as error:
+                self.queue.refuse()
+                self._refuse(first.sender, first.lease, str(error))
+                continue
+            if reservation is None:
+                return
+            self.queue.take(now)
+            lease, until = first.lease, now + self._lease
+            self._incoming[first.id] = _Incoming(lease, first.frontend, first.sender, reservation, until)
+            self._transport.send(first.sender, Reserved(lease, reservation.have))
+
+    def _refuse(self, peer: Peer, lease: Lease, reason: str) -> None:
+        self._close(lease, committed=False)
+        self._transport.send(peer, Rejected(lease, reason))
 
     def on_push(self, now: float, message: IncomingMessage, push: Push) -> None:
         incoming = self._heard(now, push.lease, message.peer)
         if incoming is None:
             return
         r = incoming.reservation
-        if not r.have <= push.index < len(r.blocks) or push.index in incoming.arrived | incoming.pulling:
+        index = push.index
+        if index in incoming.arrived or index in incoming.pulling or not self._is_of_it(incoming, index, push.key):
             return
-        if push.key != (r.keys[push.index] if push.index < len(r.keys) else b""):
-            return  # of other tokens
+        if not r.have <= index < blocks_for(self._scheduler.limits.max_model_len):
+            return
+        if not self._scheduler.extend(r, index + 1):
+            self._end(incoming, "no room for what came since")
+            return
         if self._transport.shares and self._scheduler.pool.owns(push.block):
             self._regain(incoming, push)
             return
-        incoming.pulling.add(push.index)
-        self._pulls[self._transport.pull(message, r.blocks[push.index])] = incoming, push.index
+        incoming.pulling[index] = push.key
+        self._pulls[self._transport.pull(message, r.blocks[index])] = incoming, index
+
+    def on_stage(self, now: float, peer: Peer, stage: Stage) -> None:
+        if incoming := self._heard(now, stage.lease, peer):
+            have = incoming.reservation.have
+            while have in incoming.arrived:
+                have += 1
+            self._transport.send(peer, Staged(incoming.lease, have))
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
@@ -155,6 +212,9 @@ class DecodeSide:
         if incoming is None:
             return
         again, incoming.commit = incoming.commit is not None, commit
+        if not again and not self._complete(incoming, commit):
+            self._end(incoming, "there is no room for what came since, or it is not of what was reserved")
+            return
         if self._try_finish(incoming):
             return
         # blocks may arrive on other sockets after this message: ask for them after a pause
@@ -165,6 +225,9 @@ class DecodeSide:
     def on_release(self, now: float, peer: Peer, lease: Lease) -> bool:
         """The prefill side has ended the lease."""
         self._now = now
+        if self.queue.drop(lambda w: w.lease == lease and same_incarnation(w.sender, peer)):
+            self._close(lease, committed=False)
+            return True
         incoming = self._incoming.get(lease.request_id)
         if incoming is None or incoming.lease != lease or not same_incarnation(incoming.sender, peer):
             return False
@@ -196,17 +259,12 @@ class DecodeSide:
             self._transport.send(peer, Release(lease, "not known, or over"))
         return None
 
-    def _reserve(self, message: Reserve) -> tuple[Reservation | None, str]:
-        """Reserve blocks for a request, or say why not."""
+    def _refuses(self, message: Reserve) -> str:
+        """Why a request can never be taken over; "" when it can."""
         request_id = message.lease.request_id
-        if request_id in self._incoming or self._scheduler.holds(request_id):
-            return None, "this request is here already"
-        if reason := self._host.refuses(message.request, message.frontend):
-            return None, reason
-        try:
-            return self._scheduler.reserve(message.request), "no room"
-        except UserError as error:
-            return None, str(error)
+        if request_id in self._incoming or request_id in self.queue.ids() or self._scheduler.holds(request_id):
+            return "this request is here already"
+        return self._host.refuses(message.request, message.frontend)
 
     def _regain(self, incoming: _Incoming, push: Push) -> None:
         """A shared block was handed over before, as part of another request, and is ours."""
@@ -215,11 +273,11 @@ class DecodeSide:
             return
         if pool.regain(push.block):
             pool.release([incoming.reservation.blocks[push.index]])
-            self._arrived(incoming, push.index, push.block)
+            self._arrived(incoming, push.index, push.key, push.block)
 
     def _pulled(self, incoming: _Incoming, index: int, blocks: tuple[int, ...]) -> None:
         """A pull is over; without `blocks` nothing came, or nothing that could be believed."""
-        incoming.pulling.remove(index)
+        key = incoming.pulling.pop(index)
         into = incoming.reservation.blocks[index]
         self.failed_pulls += not blocks
         if blocks and blocks[0] != into:
@@ -227,21 +285,38 @@ class DecodeSide:
         if self._incoming.get(incoming.lease.request_id) is not incoming:
             self._scheduler.end_quarantine(into, *blocks)
         elif blocks:
-            self._arrived(incoming, index, *blocks)
+            self._arrived(incoming, index, key, *blocks)
 
-    def _arrived(self, incoming: _Incoming, index: int, block: int) -> None:
+    def _arrived(self, incoming: _Incoming, index: int, key: bytes, block: int) -> None:
         """A block of the reservation has its contents, and is held once for it."""
         incoming.reservation.blocks[index] = block
-        incoming.arrived.add(index)
+        if not self._is_of_it(incoming, index, key):  # which was not known when it was asked for
+            return
+        incoming.arrived[index] = key
         incoming.quiet = False
         self.pulled_blocks += 1
         if incoming.commit is not None:
             self._try_finish(incoming)
 
     @staticmethod
+    def _is_of_it(incoming: _Incoming, index: int, key: bytes) -> bool:
+        """Whether a block is of this sequence's tokens, as far as they are known. What is not full has no key."""
+        keys = incoming.reservation.keys
+        return key == keys[index] if index < len(keys) else incoming.commit is None or not key
+
+    def _complete(self, incoming: _Incoming, commit: Commit) -> bool:
+        """All tokens are known. Blocks that turn out to be of others have not arrived."""
+        r = incoming.reservation
+        if not self._scheduler.complete(r, commit.tokens) or commit.blocks != len(r.blocks):
+            return False
+        arrived = incoming.arrived.items()
+        incoming.arrived = {i: key for i, key in arrived if self._is_of_it(incoming, i, key)}
+        return True
+
+    @staticmethod
     def _missing(incoming: _Incoming) -> list[int]:
         r = incoming.reservation
-        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived | incoming.pulling]
+        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived and i not in incoming.pulling]
 
     def _try_finish(self, incoming: _Incoming) -> bool:
         """Take the request over once everything is here."""
@@ -249,13 +324,11 @@ class DecodeSide:
         assert commit is not None
         if len(incoming.arrived) < len(r.blocks) - r.have:  # counted: this is asked after every block
             return False
-        if commit.blocks != len(r.blocks) or not commit.tokens:
-            self._end(incoming, "the commit does not fit what was reserved")
-            return True
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
         spent = commit.queue, commit.prefill, commit.wait
-        self._scheduler.resume(r, commit.tokens, commit.cached_tokens, self._now, spent)
+        sequence = self._scheduler.resume(r, commit.cached_tokens, self._now, spent, commit.decode)
+        sequence.handoffs = lease.attempt + 1
         self._host.joined(r.request, incoming.frontend, lease.generation)
         self._transport.send(incoming.sender, Committed(lease))
         return True
@@ -280,4 +353,4 @@ class DecodeSide:
         assert reserved + over == self._scheduler.num_reserved_blocks, "room is set aside for nobody"
         for incoming in self._incoming.values():
             under_way = {index for i, index in self._pulls.values() if i is incoming}
-            assert incoming.pulling == under_way, "a block comes that nobody knows of, or the reverse"
+            assert incoming.pulling.keys() == under_way, "a block comes that nobody knows of, or the reverse"

@@ -41,6 +41,10 @@ class Host(Protocol):
         """Another engine has taken the request over."""
         ...
 
+    def stayed(self, request_id: str, reason: str) -> None:
+        """A request is not handed over: it goes on here."""
+        ...
+
     def joined(self, request: Request, frontend: str, generation: int) -> None:
         """A request was taken over; its tokens go to that frontend."""
         ...

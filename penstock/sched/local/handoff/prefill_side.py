@@ -1,4 +1,4 @@
-"""The prefill side of hand-offs: gives requests away after their prompt."""
+"""The prefill side of hand-offs: gives requests away, after their prompt or in the middle."""
 
 from __future__ import annotations
 
@@ -10,16 +10,32 @@ from math import inf
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, Push, Release, Renew, Reserve, Reserved
+from penstock.core.wire.handoff import (
+    Commit,
+    Committed,
+    Lease,
+    Missing,
+    Push,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Stage,
+    Staged,
+    Waiting,
+)
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
 
 RETRIES = 10  # parts of a lease from the first question to the second; then doubled
+HOLD = 5  # parts of a lease: how long what can run no further here waits for room there, before it goes on here
+STAGES = 3  # in which what decodes on may be sent; as many as Llumnix allows
+LAST = 4  # full blocks that may be on their way when it pauses
 
 
 class _State(Enum):
-    QUEUED = auto()  # its prefill has not begun: no reservation yet
+    QUEUED = auto()  # it has not run since: no reservation yet
     ASKING = auto()
     STREAMING = auto()  # blocks are reserved
     COMMITTING = auto()
@@ -31,8 +47,11 @@ class _Outgoing:
     Attributes:
         retry_at: when to ask again; `pause`: how long to wait after that.
         push_again_at: when blocks may be sent once more, however often the decode side asks.
-        heard: when the decode side last answered; before that, when it was asked.
+        asked: when the decode side was first asked.
+        heard: when it last answered; before that, when it was asked.
         pushed: blocks that the decode side has or was sent.
+        arrived: leading ones that it has, as far as is known.
+        stages: that were begun; `staging`: whether the answer to the last is awaited.
         lacking: blocks that the decode side asked for last, after the commit.
         deadline: by which an answer must have come, once prefill is over.
     """
@@ -45,8 +64,12 @@ class _Outgoing:
     retry_at: float = 0.0
     pause: float = 0.0
     push_again_at: float = 0.0
+    asked: float = 0.0
     heard: float = 0.0
     pushed: int = 0
+    arrived: int = 0
+    stages: int = 0
+    staging: bool = False
     lacking: int = 0
     deadline: float | None = None
 
@@ -66,6 +89,10 @@ class PrefillSide:
     def __len__(self) -> int:
         return len(self._outgoing)
 
+    def leaving(self, request_id: str) -> bool:
+        """Whether a request is being handed over."""
+        return request_id in self._outgoing
+
     def promised(self, request_id: str) -> bool:
         """Whether the decode side has reserved blocks for a request."""
         out = self._outgoing.get(request_id)
@@ -74,7 +101,10 @@ class PrefillSide:
     # --- called by the engine
 
     def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        self._outgoing[request.id] = _Outgoing(Lease(request.id, generation), request, frontend, peer)
+        assert request.id not in self._outgoing
+        sequence = self._scheduler.sequence(request.id)
+        assert sequence is not None
+        self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer)
 
     def started(self, now: float, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -115,18 +145,23 @@ class PrefillSide:
 
     # --- messages of the decode side
 
-    def on_answer(self, now: float, peer: Peer, message: Reserved | Missing | Committed) -> None:
+    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Staged | Missing | Committed) -> None:
         out = self._of(message.lease, peer)
         if out is None:
             return
         out.heard = now
         match message:
+            case Waiting():
+                out.retry_at = now + self._lease / 3  # to stay in the queue
             case Reserved(have=have):
                 if out.state is _State.ASKING:
-                    out.state, out.pushed = _State.STREAMING, have
-                    sequence = self._scheduler.sequence(out.lease.request_id)
-                    if sequence is not None:
-                        self._advance(now, out, sequence)
+                    out.state, out.pushed, out.arrived = _State.STREAMING, have, have
+                    self._look_at(now, out)
+            case Staged(have=have):
+                if out.state is _State.STREAMING and out.staging:
+                    out.staging, out.arrived = False, have
+                    out.pushed = min(out.pushed, have)  # what was sent before is there, or lost
+                    self._look_at(now, out)
             case Missing(indices=indices):
                 if out.state is _State.COMMITTING and now >= out.push_again_at:
                     self._push_again(now, out, indices)
@@ -138,18 +173,11 @@ class PrefillSide:
                     self.completed += 1
 
     def on_refusal(self, now: float, peer: Peer, lease: Lease, reason: str) -> bool:
-        """The decode side refused. Ask again during the prefill, else decode here."""
+        """The decode side refused, or has given it up."""
         out = self._of(lease, peer)
-        if out is None:
-            return False
-        if self._scheduler.migrating(lease.request_id):
+        if out is not None:
             self._stay(out, reason)
-            return True
-        self._scheduler.end_transfer(lease.request_id)
-        out.lease = Lease(lease.request_id, lease.generation, lease.attempt + 1)
-        out.state, out.pushed = _State.ASKING, 0
-        out.heard, out.retry_at = now, now + out.pause
-        return True
+        return out is not None
 
     # --- inside
 
@@ -159,32 +187,63 @@ class PrefillSide:
 
     def _ask(self, now: float, out: _Outgoing) -> None:
         if out.state is _State.QUEUED:
-            out.state, out.heard = _State.ASKING, now
+            out.state, out.asked, out.heard = _State.ASKING, now, now
         self._wait_longer(now, out)
-        self._transport.send(out.peer, Reserve(out.lease, out.request, out.frontend))
+        sequence = self._scheduler.sequence(out.lease.request_id)
+        assert sequence is not None
+        sampled = _sampled(sequence)
+        if sampled and sampled[-1] < 0:  # it is still being computed
+            sampled.pop()
+        self._transport.send(out.peer, Reserve(out.lease, out.request, out.frontend, sampled))
 
     def _wait_longer(self, now: float, out: _Outgoing) -> None:
         out.pause = min(2 * out.pause or self._lease / RETRIES, self._lease)
         out.retry_at = now + out.pause
 
+    def _look_at(self, now: float, out: _Outgoing) -> None:
+        sequence = self._scheduler.sequence(out.lease.request_id)
+        if sequence is not None:
+            self._advance(now, out, sequence)
+
     def _advance(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
-        """Send what there is to send of a sequence that may still be prefilling."""
+        """Send what there is to send of a sequence that may still be prefilling, or that decodes on."""
+        if sequence.dropped:
+            self._stay(out, "its first blocks have left the window and were given back")
+            return
         if out.state is _State.STREAMING:
             while out.pushed < sequence.settled // BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
+            if not sequence.migrates and not out.staging:
+                self._stage(now, out)
+                if out.lease.request_id not in self._outgoing:
+                    return
         if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
             return
         if out.deadline is None:
-            out.deadline = now + self._lease
-        if out.state is _State.ASKING and out.lease.attempt:
-            self._stay(out, "no room")  # the last answer was no, and waiting for another costs time
+            out.deadline = now + self._lease / HOLD
+        if out.state is _State.QUEUED:  # it was told to leave when its last step here was under way
+            self._ask(now, out)
         elif out.state is _State.STREAMING:
             if sequence.computed % BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
             out.state = _State.COMMITTING
             out.deadline, out.pause = now + self._lease, 0.0
             self._commit(now, out, sequence)
+
+    def _stage(self, now: float, out: _Outgoing) -> None:
+        """It decodes on: pause it if little is on its way, else find out how much of this arrives."""
+        if out.pushed - out.arrived <= LAST:
+            self._scheduler.leave(out.lease.request_id)
+        elif out.stages == STAGES:
+            self._stay(out, "its blocks do not arrive as fast as it decodes")
+        else:
+            out.stages, out.staging, out.pause = out.stages + 1, True, 0.0
+            self._ask_staged(now, out)
+
+    def _ask_staged(self, now: float, out: _Outgoing) -> None:
+        self._wait_longer(now, out)
+        self._transport.send(out.peer, Stage(out.lease))
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
         self._scheduler.begin_transfer(sequence, index + 1)
@@ -200,9 +259,10 @@ class PrefillSide:
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
-        sampled = sequence.tokens[len(sequence.request.context) :]
+        assert sequence.answered is not None
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
-        self._transport.send(out.peer, Commit(out.lease, blocks, sampled, cached, *sequence.spent))
+        decode = max(0.0, now - sequence.answered)
+        self._transport.send(out.peer, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of
@@ -229,11 +289,17 @@ class PrefillSide:
                 assert sequence is not None
                 self._commit(now, out, sequence)
         elif out.state is not _State.QUEUED:
-            overdue = out.deadline is not None and now >= out.deadline
-            if overdue or now >= out.heard + self._lease:
+            sequence = self._scheduler.sequence(out.lease.request_id)
+            decodes = sequence is not None and not sequence.migrates
+            overdue = now >= (inf if out.deadline is None else out.deadline)
+            if out.state is _State.ASKING and (overdue or (decodes and now >= out.asked + self._lease)):
+                self._stay(out, "no room in time")
+            elif overdue or now >= out.heard + self._lease:
                 self._stay(out, "no answer")
             elif out.state is _State.ASKING and now >= out.retry_at:
                 self._ask(now, out)
+            elif out.staging and now >= out.retry_at:
+                self._ask_staged(now, out)
 
     def _renew(self) -> None:
         """The decode side answers each, so that a failure is noticed before the commit."""
@@ -248,6 +314,7 @@ class PrefillSide:
         """Decode here; only before a commit was sent, or after a refusal."""
         self._abandon(out, reason)
         self._scheduler.stay(out.lease.request_id)
+        self._host.stayed(out.lease.request_id, reason)
 
     def _fail(self, out: _Outgoing) -> None:
         """The owner is unknown: end the request here. The frontend sees whether the other side sends tokens, and else
@@ -272,3 +339,14 @@ class PrefillSide:
         leaving = [out for out in self._outgoing.values() if self._scheduler.migrating(out.lease.request_id)]
         assert len(leaving) == self._scheduler.num_migrating, "a sequence waits to leave and nobody takes it"
         assert all(out.deadline is not None for out in leaving), "a sequence waits to leave without a deadline"
+
+
+def _new_lease(sequence: Sequence, generation: int) -> Lease:
+    """Of its next hand-off: no other has the same, wherever it goes, and whether it comes back."""
+    attempt, sequence.handoffs = sequence.handoffs, sequence.handoffs + 1
+    return Lease(sequence.id, generation, attempt)
+
+
+def _sampled(sequence: Sequence) -> list[int]:
+    """What was generated since its context was given."""
+    return sequence.tokens[len(sequence.request.context) :]
