@@ -45,7 +45,7 @@ EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavaila
 SPARE_FILES = 2  # that a process may have open beyond what it had at first
 # what an idle engine has none of
 BUSY = (
-    "running", "waiting", "migrating", "owners", "outgoing", "incoming", "held_blocks", "mapped_blocks",
+    "running", "waiting", "migrating", "owners", "outgoing", "incoming", "pulls", "held_blocks", "mapped_blocks",
     "transfer_blocks", "used", "live",
 )  # fmt: skip
 

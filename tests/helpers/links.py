@@ -17,7 +17,8 @@ import pytest
 
 from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, Committed, Lease, PeerMessage, Push, Release
+from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, PeerMessage, Push, Release
+from penstock.kv.connector import Moved
 from penstock.transfer import mooncake
 from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
@@ -91,15 +92,18 @@ class End:
 
     def land(self, arrival: ReceivedMessage, into: int, seconds: float = 10.0) -> int | None:
         """Pulls a pushed block, and waits until that is over: the block that has it, or None."""
-        handle, over = self.transport.pull(arrival, into), self.transport.poll()
-        deadline = time.monotonic() + seconds
-        while not over:
-            assert time.monotonic() < deadline, f"a pull was not over in {seconds} s"
-            select.select([self.transport], [], [], 0.02)
-            over = self.transport.poll()
-        ((ended, blocks, _),) = over
+        handle = self.transport.pull(arrival, into)
+        ((ended, blocks, _),) = self.pulled(seconds)
         assert ended == handle
         return blocks[0] if blocks else None
+
+    def pulled(self, seconds: float = 10.0) -> list[Moved]:
+        """The next pulls that are over, or none within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (over := self.transport.poll()) and (left := deadline - time.monotonic()) > 0:
+            select.select([self.transport], [], [], left)
+            self.news += self.transport.receive()  # which it may have rung for
+        return over
 
     def push(self, to: Peer, block: int, index: int = 0, request: str = "r", key: bytes = KEY) -> Push:
         message = Push(Lease(request, 0), index, key, block, *self.transport.stamp(block))
@@ -183,7 +187,7 @@ def far_process(
 
 
 def main(kind: str, address: str, kv_pool: str) -> None:
-    """Lands every push and answers every Commit, until its input ends.
+    """Lands every push, pushes what is Missing and answers every Commit, until its input ends.
 
     Prints its address, then for each Commit {"landed": blocks, "right": those that are what `End.fill` writes for their
     index}.
@@ -200,6 +204,10 @@ def main(kind: str, address: str, kv_pool: str) -> None:
                 block = end.land(news, pool.blocks[0])
                 if block is not None:
                     landed[news.message.index] = bytes(pool.memory.block(block))
+            elif isinstance(news.message, Missing):
+                for index in news.message.indices:
+                    end.fill(pool.blocks[index], index)
+                    end.push(news.peer, pool.blocks[index], index)
             elif isinstance(news.message, Commit):
                 right = sum(data == contents(index) for index, data in landed.items())
                 print(json.dumps({"landed": len(landed), "right": right}), flush=True)
