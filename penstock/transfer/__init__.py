@@ -11,7 +11,8 @@ Memory that outlives an engine:
 Blocks that move between engines:
 
     transports.py       what every transport does, and the menu of them
-    shared.py, tcp.py   the two that there are: one host's pool, or bytes over sockets
+    shared.py, tcp.py, mooncake.py   those that there are: one host's pool, bytes over sockets, or Mooncake's engine
+    finished.py         moves that are over, from the threads that made them
     carrier.py          links between engines, over which messages and bytes go; io_thread.py, the thread it is on
     faulty.py           a carrier that loses, delays, duplicates and corrupts frames
     peer_link.py        one link and its sockets

@@ -10,6 +10,7 @@ Mooncake's ports authenticate nobody: whoever reaches them can read and write th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import Counter
@@ -30,7 +31,8 @@ from penstock.transfer.pool import KVPool, Stamps
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 50e-6  # seconds between two looks at reads under way; Mooncake tells nobody when they are over
-PENDING, COMPLETED, FAILED = 0, 1, -1  # of transfer_check_status; its time-outs (-2) are still being written
+COMPLETED, FAILED = 1, -1  # of transfer_check_status; anything else, time-outs too, may still be written
+FAREWELLS = 8  # more than the connections that it makes to a peer
 HOW_TO_INSTALL = 'pip install "penstock[mooncake]", and the system\'s libibverbs1, librdmacm1 and libnuma1'
 
 
@@ -142,6 +144,9 @@ class MooncakeBlocks:
         self.memory = f"{self._ours.session}/{self._memory.address:x}"
         self._readers = [self._reader]
         self._known: dict[str, int] = {}  # session -> the incarnation that the reader has met there
+        self._sessions: dict[str, str] = {}  # name of a peer -> where it was met last
+        self._farewells: list[tuple[_Engine, int]] = []  # reads that nobody waits for
+        self._scratch = ctypes.create_string_buffer(1)
         self._handles = count(1)
         self._finished = Finished()
         self._orders: SimpleQueue[_Pull | None] = SimpleQueue()
@@ -181,7 +186,7 @@ class MooncakeBlocks:
         under_way: list[_Pull] = []
         while True:
             try:
-                order = self._orders.get(block=not under_way)
+                order = self._orders.get(block=not under_way and not self._farewells)
             except Empty:
                 sleep(LOOK_EVERY)
             else:
@@ -189,13 +194,15 @@ class MooncakeBlocks:
                     self._begin(order)
                     under_way.append(order)
             under_way = [pull for pull in under_way if not self._is_over(pull)]
-            if self._closed and not under_way:
+            self._farewells = [one for one in self._farewells if one[0].status(one[1]) not in (COMPLETED, FAILED)]
+            if self._closed and not under_way and not self._farewells:
                 return
 
     def _begin(self, pull: _Pull) -> None:
         session, _, base = pull.source.memory.rpartition("/")
         size = self._memory.block_bytes
         try:
+            self._part_from_earlier(pull.source.peer.name, session)
             reader = self._reader_of(session, pull.source.peer.incarnation)
             for place, move in enumerate(pull.moves):
                 assert 0 <= move.block < self._memory.num_blocks
@@ -214,6 +221,16 @@ class MooncakeBlocks:
             self._readers.append(self._reader)
             self._known = {session: incarnation}
         return self._reader
+
+    def _part_from_earlier(self, name: str, session: str) -> None:
+        """Connections to an earlier incarnation stay open until one more read fails over each of them."""
+        before = self._sessions.setdefault(name, session)
+        if before == session:
+            return
+        self._sessions[name] = session
+        for _ in range(FAREWELLS):
+            if read := self._reader.read(before, 0, ctypes.addressof(self._scratch), 1):
+                self._farewells.append((self._reader, read))
 
     def _is_over(self, pull: _Pull) -> bool:
         still = []

@@ -24,8 +24,10 @@ from tests.helpers.links import (
     contents,
     ends,
     far_process,
+    open_files,
     open_pool,
 )
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture(params=KINDS)
@@ -133,6 +135,26 @@ class TestMooncake:
         ((ended, blocks, seconds),) = b.pulled()
         assert (ended, blocks) == (handle, tuple(b.pool.blocks[:2]))
         assert seconds > 0
+
+    def test_connections_to_one_that_came_back_elsewhere_are_closed(self, tmp_path):
+        """Mooncake would keep them as long as they are not used."""
+        with ends("mooncake", tmp_path, "a") as (a,):
+            files = 1 << 20  # at the first one's time
+            for _ in range(3):
+                with far_process("mooncake", tmp_path) as (far, peer):
+                    a.transport.send(peer, Missing(LEASE, list(range(8))))
+                    a.until(lambda: len(a.arrivals) == 8)
+                    for arrival in a.arrivals:
+                        a.transport.pull(arrival, a.pool.blocks[arrival.message.index])
+                    came = []
+                    while len(came) < 8:
+                        came += a.pulled()
+                    assert all(moved.blocks for moved in came)
+                    assert eventually(lambda most=files: open_files() <= most)
+                    files = min(files, open_files())
+                    far.kill()
+                    a.until(lambda: a.downs)
+                    a.news.clear()
 
     def test_what_has_not_begun_is_dropped_at_the_end(self, tmp_path):
         pool = open_pool("mooncake", "", "a", 1)
