@@ -197,7 +197,9 @@ def main(kind: str, address: str, kv_pool: str) -> None:
     print(end.transport.address, flush=True)
     landed: dict[int, bytes] = {}
     while sys.stdin not in select.select([end.transport, sys.stdin], [], [])[0]:
-        for news in end.transport.receive():
+        end.news += end.transport.receive()
+        while end.news:
+            news = end.news.pop(0)
             if isinstance(news, LinkDown):
                 continue
             if isinstance(news.message, Push):

@@ -10,10 +10,10 @@ from contextlib import closing
 
 import pytest
 
-from penstock.core.wire.handoff import Commit, Lease
+from penstock.core.wire.handoff import Commit, Lease, Missing
 from penstock.transfer.pool import memfd_pool
 from penstock.transfer.transports import open_transport
-from tests.helpers.links import LAYOUT, End, far_process
+from tests.helpers.links import LAYOUT, NEEDS_MOONCAKE, End, far_process
 
 CLONE_NEWNET = 0x40000000
 
@@ -73,15 +73,17 @@ def in_host(name: str, work) -> None:
         raise failed[0]
 
 
-def test_blocks_cross_from_host_to_host(hosts, tmp_path):
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
+def test_blocks_cross_from_host_to_host_until_the_cable_is_cut(hosts, kind, tmp_path, monkeypatch):
     near, there = hosts
     prefix = ("ip", "netns", "exec", there)
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
 
     def work() -> None:
         with (
-            far_process("tcp", tmp_path, where="tcp:10.77.0.2:0", prefix=prefix) as (far, peer),
+            far_process(kind, tmp_path, where="tcp:10.77.0.2:0", prefix=prefix) as (far, peer),
             closing(memfd_pool(LAYOUT, 200)) as pool,
-            closing(open_transport("tcp", "tcp:10.77.0.1:0", "a", 1, LAYOUT, pool)) as transport,
+            closing(open_transport(kind, "tcp:10.77.0.1:0", "a", 1, LAYOUT, pool)) as transport,
         ):
             assert peer.address.startswith("tcp:10.77.0.2:")
             end = End(transport, pool, "a", 1)
@@ -91,7 +93,11 @@ def test_blocks_cross_from_host_to_host(hosts, tmp_path):
             transport.send(peer, Commit(Lease("r", 0), 200, [1], 0, 0.0, 0.0))
             end.until(lambda: end.arrivals)
             assert json.loads(far.stdout.readline()) == {"landed": 200, "right": 200}
+            transport.send(peer, Missing(Lease("r", 0), [0, 1]))
+            end.until(lambda: len(end.arrivals) == 3)
+            assert end.land(end.arrivals[1], 5) == 5
+            ip("-n", there, "link", "set", "cable", "down")
+            assert end.land(end.arrivals[2], 6) == (6 if kind == "tcp" else None)  # what came with the message is here
             far.kill()
-            end.until(lambda: end.downs, 3)
 
     in_host(near, work)
