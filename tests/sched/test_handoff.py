@@ -483,6 +483,35 @@ def test_lost_answers_are_asked_for_again():
     assert world.nodes["decoder"].joins == 1
 
 
+def test_a_request_is_taken_over_once_whoever_else_brings_it():
+    world = World(7, Faults(), shared=False, requests=1)
+    (request,) = world.requests.values()
+    decoder, answers = world.nodes["decoder"], []
+    world.network.send = lambda sender, receiver, message, payload: answers.append((receiver.name, message))
+    first, other, lease = Peer("one", 1, ""), Peer("two", 1, ""), Lease(request.id, 0)
+
+    def bring(peer, lease=lease):
+        answers.clear()
+        decoder.handoffs.on(0.0, Arrival(peer, Reserve(lease, request, "frontend"), None))
+        decoder.check()
+        return answers[:]
+
+    assert bring(first) == [("one", Reserved(lease, 0))]
+    for again in (lease, Lease(request.id, 0, attempt=-1)):
+        assert bring(other, again) == [("two", Rejected(again, "this request is here already"))]
+    assert bring(first) == [("one", Reserved(lease, 0))], "the other one changed nothing"
+    for index in range(-(-len(request.prompt) // BLOCK_TOKENS)):
+        key = (decoder.handoffs.decode_side._incoming[request.id].reservation.keys[index : index + 1] or [b""])[0]
+        content = [1] * BLOCK_TOKENS
+        push = Push(lease, index, key, 0, 0, zlib.crc32(repr(content).encode()))
+        decoder.handoffs.on(0.0, Arrival(first, push, content))
+    blocks = -(-len(request.prompt) // BLOCK_TOKENS)
+    decoder.handoffs.on(0.0, Arrival(first, Commit(lease, blocks, [5], 0, 0.0, 0.0), None))
+    assert decoder.scheduler.holds(request.id)
+    later = Lease(request.id, 3)
+    assert bring(other, later) == [("two", Rejected(later, "this request is here already"))]
+
+
 class Silent:
     """A carrier to a decoder that says what the test says."""
 

@@ -27,6 +27,7 @@ from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingM
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Reservation, blocks_for
 
+TWICE = "this request is here already"
 REMEMBER = 8  # in leases: how long the end of one is remembered
 
 
@@ -138,6 +139,9 @@ class DecodeSide:
         self._now = now
         known = self._incoming.get(lease.request_id)
         if known is not None and known.lease == lease:
+            if not same_incarnation(known.sender, peer):
+                self._transport.send(peer, Rejected(lease, TWICE))
+                return
             known.deadline = now + self._lease
             self._transport.send(peer, Reserved(lease, known.reservation.have))
             return
@@ -263,7 +267,7 @@ class DecodeSide:
         """Why a request can never be taken over; "" when it can."""
         request_id = message.lease.request_id
         if request_id in self._incoming or request_id in self.queue.ids() or self._scheduler.holds(request_id):
-            return "this request is here already"
+            return TWICE
         return self._host.refuses(message.request, message.frontend)
 
     def _regain(self, incoming: _Incoming, push: Push) -> None:
