@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+from penstock.core.errors import EngineFailure
 from penstock.kv.connector import Moved
 
 
@@ -15,6 +16,7 @@ class Finished:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._over: list[Moved] = []
+        self._failure: BaseException | None = None
 
     def put(self, moved: Moved) -> None:
         with self._lock:
@@ -22,7 +24,15 @@ class Finished:
             if len(self._over) == 1:
                 os.eventfd_write(self._fd, 1)
 
+    def fail(self, error: BaseException) -> None:
+        """A thread has failed, and what it had begun will never be over."""
+        self._failure = error
+        os.eventfd_write(self._fd, 1)
+
     def take(self) -> list[Moved]:
+        """Raises EngineFailure when a thread has failed."""
+        if self._failure is not None:
+            raise EngineFailure(f"the thread that moves blocks failed: {self._failure!r}") from self._failure
         if not self._over:
             return []
         with self._lock:

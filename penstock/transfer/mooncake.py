@@ -15,8 +15,8 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import count, takewhile
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
@@ -32,7 +32,9 @@ from penstock.transfer.pool import KVPool, Stamps
 log = logging.getLogger(__name__)
 LOOK_EVERY = 50e-6  # seconds between two looks at reads under way; Mooncake tells nobody when they are over
 COMPLETED, FAILED = 1, -1  # of transfer_check_status; anything else, time-outs too, may still be written
-FAREWELLS = 8  # more than the connections that it makes to a peer
+# More than the four connections that it makes to a peer. It does not notice that the peer has closed one of them before
+# a read over it fails, which it does at once; one that fails later was no victim of that.
+TRIES, AT_ONCE = 5, 0.1
 HOW_TO_INSTALL = 'pip install "penstock[mooncake]", and the system\'s libibverbs1, librdmacm1 and libnuma1'
 
 
@@ -102,20 +104,47 @@ def _engine(host: str) -> _Engine:
     return _Engine(host)
 
 
+class _Read:
+    """Of one block.
+
+    Attributes:
+        came: whether it has brought the block, once it is over.
+    """
+
+    def __init__(self, engine: _Engine, session: str, there: int, here: int, size: int, tries: int = TRIES) -> None:
+        self.came = False
+        self._engine, self._tries = engine, tries
+        self._read = partial(engine.read, session, there, here, size)
+        self._begin()
+
+    def is_over(self) -> bool:
+        """Whether nothing writes for it any longer; it must not be asked again then."""
+        status = self._engine.status(self._number) if self._number else FAILED
+        if status == FAILED and self._number and self._tries and monotonic() - self._began < AT_ONCE:
+            self._begin()
+            return False
+        self.came = status == COMPLETED
+        return status in (COMPLETED, FAILED)
+
+    def _begin(self) -> None:
+        self._tries -= 1
+        self._began = monotonic()
+        self._number = self._read()
+
+
 @dataclass(slots=True)
 class _Pull:
     """
     Attributes:
-        open: reads that are not over, each with the engine that makes it and the place of its move.
-        good: places of the moves whose bytes came.
+        reads: of its moves, from the first on, as far as they could begin; `open`: those that are not over.
     """
 
     handle: int
     moves: Sequence[Move]
     source: ReceivedMessage
     began: float
-    open: list[tuple[_Engine, int, int]]
-    good: set[int]
+    reads: list[_Read] = field(default_factory=list)
+    open: list[_Read] = field(default_factory=list)
 
 
 class MooncakeBlocks:
@@ -145,7 +174,7 @@ class MooncakeBlocks:
         self._readers = [self._reader]
         self._known: dict[str, int] = {}  # session -> the incarnation that the reader has met there
         self._sessions: dict[str, str] = {}  # name of a peer -> where it was met last
-        self._farewells: list[tuple[_Engine, int]] = []  # reads that nobody waits for
+        self._farewells: list[_Read] = []  # which nobody waits for
         self._scratch = ctypes.create_string_buffer(1)
         self._handles = count(1)
         self._finished = Finished()
@@ -160,8 +189,9 @@ class MooncakeBlocks:
     def pull(self, moves: Sequence[Move], source: ReceivedMessage) -> int:
         handle = next(self._handles)
         for move in moves:
+            assert 0 <= move.block < self._memory.num_blocks
             self._stamps.forget(move.block)
-        self._orders.put(_Pull(handle, moves, source, monotonic(), [], set()))
+        self._orders.put(_Pull(handle, moves, source, monotonic()))
         return handle
 
     def poll(self) -> list[Moved]:
@@ -183,6 +213,13 @@ class MooncakeBlocks:
     # --- the thread
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            log.error("the thread of Mooncake's reads failed", exc_info=error)
+            self._finished.fail(error)
+
+    def _serve(self) -> None:
         under_way: list[_Pull] = []
         while True:
             try:
@@ -194,7 +231,7 @@ class MooncakeBlocks:
                     self._begin(order)
                     under_way.append(order)
             under_way = [pull for pull in under_way if not self._is_over(pull)]
-            self._farewells = [one for one in self._farewells if one[0].status(one[1]) not in (COMPLETED, FAILED)]
+            self._farewells = [read for read in self._farewells if not read.is_over()]
             if self._closed and not under_way and not self._farewells:
                 return
 
@@ -204,13 +241,12 @@ class MooncakeBlocks:
         try:
             self._part_from_earlier(pull.source.peer.name, session)
             reader = self._reader_of(session, pull.source.peer.incarnation)
-            for place, move in enumerate(pull.moves):
-                assert 0 <= move.block < self._memory.num_blocks
+            for move in pull.moves:
                 there, here = int(base, 16) + move.slot * size, self._memory.address + move.block * size
-                if read := reader.read(session, there, here, size):
-                    pull.open.append((reader, read, place))
+                pull.reads.append(_Read(reader, session, there, here, size))
         except Exception as error:  # what a peer says may be nonsense, and what is foreign may fail in any way
             log.warning("blocks of %s cannot be read: %s: %s", pull.source.peer.name, type(error).__name__, error)
+        pull.open = pull.reads
 
     def _reader_of(self, session: str, incarnation: int) -> _Engine:
         """An engine remembers for ever where a session's memory and port are. Of another incarnation that listens
@@ -228,26 +264,18 @@ class MooncakeBlocks:
         if before == session:
             return
         self._sessions[name] = session
-        for _ in range(FAREWELLS):
-            if read := self._reader.read(before, 0, ctypes.addressof(self._scratch), 1):
-                self._farewells.append((self._reader, read))
+        scratch = ctypes.addressof(self._scratch)
+        self._farewells += [_Read(self._reader, before, 0, scratch, 1, tries=1) for _ in range(2 * TRIES)]
 
     def _is_over(self, pull: _Pull) -> bool:
-        still = []
-        for reader, read, place in pull.open:
-            status = reader.status(read)
-            if status == COMPLETED:
-                pull.good.add(place)
-            elif status != FAILED:
-                still.append((reader, read, place))
-        pull.open = still
-        if still:
+        pull.open = [read for read in pull.open if not read.is_over()]
+        if pull.open:
             return False
-        came = takewhile(lambda place: self._is_there(pull, place), range(len(pull.moves)))
-        blocks = tuple(pull.moves[place].block for place in came)
+        pairs = zip(pull.moves, pull.reads, strict=False)
+        came = takewhile(lambda pair: pair[1].came and self._is_what_was_meant(pair[0]), pairs)
+        blocks = tuple(move.block for move, _ in came)
         self._finished.put(Moved(pull.handle, blocks, monotonic() - pull.began))
         return True
 
-    def _is_there(self, pull: _Pull, place: int) -> bool:
-        move = pull.moves[place]
-        return place in pull.good and self._memory.checksum(move.block) == move.checksum
+    def _is_what_was_meant(self, move: Move) -> bool:
+        return self._memory.checksum(move.block) == move.checksum

@@ -44,12 +44,15 @@ class CopiedBlocks:
     def _copy(self, handle: int, move: Move, source: ReceivedMessage) -> None:
         began, staged = monotonic(), source.payload
         blocks: tuple[int, ...] = ()
-        if staged is not None:
-            if staged.buffer is not None and source.checksum == move.checksum:
-                self._write(move.block, staged.buffer)
-                blocks = (move.block,)
-            staged.release()
-        self._finished.put(Moved(handle, blocks, monotonic() - began))
+        try:
+            if staged is not None:
+                if staged.buffer is not None and source.checksum == move.checksum:
+                    self._write(move.block, staged.buffer)
+                    blocks = (move.block,)
+                staged.release()
+            self._finished.put(Moved(handle, blocks, monotonic() - began))
+        except BaseException as error:
+            self._finished.fail(error)
 
     def _write(self, block: int, data: bytearray) -> None:
         size = self._memory.block_bytes

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import penstock.transfer.mooncake
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, EngineFailure
 from penstock.core.wire.handoff import Missing
 from penstock.kv.connector import Move
 from penstock.transfer.mooncake import MooncakeBlocks
@@ -56,6 +56,7 @@ def test_a_pull_is_told_once_and_waits_for_nobody(pushed):
         over += a.pulled()
     assert sorted(moved.handle for moved in over) == sorted(handles)
     assert a.pulled(0.05) == []
+    a.transport.receive()  # what else it may ring for
     assert not select.select([a.transport], [], [], 0)[0]
     for moved in over:
         (block,) = moved.blocks
@@ -155,6 +156,13 @@ class TestMooncake:
                     far.kill()
                     a.until(lambda: a.downs)
                     a.news.clear()
+
+    def test_a_thread_that_fails_ends_the_engine_and_not_in_silence(self, two, monkeypatch):
+        _, b, arrival = two
+        monkeypatch.setattr(penstock.transfer.mooncake._Engine, "status", lambda *_: 1 // 0)
+        b.transport.pull(arrival, b.pool.blocks[0])
+        with pytest.raises(EngineFailure, match="ZeroDivisionError"):
+            b.pulled()
 
     def test_what_has_not_begun_is_dropped_at_the_end(self, tmp_path):
         pool = open_pool("mooncake", "", "a", 1)
