@@ -26,6 +26,7 @@ SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParam
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
+MAX_DEPTH = 200  # objects and lists in a body that are within each other: what pydantic's parser takes
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
@@ -653,6 +654,9 @@ def _biased_token(key: str, vocab_size: int) -> int:
 def _explained(error: ErrorDetails) -> InvalidRequest:
     """pydantic's error in one sentence: field, value, what is allowed."""
     if error["type"] == "json_invalid":
+        if error["ctx"]["error"].startswith("recursion limit"):
+            deep = f"nested too deeply, at most {MAX_DEPTH} objects and lists within each other"
+            return InvalidRequest(f"the body: {deep}")
         return InvalidRequest(f"the body is not valid JSON: {error['ctx']['error']}")
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "missing":

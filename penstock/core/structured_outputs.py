@@ -11,6 +11,7 @@ from penstock.core.errors import InvalidRequest, UnsupportedField
 
 FIELD = "structured_outputs"
 MAX_BYTES = 1 << 16  # of a schema, regular expression or grammar, and of all choices
+MAX_DEPTH = 100  # objects and lists in a schema that are within each other
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 UNSERVED = ("disable_additional_properties", "structural_tag")  # vLLM's other fields
 
@@ -116,12 +117,27 @@ def _schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except RecursionError:
-        raise InvalidRequest(f"{name}: nested too deeply", name) from None
+        raise _too_deep(name) from None
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{name}: not JSON ({error})", name) from None
     if not isinstance(schema, dict | bool):
         raise _wrong("json", schema, "a JSON Schema: an object, true or false")
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [part for held in level if isinstance(held, dict | list) for part in _parts(held)]
+        if not level:
+            return text
+    if any(isinstance(held, dict | list) for held in level):
+        raise _too_deep(name)
     return text
+
+
+def _parts(held: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _too_deep(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: nested too deeply, at most {MAX_DEPTH} objects and lists within each other", name)
 
 
 def _choices(given: Any) -> tuple[str, ...]:
@@ -130,7 +146,10 @@ def _choices(given: Any) -> tuple[str, ...]:
     choices = tuple(given)
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise _wrong("choice", choice, "in it are strings of at least one character")
+            raise InvalidRequest(
+                f"{FIELD}.choice: {_short(choice)} is in it, allowed are strings of at least one character",
+                f"{FIELD}.choice",
+            )
     if not choices:
         raise _wrong("choice", given, "a list of at least one string")
     return choices

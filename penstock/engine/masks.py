@@ -50,9 +50,6 @@ class RowMasks:
     stuck: dict[int, str]
 
 
-Found = tuple[list[int], Words, dict[int, str]] | None
-
-
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
     """That are being worked out, or will be.
@@ -62,7 +59,7 @@ class PendingMasks:
     """
 
     rows: Sequence[SequenceStep]
-    found: Callable[[], Found]
+    found: Callable[[], RowMasks | None]
 
 
 @dataclass(slots=True)
@@ -103,7 +100,7 @@ class Masks:
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self.states: dict[str, _Matched | Future[LLMatcher]] = {}
-        self._last: Future[Found] | None = None
+        self._last: Future[RowMasks | None] | None = None
         self._texts: dict[Collection[int], Words] = {}  # stop ids -> all other tokens of the model
 
     def begin(self, plan: StepPlan, rows: Sequence[SequenceStep]) -> PendingMasks:
@@ -135,14 +132,13 @@ class Masks:
         found = pending.found()
         if found is None:
             return None
-        masked, masks, stuck = found
-        allowed = RowMasks(torch.tensor(masked, device=device), torch.from_numpy(masks).to(device), stuck)
+        allowed = RowMasks(found.rows.to(device), found.masks.to(device), found.stuck)
         self.costs.steps += 1
         self.costs.seconds += time.perf_counter() - began
         return allowed
 
-    def _of(self, rows: Sequence[SequenceStep]) -> Found:
-        """See `RowMasks`."""
+    def _of(self, rows: Sequence[SequenceStep]) -> RowMasks | None:
+        """On the CPU."""
         masked = [row for row, step in enumerate(rows) if _restricted(step)]
         if not masked:
             return None
@@ -154,13 +150,15 @@ class Masks:
         stuck = {place: state for place, state in enumerate(states) if isinstance(state, str)}
         if guided:
             stuck |= self._follow(masks, steps, states)
-        for mask, step in zip(masks, steps, strict=True):
-            _exclude(mask, step)
+        for place, step in enumerate(steps):
+            if step.bad_words or step.params.structured_outputs is None or step.params.allowed_token_ids is not None:
+                _exclude(masks[place], step)
         for place in np.flatnonzero(~masks.any(axis=1)).tolist():
             stuck.setdefault(place, f"{FIELD}: no token may come next")
         for place in stuck:
             masks[place] = ALL  # something is drawn, and dropped
-        return masked, masks, {masked[place]: why for place, why in stuck.items()}
+        why = {masked[place]: said for place, said in stuck.items()}
+        return RowMasks(torch.tensor(masked), torch.from_numpy(masks), why)
 
     def _follow(
         self, masks: Words, steps: Sequence[SequenceStep], states: Sequence[_Matched | str | None]
@@ -169,7 +167,6 @@ class Masks:
 
         Returns: place -> why it cannot go on.
         """
-        assert self._grammars is not None
         stuck: dict[int, str] = {}
         first: list[tuple[LLMatcher, int]] = []
         drafts: list[tuple[_Matched, int]] = []
@@ -186,26 +183,38 @@ class Masks:
             else:
                 stuck[place] = f"{FIELD}: the output does not follow it"
         self._fill(masks, first)
-        filled = [place for _, place in first]
+        filled = first
         for state, place in drafts:
             if state.lead(steps[place].generated or ()):  # else a draft before it is wrong, and it is dropped
-                self._fill(masks, [(state.matcher, place)])
-                filled.append(place)
-        word, bit = divmod(self._grammars.end, 32)
-        for place in filled:
-            step, state, mask = steps[place], states[place], masks[place]
-            assert isinstance(state, _Matched)
-            if state.matcher.is_error():
-                stuck[place] = f"{FIELD}: {problem_of(state.matcher)}"
+                filled.append((state.matcher, place))
+                self._fill(masks, filled[-1:])
+        by_stops: dict[Collection[int], list[int]] = {}
+        for matcher, place in filled:
+            step = steps[place]
+            if matcher.is_error():
+                stuck[place] = f"{FIELD}: {problem_of(matcher)}"
                 self.states.pop(step.request_id, None)
-                continue
-            ends = int(mask[word]) >> bit & 1
-            np.bitwise_and(mask, self._text_only(step.stop_ids, len(mask)), out=mask)
-            p = step.params
-            early = p.ignore_eos or len(step.generated or ()) < p.min_tokens
-            if ends and not (early and mask.any()):
-                _add(mask, step.stop_ids)
+            else:
+                by_stops.setdefault(step.stop_ids, []).append(place)
+        for stop_ids, places in by_stops.items():
+            self._end(masks, stop_ids, places, steps)
         return stuck
+
+    def _end(self, masks: Words, stop_ids: Collection[int], places: list[int], steps: Sequence[SequenceStep]) -> None:
+        """In some masks, have tokens that end an output stand for its end."""
+        assert self._grammars is not None
+        word, bit = divmod(self._grammars.end, 32)
+        ends = masks[places, word] >> bit & 1
+        text = self._text_only(stop_ids, masks.shape[1])
+        if len(places) == len(masks):
+            masks &= text
+        else:
+            masks[places] &= text
+        for i in np.flatnonzero(ends).tolist():
+            mask, step = masks[places[i]], steps[places[i]]
+            early = step.params.ignore_eos or len(step.generated or ()) < step.params.min_tokens
+            if not (early and mask.any()):
+                _add(mask, stop_ids)
 
     def _text_only(self, stop_ids: Collection[int], words: int) -> Words:
         found = self._texts.get(stop_ids)

@@ -92,15 +92,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         cache = self.cache
-        masks = None
-        if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
-            masks = self._masks.begin(plan, self._each_row(plan.sequences))
         placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
         batch = self._take_prepared(plan) or Batch(plan.sequences, self.device, placed, self._scratch)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
             batch.tokens = filled(batch.tokens, self._sampled)
         try:
-            return self._compute(plan, batch, masks)
+            return self._compute(plan, batch)
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
@@ -112,9 +109,12 @@ class Runner:
                 return batch
         return None
 
-    def _compute(self, plan: StepPlan, batch: Batch, masks: PendingMasks | None) -> StepResult:
+    def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
+        masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
+        if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
+            masks = self._masks.begin(plan, self._each_row(plan.sequences))
         hidden = self.forward(batch, self.cache.layers)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
@@ -142,11 +142,12 @@ class Runner:
         """One token per row; from logits only where these are needed."""
         rows = self._each_row(steps) if masks is None else masks.rows
         allowed = None if masks is None else self._masks.end(masks, self.device)
-        how = plain_sampling(rows) if allowed is None else None
-        tokens = None if how is None else self.model.choose(hidden, how)
+        how = plain_sampling(rows)
+        masked = None if allowed is None else (allowed.rows, allowed.masks)
+        tokens = None if how is None else self.model.choose(hidden, how, masked)
         if tokens is None:
             return sample(self.model.logits(hidden), rows, allowed)
-        return Drawn(tokens, tokens.tolist())
+        return Drawn(tokens, tokens.tolist(), stuck={} if allowed is None else allowed.stuck)
 
     def _candidates(
         self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]

@@ -102,9 +102,9 @@ def sample(logits: Tensor, steps: Sequence[SequenceStep], allowed: RowMasks | No
     adjusted = [row for row, step in enumerate(steps) if _adjusted(step)]
     for row in adjusted:
         _adjust(logits[row], steps[row])
-    if adjusted or allowed is not None:
-        tokens, _ = ops.argmax(logits)  # of those that are greedy
     rows = [row for row, s in enumerate(steps) if s.params.temperature >= GREEDY_BELOW]
+    if (adjusted or allowed is not None) and len(rows) < len(steps):
+        tokens, _ = ops.argmax(logits)  # of those that are greedy
     if rows:
         index = torch.tensor(rows, device=logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
 from penstock.text import files
+from penstock.text.grammar_errors import plain
 from penstock.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
 
 # Between the parts of JSON: a space, or a new line and what indents it. Of any space weak models find no end.
 SPACE = r" |\r?\n[ \t]{0,40}"
-MOST_SYMBOLS = 10_000  # of a grammar: some 1,400 properties; compiling takes time that grows with their square
+MOST_SYMBOLS = 10_000  # of a grammar: 1,240 optional properties; compiling takes time that grows with their square
 MOST_STATES = 20_000  # of its lexer, which takes up to 2 kB for each
 MOST_MULTIPLE = 20_000  # least common one of all `multipleOf`, without decimal points: each remainder is a state
 KEPT = 64  # compiled grammars
 TRIES, TRIED = 256, 1 << 20  # compilations, and bytes of them, to find where a schema is wrong
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
-MOST_SAID = 240  # characters of what llguidance says
 # where a schema holds others: by name; and one, or a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 HELD = (
@@ -43,17 +43,23 @@ HELD = (
 Place = tuple[str | int, ...]
 
 
+@lru_cache(64)
 def check(wanted: StructuredOutputs) -> None:
     """Raises `InvalidRequest` unless it can be compiled, naming the place in a schema that cannot."""
     field = f"{FIELD}.{wanted.kind}"
     if wanted.json is None:
         if problem := _problem(_source(wanted)):
-            raise InvalidRequest(f"{field}: {problem}", field)
+            if wanted.whitespace_pattern is not None:  # of any JSON object
+                field = f"{FIELD}.whitespace_pattern"
+            raise InvalidRequest(f"{field}: {plain(problem)}", field)
         return
     schema = json.loads(wanted.json)
     if problem := _problem(_of_schema(wanted, schema)):
+        if wanted.whitespace_pattern is not None and _problem(_of_schema(wanted, True)):
+            field = f"{FIELD}.whitespace_pattern"
+            raise InvalidRequest(f"{field}: {plain(problem)}", field)
         field += "".join(f".{part}" for part in _culprit(wanted, schema, problem))
-        raise InvalidRequest(f"{field}: {problem}", field)
+        raise InvalidRequest(f"{field}: {plain(problem)}", field)
 
 
 class Grammars:
@@ -109,8 +115,7 @@ class Grammars:
 
 def problem_of(matcher: LLMatcher) -> str:
     """Why it goes no further, in one line."""
-    said = _short(matcher.get_error())
-    return "nothing may come next" if said.startswith("NoExtension") else said
+    return plain(matcher.get_error())
 
 
 class _Spelled:
@@ -172,7 +177,7 @@ def _as_lark(grammar: str) -> str:
     try:
         lark = any_to_lark(grammar)
     except Exception as error:  # of many kinds
-        problem = _short(str(error)) or type(error).__name__
+        problem = plain(str(error)) or type(error).__name__
         raise InvalidRequest(f"{field}: neither Lark's syntax nor GBNF ({problem})", field) from None
     if "multipleOf" in lark:  # in a schema within it, where nobody looks how large it is
         raise UnsupportedField(f"{field}: multipleOf, not supported in a grammar", field)
@@ -194,7 +199,7 @@ def _of_schema(wanted: StructuredOutputs, schema: Any) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=cast(Any, options))
     except ValueError as error:  # whole numbers that no float is
-        raise InvalidRequest(f"{FIELD}.json: {_short(str(error))}", f"{FIELD}.json") from None
+        raise InvalidRequest(f"{FIELD}.json: {plain(str(error))}", f"{FIELD}.json") from None
 
 
 def _check_multiples(schema: Any) -> None:
@@ -246,13 +251,7 @@ def _problem(source: str) -> str:
     from llguidance import LLMatcher
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=_limits())
-    return _short(messages[0]) if wrong else ""
-
-
-def _short(text: str) -> str:
-    """On one line."""
-    line = " ".join(text.removesuffix("<non-verbose/>").split())
-    return line if len(line) <= MOST_SAID else line[: MOST_SAID - 3] + "..."
+    return messages[0] if wrong else ""
 
 
 # --- where a schema is wrong

@@ -316,7 +316,7 @@ async def test_a_form_reaches_the_engine_and_what_is_wrong_with_it_its_client(
     assert wrong.status_code == 400
     field = "response_format.json_schema.schema.properties.x"
     assert wrong.json()["error"]["param"] == field
-    assert wrong.json()["error"]["message"] == f"{field}: Invalid type: strin"
+    assert wrong.json()["error"]["message"].startswith(f"{field}: type: 'strin', allowed are string")
     wrong = await client.post(URL, json={"messages": HI, "structured_outputs": {"regex": "(["}})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "structured_outputs.regex"

@@ -133,10 +133,15 @@ def rows_of(data, rows: int, width: int) -> torch.Tensor:
 def masked(data, rows: int, device: str):
     """Logits, some of their rows, and what is allowed there: all or nothing of a word, or some of it."""
     vocab = data.draw(st.sampled_from([1, 31, 32, 33, 4000]))
+    which, masks = masks_of(data, rows, vocab)
+    return logits_of(rows, vocab, device), which.to(device), masks.to(device)
+
+
+def masks_of(data, rows: int, vocab: int):
     which = torch.randperm(rows)[: data.draw(st.integers(1, rows))]
     masks = torch.randint(-(2**31), 2**31, (len(which), vocab // 32 + 2), dtype=torch.int32)
     masks[::2, ::3], masks[::3, 1::3] = 0, -1
-    return logits_of(rows, vocab, device), which.to(device), masks.to(device)
+    return which, masks
 
 
 def choice(name: str, data, rows: int, dtype: torch.dtype):
@@ -150,8 +155,12 @@ def choice(name: str, data, rows: int, dtype: torch.dtype):
         return torch.randn(rows, count), ids, wanted
     outs, width = data.draw(st.sampled_from([1, 15, 64, 150, 3000])), data.draw(st.integers(1, 200))
     weight = PackedWeight.of(rows_of(data, outs, width).to(dtype))
-    most = [] if name == "choose" else [max(1 if draw.temperature == 0 else draw.top_k for draw in wanted)]
-    return rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted, *most
+    last = max(1 if draw.temperature == 0 else draw.top_k for draw in wanted)
+    if name == "choose" and (last := data.draw(st.none() | st.just(masks_of(data, rows, outs)))) is not None:
+        last[1][:, data.draw(st.integers(0, 9)) :] &= data.draw(st.sampled_from([-1, 0, 1 << 9]))
+        token = data.draw(st.integers(0, outs - 1))
+        last[1][:, token // 32] |= (1 << token % 32) - (1 << 32) * (token % 32 == 31)  # none is without any
+    return rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted, last
 
 
 def case(name: str, data, device: str, dtype: torch.dtype):
@@ -252,6 +261,8 @@ def agree(op, name, backend, device, data, dtype):
         pairs.append((ours, theirs))
     for a, b in pairs:
         assert a.dtype == b.dtype
+        if name == "choose":
+            assert torch.equal(a, b)
         assert torch.allclose(a.float(), b.float(), atol=tolerance, rtol=tolerance)
 
 

@@ -281,6 +281,31 @@ def test_a_step_that_failed_is_computed_again_with_the_same_result(demo, tokeniz
     assert collector.run() == expected
 
 
+def test_few_logits_give_the_tokens_of_all(demo, tokenizer, grammars, monkeypatch):
+    few = load_model(DEMO, CPU)
+    few.bound_logits(0)
+    if few._bounded_logits is None:
+        pytest.skip("logits cannot be bounded here")
+    requests = [
+        asked(tokenizer, "greedy", ENDLESS, temperature=0.0, min_tokens=9),
+        asked(tokenizer, "ends", temperature=0.0),
+        asked(tokenizer, "drawn", ENDLESS, seed=4, top_k=20, top_p=0.9),
+        asked(tokenizer, "any", {}, seed=5, top_k=50, min_p=0.01, min_tokens=9),
+        make_request("free", prompt(tokenizer, "import os"), temperature=0.0, max_tokens=50),
+    ]
+    chosen, choose = [], few.choose
+
+    def counted(hidden, draws, masked=None):
+        tokens = choose(hidden, draws, masked)
+        chosen.append(tokens is not None and masked is not None)
+        return tokens
+
+    monkeypatch.setattr(few, "choose", counted)
+    expected = Collector(make_engine(demo, grammars=grammars)).run(*requests)
+    assert Collector(make_engine(few, grammars=grammars)).run(*requests) == expected
+    assert sum(chosen) > 50
+
+
 def test_who_is_stuck_ends_with_an_error_and_leaves_nothing(demo, tokenizer, grammars):
     engine = make_engine(demo, grammars=grammars)
     engine.add(asked(tokenizer, "stuck", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}))

@@ -62,7 +62,7 @@ def test_outputs_of_one_prompt_have_matchers_of_their_own(llm):
 
 
 def test_what_cannot_be_compiled_is_refused_before_anything_runs(llm):
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json\.items: Unimplemented"):
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json\.items: uniqueItems: not supported"):
         llm.generate("x", SamplingParams(structured_outputs={"json": {"items": {"uniqueItems": True}}}))
     with pytest.raises(InvalidRequest, match=r"^structured_outputs: given, allowed only without use_beam"):
         SamplingParams(structured_outputs={"json_object": True}, use_beam_search=True, n=2)

@@ -150,15 +150,21 @@ class Decoder(nn.Module):
         padded = functional.pad(own, (0, self.shard.part_of(vocab) - own.shape[1]))
         return ranks.gather(padded).transpose(0, 1).flatten(1)[:, :vocab]
 
-    def choose(self, hidden: Tensor, draws: Sequence[ops.Draw]) -> Tensor | None:
-        """[rows, hidden] -> [rows] tokens, without computing all logits; None where these are needed."""
+    def choose(
+        self, hidden: Tensor, draws: Sequence[ops.Draw], masked: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor | None:
+        """[rows, hidden] -> [rows] tokens, without computing all logits; None where these are needed.
+
+        Args:
+            masked: rows and masks, as `ops.mask_logits` has them.
+        """
         bounded = self._bounded_logits
         if bounded is not None and not ops.choose_pays(draws):
             bounded = None
         if (ranks := self.shard.ranks) is not None:
-            tokens = self._choose_together(hidden, draws, bounded, ranks)
+            tokens = self._choose_together(hidden, draws, bounded, ranks) if masked is None else None
         else:
-            tokens = None if bounded is None else ops.choose(hidden, bounded.weight, bounded, draws)
+            tokens = None if bounded is None else ops.choose(hidden, bounded.weight, bounded, draws, masked)
         if tokens is None:
             return None
         return None if -1 in tokens.tolist() else tokens

@@ -22,6 +22,7 @@ constexpr int64_t MOST_INS = 1 << 15;        // so that sums of 32 bits hold
 constexpr int64_t AHEAD = 8192 / sizeof(Line);
 constexpr int64_t TASK = 8192;               // lines
 constexpr int64_t EXACT = 16;                // groups of 16 outputs that a task computes
+constexpr int64_t FEW = 128;                 // that are computed as soon as they are bounded
 
 // Rounded up: what floats have lost on the way to it is less than a millionth.
 float over(double x) { return static_cast<float>(x * (1 + 1e-6)); }
@@ -41,7 +42,13 @@ struct Input {
     float length = 0;                                 // |x|
     float doubt = 0;  // what a weight's length is multiplied with for a part of how far a logit can be away
     bool usable = false;
+    const uint32_t* allowed = nullptr;  // a bit for each output that it may take; null is all
 };
+
+// The bits of a group's outputs.
+inline unsigned bits_of(const uint32_t* allowed, int64_t group) {
+    return allowed[group * LANES / 32] >> (group * LANES % 32) & 0xffffu;
+}
 
 // The nearest whole multiple of `factor`, up to `most` of them; `lost` is added the square of what is left.
 inline int multiple(double value, float factor, int most, double* lost) {
@@ -143,7 +150,8 @@ void bound(const BoundedLogits& quantized, const Input& input, int64_t group, __
     const f32x16 sum = fma(without_offset(near, input.near_sum), splat(input.near_factor), fine * splat(input.far_factor));
     const f32x16 value = sum * load(scale);
     const f32x16 doubt = fma(load(error), splat(input.length), load(norm) * splat(input.doubt)) + splat(1e-30f);
-    const i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, quantized.codes.outs - first));
+    i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, quantized.codes.outs - first));
+    if (input.allowed) there &= reinterpret_cast<i32x16>(_mm512_movm_epi32(bits_of(input.allowed, group)));
     *most = max_lanes(where(there, value + doubt, splat(-INF)))[0];
     *least = max_lanes(where(there, value - doubt, splat(-INF)))[0];
 }
@@ -246,7 +254,18 @@ void find_groups(const float* most, const float* least, int64_t groups, int64_t 
     float floor = k <= groups ? largest.back() : -INF;
     floor -= std::fabs(floor) * 0x1p-20f;  // what temperature makes equal to the last is wanted too
     for (int64_t group = 0; group < groups; group++)
-        if (most[group] >= floor) found.push_back(group);
+        if (most[group] >= floor && most[group] > -INF) found.push_back(group);
+}
+
+// The groups of which a row may take an output, unless they are more than `FEW`.
+std::vector<int64_t> few_groups(const uint32_t* allowed, int64_t outs) {
+    std::vector<int64_t> found;
+    for (int64_t group = 0; group * LANES < outs; group++) {
+        if (!bits_of(allowed, group)) continue;
+        if (found.size() == FEW) return {};
+        found.push_back(group);
+    }
+    return found;
 }
 
 }  // namespace
@@ -254,25 +273,36 @@ void find_groups(const float* most, const float* least, int64_t groups, int64_t 
 // f(row, candidates) for each row, in order: the logits that can matter, or none where they cannot be told.
 template <class T, class F>
 void each_likeliest(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows,
-                    const Draw* draws, F&& f) {
+                    const Draw* draws, const RowMasks& masks, F&& f) {
     const int64_t groups = weight.groups(), width = weight.steps() * Packed<T>::IN_WORD;
     std::vector<T> padded(rows * width, T{});
-    std::vector<Input> inputs(rows);
+    std::vector<Input> inputs(rows), bounded;
+    std::vector<std::vector<int64_t>> few(rows);
+    for (int64_t i = 0; i < masks.count; i++) inputs[masks.rows[i]].allowed = masks.masks + i * masks.words;
     const auto prepare = [&](int64_t row) {
         std::memcpy(&padded[row * width], x + row * x_stride, weight.ins * sizeof(T));
         std::vector<float> values((weight.ins + 3) / 4 * 4);
         for (int64_t i = 0; i < weight.ins; i++) values[i] = widen(padded[row * width + i]);
+        const uint32_t* allowed = inputs[row].allowed;
         inputs[row] = quantised(values.data(), weight.ins);
+        inputs[row].allowed = allowed;
+        if (allowed) few[row] = few_groups(allowed, weight.outs);
     };
     if (rows < 4)
         for (int64_t row = 0; row < rows; row++) prepare(row);
     else
         parallel_for(static_cast<int>(rows), prepare);
-    const Bounds bounds = bounds_of(quantized, inputs);
+    for (int64_t row = 0; row < rows; row++)
+        if (few[row].empty()) bounded.push_back(inputs[row]);
+    const Bounds bounds = bounds_of(quantized, bounded);
     std::vector<int64_t> found, ends(rows);  // groups of all rows, one row's after another's
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t k = draws[row].temperature == 0 ? 1 : draws[row].top_k, at = row * groups;
-        if (inputs[row].usable) find_groups(&bounds.most[at], &bounds.least[at], groups, k, found);
+    for (int64_t row = 0, at = 0; row < rows; row++) {
+        const int64_t k = draws[row].temperature == 0 ? 1 : draws[row].top_k;
+        if (inputs[row].usable && few[row].empty())
+            find_groups(&bounds.most[at], &bounds.least[at], groups, k, found);
+        else if (inputs[row].usable)
+            found.insert(found.end(), few[row].begin(), few[row].end());
+        if (few[row].empty()) at += groups;
         ends[row] = found.size();
     }
     std::vector<float> logits(found.size() * LANES);
@@ -287,17 +317,18 @@ void each_likeliest(const Packed<T>& weight, const BoundedLogits& quantized, con
     std::vector<Candidate> likeliest;
     for (int64_t row = 0, from = 0; row < rows; from = ends[row++]) {
         likeliest.clear();
+        const uint32_t* allowed = inputs[row].allowed;
         for (int64_t i = from; i < ends[row]; i++)
             for (int64_t id = found[i] * LANES; id < std::min(weight.outs, (found[i] + 1) * LANES); id++)
-                likeliest.push_back({logits[i * LANES + id % LANES], id});
+                if (!allowed || allowed[id / 32] >> (id % 32) & 1) likeliest.push_back({logits[i * LANES + id % LANES], id});
         f(row, likeliest);
     }
 }
 
 template <class T>
 void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
-            int64_t* tokens) {
-    each_likeliest(weight, quantized, x, x_stride, rows, draws, [&](int64_t row, std::vector<Candidate>& likeliest) {
+            const RowMasks& masks, int64_t* tokens) {
+    each_likeliest(weight, quantized, x, x_stride, rows, draws, masks, [&](int64_t row, std::vector<Candidate>& likeliest) {
         tokens[row] = likeliest.empty() ? -1 : sample(likeliest, draws[row]);
     });
 }
@@ -306,7 +337,7 @@ void choose(const Packed<T>& weight, const BoundedLogits& quantized, const T* x,
 template <class T>
 void candidates(const Packed<T>& weight, const BoundedLogits& quantized, const T* x, int64_t x_stride, int64_t rows, const Draw* draws,
                 int64_t most, float* values, int64_t* outputs) {
-    each_likeliest(weight, quantized, x, x_stride, rows, draws, [&](int64_t row, std::vector<Candidate>& likeliest) {
+    each_likeliest(weight, quantized, x, x_stride, rows, draws, {}, [&](int64_t row, std::vector<Candidate>& likeliest) {
         const Draw& draw = draws[row];
         const bool greedy = draw.temperature == 0;
         const float scale = greedy ? 1.0f : 1.0f / static_cast<float>(draw.temperature);
@@ -406,9 +437,10 @@ int64_t penstock_can_bound_logits(int64_t ins) {
     }                                                                                                                 \
     void penstock_choose_##SUFFIX(const void* lines, int64_t outs, int64_t ins, const void* codes,                    \
                                   const float* bounds, const T* x, int64_t x_stride, int64_t rows, const Draw* draws, \
+                                  const int64_t* masked, int64_t count, const uint32_t* masks, int64_t words,         \
                                   int64_t* tokens) {                                                                  \
         choose<T>({static_cast<const Line*>(lines), outs, ins}, {{static_cast<const Line*>(codes), outs, ins}, bounds}, \
-                  x, x_stride, rows, draws, tokens);                                                                  \
+                  x, x_stride, rows, draws, {masked, count, masks, words}, tokens);                                   \
     }                                                                                                                 \
     void penstock_candidates_##SUFFIX(const void* lines, int64_t outs, int64_t ins, const void* codes,                \
                                       const float* bounds, const T* x, int64_t x_stride, int64_t rows,                \

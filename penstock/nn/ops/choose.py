@@ -10,9 +10,12 @@ from penstock.nn.bounded_logits import BoundedLogits, missing
 from penstock.nn.native import SUFFIX, function
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.linear import packed_linear
+from penstock.nn.ops.mask_logits import mask_logits
 from penstock.nn.ops.sample import Draw, argmax, rows_of, sample
 from penstock.nn.packed import PackedWeight
 from penstock.nn.ranks import Ranks
+
+Masked = tuple[Tensor, Tensor]  # rows and masks, as `mask_logits` has them; in each of these a token is left
 
 MOST_TOP_K = 64
 MOST_ROWS = 32  # with more of them, multiplying takes as long as it does for all logits
@@ -26,22 +29,30 @@ def choose_pays(draws: Sequence[Draw]) -> bool:
     return sum(1 if draw.temperature == 0 else ROWS_OF_TOP_K for draw in draws) <= MOST_ROWS
 
 
-def choose(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:
+def choose(
+    x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw], masked: Masked | None = None
+) -> Tensor:
     """[rows, in] -> [rows] int64, what `argmax` or `sample` take from the logits x @ weight.T in float32.
 
     Args:
         x: of the weight's dtype.
         bounded: bounds for the weight's outputs.
         draws: greedy, or with a top_k.
+        masked: of the logits; None where no row is.
 
     Returns: the tokens; -1 where a row or its logits are not finite, and where its numbers are too large to bound.
     """
-    return OP[x.device.type](x, weight, bounded, draws)
+    return OP[x.device.type](x, weight, bounded, draws, masked)
 
 
-def _reference(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:
+def _reference(
+    x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw], masked: Masked | None
+) -> Tensor:
     logits = packed_linear(x, weight, dtype=torch.float32)
-    return torch.where(argmax(logits)[1], sample(logits, draws), -1)
+    finite = argmax(logits)[1]
+    if masked is not None:
+        mask_logits(logits, *masked)
+    return torch.where(finite, sample(logits, draws), -1)
 
 
 def _arguments(x: Tensor, weight: PackedWeight, bounded: BoundedLogits) -> tuple[int, ...]:
@@ -50,16 +61,24 @@ def _arguments(x: Tensor, weight: PackedWeight, bounded: BoundedLogits) -> tuple
     return (*of_weight, x.data_ptr(), x.stride(0), len(x))
 
 
-def _native(x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw]) -> Tensor:
+def _native(
+    x: Tensor, weight: PackedWeight, bounded: BoundedLogits, draws: Sequence[Draw], masked: Masked | None
+) -> Tensor:
     assert x.dtype == weight.memory.dtype
     assert all(draw.temperature == 0 or draw.top_k > 0 for draw in draws)
     if x.stride(-1) != 1:
         x = x.contiguous()
     tokens = torch.empty(len(x), dtype=torch.int64)
     rows = rows_of(draws)
-    function(f"penstock_choose_{SUFFIX[x.dtype]}", "pnnpppnnpp")(
+    which, masks = masked or (torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.int32))
+    which, masks = which.contiguous(), masks.contiguous()
+    function(f"penstock_choose_{SUFFIX[x.dtype]}", "pnnpppnnppnpnp")(
         *_arguments(x, weight, bounded),
         ctypes.addressof(rows),
+        which.data_ptr(),
+        len(which),
+        masks.data_ptr(),
+        masks.shape[1],
         tokens.data_ptr(),
     )
     return tokens
