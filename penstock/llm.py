@@ -185,7 +185,7 @@ class LLM:
             self.vocab_size,
             self._defaults.eos_ids,
             scheduler.limits.max_sequences,
-            scheduler.pool.num_blocks,
+            scheduler.kv.kept_blocks(scheduler.pool.num_blocks),
         )
         self._count = 0
 

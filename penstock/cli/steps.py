@@ -98,7 +98,7 @@ def _serve(address: str, model: str, pipe: Connection) -> None:
         peer=Peer("engine", 1, ""),
         max_model_len=limits.max_model_len,
         vocab_size=built.runner.vocab_size,
-        num_blocks=built.engine.scheduler.pool.num_blocks,
+        num_blocks=built.engine.scheduler.kv.as_whole(built.engine.scheduler.pool.num_blocks),
         token_budget=limits.token_budget,
         device=str(built.runner.device),
         dtype=built.layout.dtype,

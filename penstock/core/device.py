@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.core.layout import KV_DTYPES, KVGroup, attention_groups, bytes_per_token
+from penstock.core.layout import KV_DTYPES, KVGroup, attention_groups, bytes_per_block, bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class ModelShape:
     Attributes:
         bytes_per_value: of weights, and of KV unless `kv_dtype` says otherwise.
         kv_dtype: of stored KV; None is as wide as weights are.
+        windows: of each layer, how many positions a token sees with itself, None for all; empty where all see all.
     """
 
     layers: int
@@ -77,6 +78,7 @@ class ModelShape:
     tied: bool = False
     bytes_per_value: int = 2
     kv_dtype: str | None = None
+    windows: tuple[int | None, ...] = ()
 
     def storing(self, kv_cache_dtype: str) -> ModelShape:
         """The same with KV of a dtype, a name in KV_DTYPES."""
@@ -87,7 +89,7 @@ class ModelShape:
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """What is kept of every token."""
         dtype = self.kv_dtype or ("float32" if self.bytes_per_value == 4 else "bfloat16")
-        return attention_groups((None,) * self.layers, self.kv_heads, self.head_dim, dtype)
+        return attention_groups(self.windows or (None,) * self.layers, self.kv_heads, self.head_dim, dtype)
 
     @property
     def layer_params(self) -> int:
@@ -106,4 +108,10 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Of all layers."""
         return bytes_per_token(self.kv_groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of any group of layers."""
+        return bytes_per_block(self.kv_groups)

@@ -55,6 +55,26 @@ def number(config: Mapping[str, Any], name: str, default: float, low: float, hig
     return float(value)
 
 
+def mixed_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Of each layer, how many positions a token sees with itself, None for all; empty where that is the same for all
+    layers. Raises ConfigError."""
+    layers, kinds = count(config, "num_hidden_layers"), config.get("layer_types")
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ()
+    window = count(config, "sliding_window")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        having = [kind == "sliding_attention" for kind in kinds]
+    elif config.get("sliding_window_pattern") is not None:
+        pattern = count(config, "sliding_window_pattern")
+        having = [(i + 1) % pattern > 0 for i in range(layers)]
+    elif config.get("use_sliding_window"):
+        first = count(config, "max_window_layers", 28, least=0)
+        having = [i >= first for i in range(layers)]
+    else:
+        return ()
+    return tuple(window if has else None for has in having) if len(set(having)) > 1 else ()
+
+
 def check_finite(value: Any, file: str, name: str = "") -> None:
     """Raise ConfigError when a number in what a JSON file holds is none, or infinite: Python's parser takes both."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
+from math import inf
 from typing import Literal
 
 from penstock.core.plan import BLOCK_TOKENS
@@ -14,11 +16,12 @@ KV_DTYPES = {"auto": "auto", "int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3":
 VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1, "uint64": 8}
 SCALED = ("int8", "float8_e4m3fn")  # a value is what is stored times the scale of its token and head
 SCALE_BYTES = 4  # float32
+ALIKE = 1.25  # numbers of layers up to that ratio are padded to the larger one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
-    """Layers whose K and V are kept alike.
+    """Layers whose K and V share blocks: a sequence has one block of each group for every BLOCK_TOKENS positions.
 
     Attributes:
         kind: "full" is attention over everything before, "window" over the last `window` positions.
@@ -50,15 +53,27 @@ class KVGroup:
 
 @lru_cache(maxsize=64)
 def attention_groups(windows: tuple[int | None, ...], kv_heads: int, head_dim: int, dtype: str) -> tuple[KVGroup, ...]:
-    """What layers of grouped-query attention keep: one group for each window among them, in their order.
+    """What layers of grouped-query attention keep, in groups of equally many layers: blocks of all groups have the same
+    size, so that any block serves any group.
+
+    The layers of one window are cut into groups as large as the smallest such set of layers, the last one filled up
+    with nothing; where no set is larger by more than a quarter, there is one group of each (nearly as vLLM's hybrid KV
+    cache manager does it). 22 layers with a window and 4 without are seven groups: one without, and six with, of which
+    two have three layers and a quarter of their blocks empty.
 
     Args:
         windows: of each layer.
         dtype: of stored values.
+
+    Returns:
+        Those that see furthest first.
     """
+    alike = {window: [i for i, own in enumerate(windows) if own == window] for window in windows}
+    sizes = [len(layers) for layers in alike.values()]
+    size = max(sizes) if max(sizes) <= ALIKE * min(sizes) else min(sizes)
     return tuple(
         KVGroup(
-            layers=tuple(i for i, own in enumerate(windows) if own == window),
+            layers=tuple(layers),
             kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
@@ -66,8 +81,15 @@ def attention_groups(windows: tuple[int | None, ...], kv_heads: int, head_dim: i
             scale_bytes=SCALE_BYTES if dtype in SCALED else 0,
             window=window,
         )
-        for window in dict.fromkeys(windows)
+        for window in sorted(alike, key=lambda w: inf if w is None else w, reverse=True)
+        for layers in _parts(alike[window], -(-len(alike[window]) // size))
     )
+
+
+def _parts(layers: list[int], count: int) -> list[list[int]]:
+    """So many, of which none has two layers more than another."""
+    ends = [len(layers) * (i + 1) // count for i in range(count)]
+    return [layers[start:end] for start, end in pairwise((0, *ends))]
 
 
 def bytes_per_token(groups: Sequence[KVGroup]) -> int:
@@ -75,10 +97,14 @@ def bytes_per_token(groups: Sequence[KVGroup]) -> int:
     return sum(group.bytes_per_token for group in groups)
 
 
-def window_of(groups: Sequence[KVGroup]) -> int | None:
-    """Positions that any layer sees, the row's own included; None where one sees all before it."""
-    windows = [group.window for group in groups]
-    return None if None in windows else max(w for w in windows if w is not None)
+def bytes_per_block(groups: Sequence[KVGroup]) -> int:
+    """Of a block of any of them: as many as the largest needs."""
+    return max(group.bytes_per_token for group in groups) * BLOCK_TOKENS
+
+
+def windows_of(groups: Sequence[KVGroup]) -> tuple[int | None, ...]:
+    """Of each: positions that a token sees, itself included; None is all before it."""
+    return tuple(group.window for group in groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +115,10 @@ class KVLayout:
         model: digest of the checkpoint, whatever folder it lies in; see `root_key`.
         order: how a group lies in a block: "block" [layer][k|v][head][token][dim], "token"
             [token][layer][k|v][head][dim], "digest" one 8-byte digest a token (modelled devices). A group's scales
-            follow its values in the same order; groups follow one another.
+            follow its values in the same order.
         dtype: that K and V are computed in: "bfloat16", "float16", "float32"; "uint64" for digests.
         groups: of layers; of those that a modelled device's digests stand for.
-        block_bytes: bytes of one block, all groups; padded to whole 4 KiB pages.
+        block_bytes: bytes of one block, which is of one group; padded to whole 4 KiB pages.
         block_tokens: consecutive tokens in a block.
     """
 

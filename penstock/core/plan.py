@@ -26,7 +26,8 @@ class Branches:
         rows: for each beam, which row computed each of its tokens before this one, from the first after the prompt on:
             as many as steps were before this.
         width: rows that a step has at most.
-        blocks: ids of the blocks of the region, in order; the places of this step are in them.
+        blocks: ids of the blocks of the region, in order, as `SequenceStep` has them; the places of this step are in
+            them.
     """
 
     rows: Sequence[Sequence[int]]
@@ -43,7 +44,9 @@ class SequenceStep:
         start: position of the first token; everything before it is in the KV cache.
         tokens: token ids to compute. The last may be a placeholder: -1 - i is what the step before this one drew in its
             i-th row that does.
-        blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order.
+        blocks: ids of the blocks that hold positions [0, start + len(tokens)), in order: for every BLOCK_TOKENS of them
+            one of each group of layers, in the order of the groups. Of a group with a window, those that left it are
+            gone: in their places stands the first that did not.
         sample: after how many of them, from the last one backwards, a token is drawn: none where they do not reach the
             end of the sequence, one where they do, and one more for each draft behind that. Drafts are guesses, and
             part of the sequence only as far as they are what is drawn before them (`verified`).

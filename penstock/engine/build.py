@@ -12,7 +12,7 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError, RankFailed
-from penstock.core.layout import KV_DTYPES, KVLayout, window_of
+from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import StepPlan
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.calibration import trial
@@ -124,6 +124,7 @@ def _build(
     asked, size = options.kv_cache_memory, options.tensor_parallel_size
     worker = Worker(options, None if others is None else others.join())
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
+    windows = windows_of(layout.groups)
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
     block_bytes = layout.block_bytes * size
     if asked is not None:
@@ -138,6 +139,8 @@ def _build(
         model_len=wanted,
         asked_model_len=options.max_model_len,
         exact=asked is not None,
+        windows=windows,
+        chunk=min(budget.high, wanted),
     )
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
@@ -147,7 +150,7 @@ def _build(
     if others is not None:
         others.opened()
     cache, pool, runner = worker.runner.cache, worker.pool, worker.runner
-    blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=window_of(layout.groups) is not None)
+    blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
@@ -161,7 +164,7 @@ def _build(
         policy=policy,
         offload=offload,
         speculation=speculation,
-        window=window_of(layout.groups),
+        windows=windows,
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "
@@ -242,4 +245,5 @@ def _shape(model: Decoder) -> ModelShape:
         vocab=config.vocab_size,
         tied=config.tie_embeddings,
         bytes_per_value=model.dtype.itemsize,
+        windows=config.windows,
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.core.layout import KV_DTYPES, KVGroup, KVLayout, bytes_per_token
+from penstock.core.layout import KV_DTYPES, KVGroup, KVLayout, bytes_per_block
 from penstock.core.plan import BLOCK_TOKENS, StepPlan
 from penstock.engine.arena import Arena, MapCounters, Mapper
 from penstock.engine.memory import MAPPINGS
@@ -63,23 +63,21 @@ def make_layout(
     computed = str(dtype).removeprefix("torch.")
     stored = KV_DTYPES[kv_cache_dtype]
     groups = config.kv_groups(computed if stored == "auto" else stored, ranks)
-    exact = bytes_per_token(groups) * BLOCK_TOKENS
+    exact = bytes_per_block(groups)
     return KVLayout(model=model, order=order, dtype=computed, groups=groups, block_bytes=-(-exact // PAGE) * PAGE)
 
 
 def as_layers(memory: Tensor, layout: KVLayout) -> KVLayers:
-    """[bytes] of whole blocks -> each layer's K and V in them, in place."""
+    """[bytes] of whole blocks -> each layer's K and V in its group's, in place."""
     found: dict[int, LayerKV] = {}
-    start = 0
-    for group in layout.groups:
-        values = _as_heads(memory, layout, group, start, STORED[group.dtype], group.head_dim)
-        start += group.heads_per_token * BLOCK_TOKENS * group.head_dim * values.itemsize
+    for number, group in enumerate(layout.groups):
+        values = _as_heads(memory, layout, group, 0, STORED[group.dtype], group.head_dim)
         scales = None
         if group.scale_bytes:
-            scales = _as_heads(memory, layout, group, start, torch.float32, 1)[..., 0]
-            start += group.heads_per_token * BLOCK_TOKENS * group.scale_bytes
+            end = group.heads_per_token * BLOCK_TOKENS * group.head_dim * values.itemsize
+            scales = _as_heads(memory, layout, group, end, torch.float32, 1)[..., 0]
         for place, layer in enumerate(group.layers):
-            found[layer] = LayerKV(values[:, place], None if scales is None else scales[:, place])
+            found[layer] = LayerKV(values[:, place], None if scales is None else scales[:, place], number)
     return KVLayers(found[i] for i in range(len(found)))
 
 

@@ -22,7 +22,6 @@ from penstock.nn.graph import Forward
 from penstock.sched.local.sequence import blocks_for
 
 ROWS = (1, 1, 16, 64)  # of one step after the other; the first also reads the weights from disk
-BLOCKS = tuple(range(blocks_for(ROWS[-1])))
 SECONDS = 0.05  # once a step takes longer, more rows would tell no more
 
 
@@ -30,24 +29,30 @@ def trial(forward: Forward) -> Callable[[StepPlan], object]:
     """Runs plans of steps like those of `calibrated`, on blocks of their own."""
     model = forward.model
     layout = make_layout(model.config, model.dtype, "block", "")
-    return Runner(model, KVCache.on_device(layout, len(BLOCKS), model.device), forward.mode).run
+    return Runner(model, KVCache.on_device(layout, trial_blocks(len(layout.groups)), model.device), forward.mode).run
+
+
+def trial_blocks(groups: int) -> int:
+    """Blocks that the steps of `calibrated` use, the first ones, of a model with so many groups of layers."""
+    return blocks_for(ROWS[-1]) * groups
 
 
 def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: ModelShape, clock: Clock) -> DeviceModel:
     """The device that a model is on. Takes as long as a few decode steps and the prefill of a short prompt.
 
     Args:
-        run: computes a step in BLOCKS, whose contents are lost.
+        run: computes a step in `trial_blocks`, whose contents are lost.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     weights = (shape.layer_params + shape.head_params) * shape.bytes_per_value
+    blocks = tuple(range(trial_blocks(len(shape.kv_groups))))
     bandwidth = peak = 0.0
     for rows in ROWS:
-        step = SequenceStep("calibration", 0, [0] * rows, BLOCKS, 1, SamplingParams(temperature=0.0), 0)
+        step = SequenceStep("calibration", 0, [0] * rows, blocks, 1, SamplingParams(temperature=0.0), 0)
         began = clock.now()
-        run(StepPlan((step,), BLOCKS))
+        run(StepPlan((step,), blocks))
         seconds = max(clock.now() - began, 1e-6)
         if rows == 1:
             bandwidth = weights / seconds

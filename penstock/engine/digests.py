@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from penstock.core import digest
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.kv.groups import WHOLE, Windows
 from penstock.sched.local.sequence import blocks_for
 
 Ints = npt.NDArray[np.int64]
@@ -25,9 +26,13 @@ class DigestArithmetic:
     Args:
         positions: the longest sequence.
         vocab_size: token ids are below it.
+        windows: of groups of layers (`kv.groups`). The first sees everything and is what contexts are of; the blocks of
+            the others hold the same digests, and a window that sees different ones changes the context.
     """
 
-    def __init__(self, positions: int, vocab_size: int) -> None:
+    def __init__(self, positions: int, vocab_size: int, windows: Windows = WHOLE) -> None:
+        assert windows[0] is None
+        self._windows = windows
         blocks = blocks_for(positions)
         self._offset_weights = np.array(digest.OFFSET_WEIGHTS, dtype=np.uint64)
         self._block_weights = np.array([digest.block_weight(b) for b in range(blocks)], dtype=np.uint64)
@@ -51,10 +56,11 @@ class DigestArithmetic:
         """
         starts = _ints(s.start for s in sequences)
         counts = _ints(len(s.tokens) for s in sequences)
-        blocks = _ints(chain.from_iterable(s.blocks for s in sequences))
-        held = _ints(len(s.blocks) for s in sequences)
-        first_block = np.cumsum(held) - held  # where each sequence's blocks begin
-        contexts = self._read(digests, blocks, first_block, held, starts)
+        groups = len(self._windows)
+        tables = [_ints(chain.from_iterable(s.blocks[group::groups] for s in sequences)) for group in range(groups)]
+        held = _ints(len(s.blocks) // groups for s in sequences)
+        first_block = np.cumsum(held) - held  # where each sequence's blocks begin in each table
+        contexts = self._read(digests, tables, first_block, held, starts)
 
         first_row = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) + np.repeat(starts - first_row, counts)
@@ -64,18 +70,23 @@ class DigestArithmetic:
         base = contexts * self._inverse[starts] - (total - share)[first_row]
         before = self._product[positions] * (total - share + np.repeat(base, counts))
         slots = np.repeat(first_block, counts) + positions // BLOCK_TOKENS
-        digests[blocks[slots], positions % BLOCK_TOKENS] = before * np.uint64(digest.FEEDBACK) + spread
+        for blocks in tables:
+            digests[blocks[slots], positions % BLOCK_TOKENS] = before * np.uint64(digest.FEEDBACK) + spread
         drawn = _ints(s.sample or int(s.pool is not None) for s in sequences)
         first_drawn = np.cumsum(drawn) - drawn
         last = np.arange(drawn.sum()) + np.repeat(first_row + counts - drawn - first_drawn, drawn)
         after: Words = self._product[positions[last] + 1] * (total[last] + np.repeat(base, drawn))
         return after.tolist()
 
-    def _read(self, digests: Words, blocks: Ints, first_block: Ints, held: Ints, starts: Ints) -> Words:
+    def _read(self, digests: Words, tables: Sequence[Ints], first_block: Ints, held: Ints, starts: Ints) -> Words:
         """The context at `starts` of every sequence, from the digests in its blocks."""
-        index = np.arange(len(blocks)) - np.repeat(first_block, held)  # place of a block in its sequence
+        index = np.arange(len(tables[0])) - np.repeat(first_block, held)  # place of a block in its sequence
         valid = np.repeat(starts, held) - index * BLOCK_TOKENS  # how many of its digests are of earlier positions
-        seen = digests[blocks]
+        seen = whole = digests[tables[0]]
+        for window, blocks in zip(self._windows[1:], tables[1:], strict=True):
+            gone = 0 if window is None else valid[:, None] + 1 - window  # of its digests, those before the window
+            # twice, so that of the first group's own digests an odd multiple stays
+            seen = seen + np.uint64(2) * (digests[blocks] - whole) * (np.arange(BLOCK_TOKENS) >= gone)
         part = np.flatnonzero(valid < BLOCK_TOKENS)
         seen[part] *= np.arange(BLOCK_TOKENS) < valid[part, None]
         sums = (seen @ self._offset_weights) * self._block_weights[index]

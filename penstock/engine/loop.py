@@ -306,7 +306,7 @@ class Engine:
                 for published in added:
                     self._ledger.write(published)
             if "device" in self.cache_logs:
-                self.cache_logs["device"].note([p.key for p in added], removed)
+                self.cache_logs["device"].note([p.key for p in added if p.told], removed)
         if "host" in self.cache_logs and self.scheduler.offload is not None:
             self.cache_logs["host"].note(*self.scheduler.offload.tier.take_changes())
 

@@ -10,7 +10,8 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.core.memory import total_memory
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.local.sequence import blocks_for
+from penstock.kv.groups import WHOLE, Windows, longest_sequence, most_held
+from penstock.sched.local.limits import LEAST_CHUNK
 
 MAPPINGS = 32768  # slots that a cache may map: Linux allows a process 65,530 mappings by default, of all kinds
 CPU_SHARE = 0.4  # of the memory that is free when the engine starts
@@ -67,7 +68,15 @@ def mapping_budget() -> int:
 
 
 def size_cache(
-    *, available: int, block_bytes: int, max_sequences: int, model_len: int, asked_model_len: int | None, exact: bool
+    *,
+    available: int,
+    block_bytes: int,
+    max_sequences: int,
+    model_len: int,
+    asked_model_len: int | None,
+    exact: bool,
+    windows: Windows = WHOLE,
+    chunk: int = LEAST_CHUNK,
 ) -> tuple[int, int]:
     """(blocks, longest sequence served).
 
@@ -76,28 +85,31 @@ def size_cache(
 
     Args:
         available: bytes.
-        block_bytes: bytes of one block, all layers.
+        block_bytes: bytes of one block, of any group of layers.
         model_len: the length to serve; at most the checkpoint's.
         asked_model_len: what the user asked for, or None.
         exact: take all of `available`, because the user named it.
+        windows: of the model's groups of layers.
+        chunk: tokens that a step may compute of one sequence.
 
     Raises:
         ConfigError: there is no room for the length that was asked for, or for any.
     """
     num_blocks = available // block_bytes
     if not exact:
-        num_blocks = min(num_blocks, max_sequences * blocks_for(model_len))
-    longest = num_blocks * BLOCK_TOKENS
-    if num_blocks < 1:
+        num_blocks = min(num_blocks, max_sequences * most_held(windows, model_len, max(chunk, LEAST_CHUNK)))
+    longest = longest_sequence(windows, LEAST_CHUNK, num_blocks, max(model_len, num_blocks * BLOCK_TOKENS))
+    if num_blocks < len(windows):
         raise ConfigError(
             f"kv-cache-memory: {available / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
-            f"{block_bytes / 2**20:.1f} MiB",
+            f"{len(windows) * block_bytes / 2**20:.1f} MiB",
             "kv-cache-memory",
         )
     if asked_model_len is not None and longest < asked_model_len:
         raise ConfigError(
-            f"max-model-len: {asked_model_len} tokens need {blocks_for(asked_model_len) * block_bytes / 2**20:.0f} MiB "
-            f"of KV cache and {available / 2**20:.0f} MiB are there, allowed is at most {longest}",
+            f"max-model-len: {asked_model_len} tokens need "
+            f"{most_held(windows, asked_model_len, LEAST_CHUNK) * block_bytes / 2**20:.0f} MiB of KV cache and "
+            f"{available / 2**20:.0f} MiB are there, allowed is at most {longest}",
             "max-model-len",
         )
     return num_blocks, min(model_len, longest)

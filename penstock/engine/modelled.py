@@ -22,7 +22,7 @@ import numpy as np
 from penstock.core import digest
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KV_DTYPES, KVLayout
+from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.engine.cache_log import ledger_of
@@ -30,11 +30,12 @@ from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
 from penstock.engine.loop import Engine
 from penstock.engine.modelled_tier import open_modelled_tier
+from penstock.kv.groups import WHOLE, Windows, longest_sequence
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
+from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
@@ -118,9 +119,8 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     shape = _shape(options.geometry, config).storing(options.kv_cache_dtype)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
-    slots = host_blocks(
-        options.host_cache_memory, shape.kv_bytes_per_token * BLOCK_TOKENS, prefix_cache=options.prefix_cache
-    )
+    slots = host_blocks(options.host_cache_memory, shape.block_bytes, prefix_cache=options.prefix_cache)
+    windows = windows_of(shape.kv_groups)
     layout = KVLayout(
         model=_identity(config, replace(shape, kv_dtype=None)),
         order="digest",
@@ -139,6 +139,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         vocab_size=vocab_size,
         token_ids=token_ids,
         positions=model_len,
+        windows=windows,
         slowdown=options.slowdown,
         noise=options.noise,
         rng=random.Random(options.seed),
@@ -166,6 +167,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         policy=policy,
         offload=offload,
         speculation=make_speculation(options.speculative_config),
+        windows=windows,
     )
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
@@ -218,6 +220,7 @@ class PacedRunner:
         times: what a step takes, in ms.
         token_ids: that may be sampled.
         positions: the longest sequence.
+        windows: of the model's groups of layers.
         slowdown, noise, rng: see `ModelledOptions`.
         sleep: lets so many seconds pass.
     """
@@ -232,6 +235,7 @@ class PacedRunner:
         vocab_size: int,
         token_ids: range,
         positions: int,
+        windows: Windows = WHOLE,
         slowdown: float = 1.0,
         noise: float = 0.0,
         rng: random.Random,
@@ -243,7 +247,7 @@ class PacedRunner:
         self.pacer = StepPacer()
         self.mask_costs = MaskCosts()  # there are no logits to mask
         self._reported = StepPacer()
-        self._arithmetic = DigestArithmetic(positions, vocab_size)
+        self._arithmetic = DigestArithmetic(positions, vocab_size, windows)
         words = np.frombuffer(memory.buffer, dtype=np.uint64).reshape(memory.num_blocks, -1)
         self._digests = words[:, :BLOCK_TOKENS]
         self._times, self._clock, self._sleep = times, clock, sleep
@@ -441,7 +445,7 @@ def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, most
         raise ConfigError(f"max-model-len: {asked}, this checkpoint allows 2 to {most}", "max-model-len")
     fitting = fitting_blocks(device, shape)
     if options.kv_cache_memory is not None:
-        kv_blocks = options.kv_cache_memory // (shape.kv_bytes_per_token * BLOCK_TOKENS)
+        kv_blocks = options.kv_cache_memory // shape.block_bytes
     if not fitting or (options.kv_cache_memory is not None and kv_blocks is not None and kv_blocks > fitting):
         free = max(0.0, device.memory * MEMORY_SHARE - shape.weight_bytes)
         raise ConfigError(
@@ -449,8 +453,8 @@ def _size(options: ModelledOptions, device: DeviceModel, shape: ModelShape, most
             f"for the KV cache beside {shape.weight_bytes / 1e9:.1f} GB of weights",
             "kv-cache-memory" if options.kv_cache_memory else "device",
         )
-    room = BLOCK_TOKENS * (fitting if kv_blocks is None else kv_blocks)
-    model_len = asked or max(2, min(most, room))
+    blocks = fitting if kv_blocks is None else kv_blocks
+    model_len = asked or max(2, longest_sequence(windows_of(shape.kv_groups), LEAST_CHUNK, blocks, most))
     try:
         sizes = sized(
             device,

@@ -69,6 +69,6 @@ def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> M
     Args:
         times: what KV takes on its way.
     """
-    block_bytes = times.shape.kv_bytes_per_token * BLOCK_TOKENS
+    block_bytes = times.shape.block_bytes
     log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, num_slots * block_bytes / 2**20)
-    return Mover(ModelledSlots(memory, num_slots, seconds=times.load_ms(BLOCK_TOKENS) / 1e3, block_bytes=block_bytes))
+    return Mover(ModelledSlots(memory, num_slots, seconds=times.load_blocks_ms(1) / 1e3, block_bytes=block_bytes))

@@ -4,7 +4,7 @@ the last step's samples; what grammars have come to is kept, too, and follows fr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -87,13 +87,13 @@ class Runner:
 
     def prepare(self, plan: StepPlan) -> None:
         if self.cache.direct:  # elsewhere the end of the step before decides where blocks are
-            self._prepared.append((plan, Batch(plan.sequences, self.device, None, self._scratch)))
+            self._prepared.append((plan, self._batch(plan, None)))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         cache = self.cache
         placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
-        batch = self._take_prepared(plan) or Batch(plan.sequences, self.device, placed, self._scratch)
+        batch = self._take_prepared(plan) or self._batch(plan, placed)
         if any(s.tokens[-1] < 0 for s in plan.sequences):
             batch.tokens = filled(batch.tokens, self._sampled)
         try:
@@ -101,6 +101,9 @@ class Runner:
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
+
+    def _batch(self, plan: StepPlan, placed: Sequence[Sequence[int]] | None) -> Batch:
+        return Batch(plan.sequences, self.device, placed, self._scratch, groups=len(self.cache.layout.groups))
 
     def _take_prepared(self, plan: StepPlan) -> Batch | None:
         while self._prepared:

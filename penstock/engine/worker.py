@@ -68,6 +68,11 @@ class Worker:
         order = _chosen(options.kv_layout, "block")
         name = "-".join(filter(None, (identity(Path(options.model)), model.config.variant)))
         self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
+        if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
+            raise ConfigError(
+                "kv-address-mode: 'contiguous', for a model of which only some layers have a window allowed is table",
+                "kv-address-mode",
+            )
         self.pool: KVPool | None = None
 
     def room(self) -> int:
@@ -117,7 +122,7 @@ def _open_cache(
         if open_pool is not memfd_pool:
             raise ConfigError("kv_pool: KV blocks on a CUDA device cannot be shared between processes yet", "kv_pool")
         return KVCache.on_device(layout, num_blocks, model.device), None
-    table = _chosen(options.kv_address_mode, _faster_mode(model)) == "table"
+    table = _chosen(options.kv_address_mode, _faster_mode(model, layout)) == "table"
     if table and open_pool is memfd_pool:
         open_pool = anonymous_pool
     pool = open_pool(layout, num_blocks)
@@ -131,9 +136,11 @@ def _open_cache(
         raise
 
 
-def _faster_mode(model: Decoder) -> str:
-    """Kernels that read blocks where they lie gain nothing by ranges, and prompts need not wait for mappings."""
-    return "table" if reads_in_place(model.device.type, model.dtype) else "contiguous"
+def _faster_mode(model: Decoder, layout: KVLayout) -> str:
+    """Kernels that read blocks where they lie gain nothing by ranges, and prompts need not wait for mappings. Those of
+    several groups of layers are in no range."""
+    in_place = reads_in_place(model.device.type, model.dtype) or len(layout.groups) > 1
+    return "table" if in_place else "contiguous"
 
 
 def _chosen(option: str, auto: str) -> str:
@@ -156,7 +163,7 @@ def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> St
 def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> None:
     """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest."""
     layout = make_layout(model.config, model.dtype, "block", "", kv_cache_dtype, ranks=model.shard.size)
-    blocks = tuple(range(blocks_for(tokens)))
+    blocks = tuple(range(blocks_for(tokens) * len(layout.groups)))
     params = SamplingParams(temperature=0.0)
     plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
     Runner(model, KVCache.on_device(layout, len(blocks), model.device)).run(plan)

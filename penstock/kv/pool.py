@@ -22,6 +22,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.groups import BESIDE, WHOLE, Windows, first_seen, held_of, keys_of_all, reach
+
 
 class BlockSource(Protocol):
     """The source of blocks: the host's KV pool, or a substitute."""
@@ -32,11 +35,44 @@ class BlockSource(Protocol):
 
 
 class Published(NamedTuple):
-    """A block that was added to the prefix cache."""
+    """A block that was added to the prefix cache.
+
+    Attributes:
+        parent: the key of the block before it; BESIDE where it is found without that one, as blocks of further groups
+            of layers are beside those of the first (`kv.groups`). Nobody else is told of these.
+    """
 
     block: int
     key: bytes
     parent: bytes
+
+    @property
+    def told(self) -> bool:
+        return self.parent != BESIDE
+
+
+class Hit(NamedTuple):
+    """A prefix that was found in the cache.
+
+    Attributes:
+        length: blocks of each group.
+        blocks: in a sequence's order.
+        dropped: for each group, how many of its first blocks are not needed and perhaps not there: in their places
+            stands the one after them.
+    """
+
+    length: int
+    blocks: list[int]
+    dropped: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return self.length * BLOCK_TOKENS
+
+    @property
+    def held(self) -> list[int]:
+        """Those that are to be held."""
+        return held_of(self.blocks, self.dropped) if any(self.dropped) else self.blocks
 
 
 class BlockPool:
@@ -85,8 +121,8 @@ class BlockPool:
         return len(self._block)
 
     def keys(self) -> list[bytes]:
-        """Of everything that can be found."""
-        return list(self._block)
+        """Of everything that can be found and is told of."""
+        return [named.key for named in self._named.values() if named.told]
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the longest leading run of `keys` that is cached. Holds nothing: `hold` them at once."""
@@ -97,6 +133,27 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def find(self, keys: Sequence[bytes], windows: Windows) -> Hit:
+        """The longest prefix of which everything is cached that the tokens after it see. Holds nothing.
+
+        Args:
+            keys: of its blocks, as far as it may reach.
+            windows: of the model's groups of layers.
+        """
+        if windows == WHOLE:
+            found = self.match(keys)
+            return Hit(len(found), found, [0])
+        tables = [self.match_each(names) for names in keys_of_all(keys, len(windows))]
+        length = reach(windows, tables, len(keys))
+        dropped = [first_seen(window, length * BLOCK_TOKENS) for window in windows]
+        blocks = [table[max(i, gone)] for i in range(length) for table, gone in zip(tables, dropped, strict=True)]
+        assert None not in blocks
+        return Hit(length, blocks, dropped)  # type: ignore[arg-type]
+
+    def match_each(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The block of each of `keys`, None where it is not cached. Holds nothing."""
+        return list(map(self._block.get, keys))
 
     def owns(self, block: int) -> bool:
         """Whether the block belongs to this pool."""
@@ -217,7 +274,7 @@ class BlockPool:
         self._free = [block for block in self._free if block not in self._idle]
 
     def take_changes(self) -> tuple[list[Published], list[bytes]]:
-        """Keys added to and removed from the prefix cache since the last call."""
+        """What was added to the prefix cache since the last call, and the keys removed from it that are told of."""
         if not self.changed:
             return [], []
         changes = list(self._added.values()), list(self._removed)
@@ -283,9 +340,10 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        key = self._named.pop(block).key
+        named = self._named.pop(block)
+        key = named.key
         del self._block[key]
-        if self._added.pop(key, None) is None:
+        if self._added.pop(key, None) is None and named.told:
             self._removed.add(key)
         self.changed = True
         return block

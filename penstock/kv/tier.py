@@ -25,6 +25,7 @@ class _Copy:
         state: "coming" while it is written; "bad" when its content is not what was written, until it is written anew.
         children: copies here of which this is the parent.
         readers: that are reading it now.
+        told: of whether it is here.
     """
 
     slot: int
@@ -33,6 +34,7 @@ class _Copy:
     state: State = "coming"
     children: int = 0
     readers: int = 0
+    told: bool = True
 
     @property
     def is_free_to_go(self) -> bool:
@@ -68,27 +70,27 @@ class Tier:
         return copy is not None and copy.state != "bad"
 
     def keys(self) -> list[bytes]:
-        """Of everything that can be found."""
-        return [key for key, copy in self._copies.items() if copy.state == "whole"]
+        """Of everything that can be found and is told of."""
+        return [key for key, copy in self._copies.items() if copy.state == "whole" and copy.told]
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """These leading blocks of one prompt are of use now, on whichever tier they were found."""
+        """These blocks of one prompt are of use now, on whichever tier they were found."""
         self._uses += 1
         for key in keys:
             copy = self._copies.get(key)
-            if copy is None:
-                break
-            copy.used = self._uses
-            self._look_at(key, copy)
+            if copy is not None:
+                copy.used = self._uses
+                self._look_at(key, copy)
 
     # --- writing
 
-    def claim(self, key: bytes, parent: bytes | None) -> int | None:
+    def claim(self, key: bytes, parent: bytes | None, *, told: bool = True) -> int | None:
         """A slot to write a block's copy to, for which another one may have to go. None when it has no parent here, or
         everything else is in use.
 
         Args:
-            parent: None for the first block of a prompt.
+            parent: None for the first block of a prompt, and for one that is found without those before it.
+            told: whether `take_changes` and `keys` name it.
         """
         known = self._copies.get(key)
         if known is not None:
@@ -108,7 +110,7 @@ class Tier:
                 self._look_at(parent, above)
             return None
         self._uses += 1
-        self._copies[key] = copy = _Copy(self._free.pop(), parent, self._uses)
+        self._copies[key] = copy = _Copy(self._free.pop(), parent, self._uses, told=told)
         return copy.slot
 
     def written(self, key: bytes, *, whole: bool) -> None:
@@ -116,7 +118,7 @@ class Tier:
         copy = self._copies[key]
         assert copy.state == "coming"
         copy.state = "whole" if whole else "bad"
-        if whole:
+        if whole and copy.told:
             self._note(key, self._added, self._removed)
         self._look_at(key, copy)
 
@@ -140,7 +142,8 @@ class Tier:
         copy = self._copies.get(key)
         if copy is not None and copy.state == "whole":
             copy.state = "bad"
-            self._note(key, self._removed, self._added)
+            if copy.told:
+                self._note(key, self._removed, self._added)
 
     # --- telling
 
@@ -183,7 +186,7 @@ class Tier:
                 continue
             del self._copies[key]
             self._free.append(copy.slot)
-            if copy.state == "whole":
+            if copy.state == "whole" and copy.told:
                 self._note(key, self._removed, self._added)
             if copy.parent is not None:
                 above = self._copies[copy.parent]

@@ -6,6 +6,7 @@ They are the same for every backend; what an attention backend needs beyond them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -95,15 +96,19 @@ class Batch:
     Args:
         placed: per sequence, where its blocks are in the cache that the ops are given, a `range` where they are
             consecutive; None when that is what the sequences' own ids say.
+        groups: of layers, each of which has blocks of its own.
 
     Attributes:
         tokens, positions: [rows] int64.
         reach: behind the last position.
-        slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong.
+        slot_blocks, slot_offsets: [rows] int64: the block, and the place in it, where a row's K and V belong, in layers
+            of the first group.
         rows: per sequence, its rows of the batch.
         kept: [kept] int64, rising: the rows whose result is wanted; None when those are all.
-        spans: of the sequences whose context is one stretch of positions, in the order of the batch.
+        spans: of the sequences whose context is one stretch of positions, in the order of the batch; with the blocks of
+            the first group.
         branches: of the others.
+        tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
     """
 
@@ -113,39 +118,55 @@ class Batch:
         device: torch.device,
         placed: Sequence[Sequence[int]] | None = None,
         scratch: Scratch | None = None,
+        groups: int = 1,
     ) -> None:
         tokens: list[int] = []
         positions: list[int] = []
-        slot_blocks: list[int] = []
         self.rows: list[range] = []
         self.kept: Tensor | None = None
-        self.spans: list[Span] = []
-        self.branches: list[BranchSpan] = []
         self.reach = 0
         self.scratch = scratch or Scratch()
-        self._prepared: dict[Callable[[Batch], Any], Any] = {}
-        for s, ids in zip(sequences, placed or [s.blocks for s in sequences], strict=True):
+        for s in sequences:
             row, count = len(tokens), len(s.tokens)
             self.rows.append(range(row, row + count))
             tokens += s.tokens
-            if s.branches is None:
-                self.spans.append(Span(row, count, s.start, ids, device))
-                own = range(s.start, s.start + count)
-                positions += own
-                self.reach = max(self.reach, own.stop)
-                slot_blocks += [ids[p // BLOCK_TOKENS] for p in own]
-            else:
-                self.branches.append(_branch_span(s, s.branches, row, ids, device))
-                positions += [s.start] * count
-                self.reach = max(self.reach, s.start + 1)
-                slot_blocks += [0] * count  # see below
+            own = range(s.start, s.start + count) if s.branches is None else [s.start] * count
+            positions += own
+            self.reach = max(self.reach, own[-1] + 1)
         self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        ids = placed or [s.blocks for s in sequences]
+        self.tables = [self, *(copy(self) for _ in range(1, groups))]
+        for group, table in enumerate(self.tables):
+            table._place(sequences, ids, device, group, groups)
+
+    def _place(
+        self,
+        sequences: Sequence[SequenceStep],
+        ids: Sequence[Sequence[int]],
+        device: torch.device,
+        group: int,
+        groups: int,
+    ) -> None:
+        """Say where the rows' sequences have the blocks of a group."""
+        self._prepared: dict[Callable[[Batch], Any], Any] = {}
+        self.spans: list[Span] = []
+        self.branches: list[BranchSpan] = []
+        slot_blocks: list[int] = []
+        for s, rows, all_of_them in zip(sequences, self.rows, ids, strict=True):
+            own = tuple(all_of_them[group::groups]) if groups > 1 else all_of_them  # and in no range of their own
+            if s.branches is None:
+                self.spans.append(Span(rows.start, len(rows), s.start, own, device))
+                slot_blocks += [own[p // BLOCK_TOKENS] for p in range(s.start, s.start + len(rows))]
+            else:
+                blocks = s.branches.blocks[group::groups]
+                self.branches.append(_branch_span(s, s.branches, blocks, rows.start, own, device))
+                slot_blocks += [0] * len(rows)  # see below
         self.slot_blocks = torch.tensor(slot_blocks, dtype=torch.int64, device=device)
         self.slot_offsets = self.positions % BLOCK_TOKENS
         for span in self.branches:
-            rows, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
-            self.slot_blocks[rows], self.slot_offsets[rows] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
+            places, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
+            self.slot_blocks[places], self.slot_offsets[places] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
 
     def keep(self, wanted: Sequence[range]) -> list[range]:
         """Of the other rows only K and V are needed: once the last layer has stored these, they are left out.
@@ -187,12 +208,17 @@ class Batch:
 
 
 def _branch_span(
-    step: SequenceStep, branches: Branches, row: int, ids: Sequence[int], device: torch.device
+    step: SequenceStep,
+    branches: Branches,
+    region: Sequence[int],
+    row: int,
+    ids: Sequence[int],
+    device: torch.device,
 ) -> BranchSpan:
     rows, before = len(step.tokens), len(branches.rows[0])
     # the row of each position, [rows, positions]; their own are 0, 1, ...
     chosen = torch.tensor([[*past, i] for i, past in enumerate(branches.rows)], dtype=torch.int64)
     places = torch.arange(before + 1) * branches.width + chosen
-    blocks = torch.tensor(branches.blocks, dtype=torch.int64)
+    blocks = torch.tensor(region, dtype=torch.int64)
     slots = blocks[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
     return BranchSpan(Span(row, 0, step.start - before, ids, device), row, rows, slots.to(device))

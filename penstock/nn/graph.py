@@ -79,6 +79,10 @@ class _Decoder(ctypes.Structure):
     )
 
 
+class _Table(ctypes.Structure):
+    _fields_ = (("blocks", _POINTER), ("offsets", _POINTER), ("spans", _POINTER), ("count", _NUMBER), ("ids", _POINTER))
+
+
 class _Rotation(ctypes.Structure):
     _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("turned", _NUMBER))
 
@@ -87,8 +91,7 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         ("rows", _NUMBER),
         ("tokens", _POINTER),
-        ("blocks", _POINTER),
-        ("offsets", _POINTER),
+        ("tables", ctypes.POINTER(_Table)),
         ("rotations", _Rotation * 2),
         ("kept_count", _NUMBER),
         ("kept", _POINTER),
@@ -188,7 +191,7 @@ class Graph:
         self._hidden = config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
         self._attend = [mixer.attend for mixer in mixers]
-        self._step = native.value("penstock_step", "pppnpppnp")
+        self._step = native.value("penstock_step", "pppnpp")
         self._until = native.value("penstock_until_attention", "pppnppn")
         self._after = native.value("penstock_after_attention", "ppppppn")
 
@@ -198,9 +201,11 @@ class Graph:
         assert all(x.dtype == self._dtype and x.is_contiguous() for rotation in rotations for x in rotation)
         if self._cache is None or self._cache[0]() is not cache:
             self._cache = ref(cache), (Cache * len(cache))(*(of_layer(layer, self._dtype) for layer in cache))
+        tables = (_Table * len(batch.tables))(*(_table(table, mode) for table in batch.tables))
         rows = _Rows(
             count,
-            *(x.data_ptr() for x in (batch.tokens, batch.slot_blocks, batch.slot_offsets)),
+            batch.tokens.data_ptr(),
+            tables,
             (_Rotation * 2)(*(_Rotation(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in rotations)),
             0 if kept is None else len(kept),
             None if kept is None else kept.data_ptr(),
@@ -210,8 +215,7 @@ class Graph:
         step = (addressof(self._decoder), addressof(rows), addressof(self._cache[1]))
         places = (scratch.data_ptr(), out.data_ptr())
         if mode == "full":
-            spans, ids = batch.places
-            self._expect(self._step(*step, self._heads, *places, spans.data_ptr(), len(spans), ids.data_ptr()))
+            self._expect(self._step(*step, self._heads, *places))
         else:
             self._by_layers(step, places, batch, cache, scratch[count * self._hidden :])
         return out if kept is None else out[: len(kept)]
@@ -223,13 +227,22 @@ class Graph:
         for i, layer in enumerate(self._layers):
             self._expect(self._until(*step, self._heads, *places, i))
             q = wide[: count * layer.qkv.outs].view(count, -1, cache[i].dim)[:, : self._heads]
-            attended = self._attend[i](q, cache[i], batch).contiguous()
+            attended = self._attend[i](q, cache[i], batch.tables[cache[i].group]).contiguous()
             self._expect(self._after(*step, attended.data_ptr(), *places, i))
 
     def _expect(self, status: int) -> None:
         """Raises RankFailed."""
         if self._ranks is not None:
             self._ranks.expect(status)
+
+
+def _table(batch: Batch, mode: Mode) -> _Table:
+    """Where the rows of one group's layers belong, and with `full` what they attend to."""
+    own = batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr()
+    if mode != "full":
+        return _Table(*own)
+    spans, ids = batch.places
+    return _Table(*own, spans.data_ptr(), len(spans), ids.data_ptr())
 
 
 def _blocks(model: Decoder) -> list[Block]:

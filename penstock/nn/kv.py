@@ -19,10 +19,12 @@ class LayerKV:
         values: [blocks, 2, kv_heads, BLOCK_TOKENS, dim], K at 0 and V at 1.
         scales: [blocks, 2, kv_heads, BLOCK_TOKENS] float32, with which values are multiplied: one for each token and
             head; None where values are what they are.
+        group: which of a sequence's blocks are this layer's: those of its group of layers.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    group: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -59,6 +61,11 @@ class LayerKV:
 
 class KVLayers(list[LayerKV]):
     """All layers of a cache. What is kept about it refers to it weakly, and does not keep its memory."""
+
+    @property
+    def groups(self) -> int:
+        """Of layers, each of which has blocks of its own."""
+        return 1 + max(layer.group for layer in self)
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ Prompts i bring n_i new tokens over c_i cached ones; B sequences decode one toke
 with L layers, H query heads and d their width. Activations and the writing of new KV are small beside these and left
 out. Factors are 1 until something has been measured (`sched.factors`).
 
+Layers with a window read and multiply at most that: K and c_i + n_i / 2 are means over the layers (`StepTime.seen`).
+
 A part's size decides which of its two bounds holds, small ones memory and large ones arithmetic, and each bound has a
 factor of its own. So a time never falls when its work grows, whatever the factors are.
 """
@@ -26,11 +28,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import Any, NamedTuple
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.core.hf_config import count
+from penstock.core.hf_config import count, mixed_windows
 
 __all__ = [
     "DEVICES",
@@ -65,6 +67,12 @@ DEVICES = {
     "ascend-910b": DeviceModel(peak_flops=376e12, bandwidth=1.6e12, memory=64 * 10**9, link_bandwidth=196e9),
 }
 
+
+def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:
+    """Windows on all layers but each sixth, as Gemma 3 has them."""
+    return tuple(window if (i + 1) % 6 else None for i in range(layers))
+
+
 GEOMETRIES = {
     "qwen3-0.6b": ModelShape(
         layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True
@@ -87,6 +95,17 @@ GEOMETRIES = {
     "llama-2-70b": ModelShape(
         layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=32000
     ),
+    "gemma-3-27b": ModelShape(
+        layers=62,
+        hidden=5376,
+        heads=32,
+        kv_heads=16,
+        head_dim=128,
+        intermediate=21504,
+        vocab=262208,
+        tied=True,
+        windows=_every_sixth(62, 1024),
+    ),
     "llama-3.1-8b": ModelShape(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
     ),
@@ -105,6 +124,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         intermediate=count(config, "intermediate_size"),
         vocab=count(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
+        windows=mixed_windows(config),
     )
 
 
@@ -172,6 +192,15 @@ def _work(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     )
 
 
+@lru_cache(maxsize=64)
+def _sights(shape: ModelShape) -> tuple[tuple[float, float], ...]:
+    """(window, share of the layers that have it); empty where all layers see everything."""
+    if not any(shape.windows):
+        return ()
+    windows = [inf if window is None else float(window) for window in shape.windows]
+    return tuple((window, windows.count(window) / len(windows)) for window in sorted(set(windows)))
+
+
 _FACTORS = tuple((part, f"{part}:compute", f"{part}:memory") for part in PARTS)  # their names
 
 
@@ -210,6 +239,32 @@ class StepTime:
         return _Model(factors.get("overhead", 1.0) * self.device.overhead_ms, *parts)
 
     @cached_property
+    def sights(self) -> tuple[tuple[float, float], ...]:
+        """(window, share of the layers that have it), inf for none; empty where no layer has one."""
+        return _sights(self.shape)
+
+    def seen(self, rows: int, kv_tokens: float) -> float:
+        """Of so many tokens before them, those that so many rows see, together; in the mean over the layers. Their
+        contexts are taken to be alike."""
+        sights = self.sights
+        return sum([share * min(kv_tokens, window * rows) for window, share in sights]) if sights else kv_tokens
+
+    def _looked_at(self, prefills: Sequence[tuple[int, int]]) -> tuple[int, float, float]:
+        """New tokens, pairs of tokens of which one looks at the other, and tokens whose KV is read, of prompts."""
+        tokens, pairs, read = 0, 0.0, 0.0
+        if self.sights:
+            for new, cached in prefills:
+                tokens += new
+                pairs += self.seen(new, new * (cached + new / 2))
+                read += new + self.seen(1, cached)
+            return tokens, pairs, read
+        for new, cached in prefills:
+            tokens += new
+            pairs += new * (cached + new / 2)
+            read += new + cached
+        return tokens, pairs, read
+
+    @cached_property
     def _link(self) -> tuple[float, float]:
         """ms of a step, and of each token in it."""
         factor = self.factors.get("collectives", 1.0)
@@ -239,11 +294,8 @@ class StepTime:
         self, prefills: Sequence[tuple[int, int]], decodes: int, kv_tokens: int, logit_rows: int | None
     ) -> tuple[Sequence[tuple[float, float]], float]:
         """What `parts` says in numbers alone: ms by arithmetic and ms by memory of each of PARTS, and ms of links."""
-        tokens, pairs, read = decodes, 0.0, 0
-        for new, cached in prefills:
-            tokens += new
-            pairs += new * (cached + new / 2)
-            read += new + cached
+        new, pairs, read = self._looked_at(prefills)
+        tokens, kv = decodes + new, self.seen(decodes, kv_tokens)
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
         each_step, each_token = _all_reduces(self.device, self.shape)
         _, gemm, head, prefill, decode = self._model
@@ -251,7 +303,7 @@ class StepTime:
             gemm.bounds(tokens, 1 if tokens else 0),
             head.bounds(rows, 1 if rows else 0),
             prefill.bounds(pairs, read),
-            decode.bounds(kv_tokens, kv_tokens),
+            decode.bounds(kv, kv),
         )
         return bounds, each_step + each_token * tokens if tokens else 0.0
 
@@ -263,18 +315,16 @@ class StepTime:
         logit_rows: int | None = None,
     ) -> float:
         """Time of a whole step; arguments as in `parts`. Takes a few microseconds."""
-        tokens, pairs, read = decodes, 0.0, 0
-        for new, cached in prefills:
-            tokens += new
-            pairs += new * (cached + new / 2)
-            read += new + cached
+        new, pairs, read = self._looked_at(prefills)
+        kv = self.seen(decodes, kv_tokens)
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
         model = self._model
         attention = model.prefill.ms(pairs, read) if prefills else 0.0
-        return model.overhead + (self._rows_ms(tokens, rows) + attention + model.decode.ms(kv_tokens, kv_tokens))
+        return model.overhead + (self._rows_ms(decodes + new, rows) + attention + model.decode.ms(kv, kv))
 
     def prefill_ms(self, tokens: int, cached: int = 0, *, budget: int, decodes: int = 0, kv_tokens: int = 0) -> float:
-        """Time to prefill a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many.
+        """Time to prefill a prompt in chunks: the sum of `step_ms` of their steps, in a few microseconds however many,
+        or for each of them where there are windows.
 
         Args:
             tokens: of the prompt that are to be computed; nothing takes no time.
@@ -287,8 +337,8 @@ class StepTime:
             return 0.0
         full = (tokens - 1) // budget
         last = tokens - full * budget
-        model = self._model
-        each = model.overhead + model.decode.ms(kv_tokens, kv_tokens)
+        model, kv = self._model, self.seen(decodes, kv_tokens)
+        each = model.overhead + model.decode.ms(kv, kv)
         end = each + self._rows_ms(last + decodes, decodes + 1) + self._chunks_ms(1, last, cached + full * budget)
         if not full:
             return end
@@ -301,6 +351,10 @@ class StepTime:
         `sched.local.offload`.
         """
         return tokens * self.shape.kv_bytes_per_token / self.device.host_bandwidth * 1e3
+
+    def load_blocks_ms(self, blocks: int) -> float:
+        """The same of so many blocks, each of one group of layers."""
+        return blocks * self.shape.block_bytes / self.device.host_bandwidth * 1e3
 
     def largest_prefill(self, limit_ms: float, low: int, high: int) -> int:
         """The largest multiple of GRAIN up to `high` whose prompt, prefilled in one step, stays within the limit; at
@@ -317,6 +371,9 @@ class StepTime:
             cached: tokens of the prompt before them.
             decodes, kv_tokens: as in `parts`.
         """
+        if self.sights:  # no polynomials
+            fits = range(1, high + 1)
+            return bisect_right(fits, limit_ms, key=lambda n: self.step_ms([(n, cached)], decodes, kv_tokens))
         each_step, each_token = self._link
         overhead, gemm, head, attention, decode = self._model
         fixed = overhead + head.ms(decodes + 1, 1) + decode.ms(kv_tokens, kv_tokens)
@@ -368,6 +425,9 @@ class StepTime:
         Over c tokens a chunk takes compute * size * (c + size / 2), or memory * (c + size) if that is more. The first
         is below the second at most up to some c, and above it from there on.
         """
+        if self.sights:
+            looks = [self._looked_at([(size, cached + size * i)]) for i in range(chunks)]
+            return sum([self._model.prefill.ms(pairs, read) for _, pairs, read in looks])
         compute, memory = self._model.prefill.compute_slope, self._model.prefill.memory_slope
         steeper = compute * size - memory
         if steeper <= 0:

@@ -357,7 +357,7 @@ class Frontend:
             self.vocab_size,
             self._eos_ids,
             max_sequences=min(one.max_sequences for one in said),
-            num_blocks=min(one.num_blocks for one in said),
+            search_blocks=min(one.search_blocks or one.num_blocks for one in said),
         )
         bad_words = self.tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
         arrival = self.clock.now() if arrival is None else arrival

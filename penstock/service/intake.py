@@ -24,14 +24,14 @@ class ModelLimits:
         vocab_size: token ids are below it.
         eos_ids: tokens that end an output unless `ignore_eos`.
         max_sequences: that run at once.
-        num_blocks: of the KV cache.
+        search_blocks: of KV for a beam search.
     """
 
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int]
     max_sequences: int
-    num_blocks: int
+    search_blocks: int
 
 
 def make_sequences(
@@ -144,8 +144,8 @@ def _beam_room(prompt_tokens: int, params: SamplingParams, limits: ModelLimits, 
     if params.n > limits.vocab_size:
         raise InvalidRequest(f"n: {params.n} beams, the model knows only {limits.vocab_size} tokens", "n")
     if params.max_tokens is None:
-        return min(room, most_beam_tokens(prompt_tokens, params.n, limits.num_blocks))
-    check_length(prompt_tokens, params.n, min(room, params.max_tokens), limits.num_blocks)
+        return min(room, most_beam_tokens(prompt_tokens, params.n, limits.search_blocks))
+    check_length(prompt_tokens, params.n, min(room, params.max_tokens), limits.search_blocks)
     return room
 
 

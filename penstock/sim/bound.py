@@ -257,7 +257,7 @@ def _fixed(line: _Line, group: InstanceGroup, lengths: _Lengths) -> list[tuple[F
     drawing, d = line.step + line.drawing, lengths.decodes
     nothing = np.zeros_like(d)
     by_sequence = drawing * d / group.max_num_seqs
-    by_kv = drawing * d * (lengths.private + (d + 1) / 2) / (group.num_blocks * BLOCK_TOKENS)
+    by_kv = drawing * d * (lengths.private + (d + 1) / 2) / (group.kept_blocks * BLOCK_TOKENS)
     by_token = line.step / group.token_budget
     first, last = (line.token + line.row + line.kv * (lengths.prompt + at) for at in (1, d))
     root = (np.sqrt(first) + np.sqrt(np.maximum(first, last))) / 2  # the mean of concave roots is above their chord

@@ -251,7 +251,7 @@ class Cluster:
             root_key=self._root,
             max_model_len=group.max_model_len,
             vocab_size=group.times.shape.vocab,
-            num_blocks=group.num_blocks,
+            num_blocks=group.whole_blocks,
             token_budget=group.token_budget,
             device=group.device,
             dtype=layout.dtype,
@@ -292,6 +292,7 @@ class Cluster:
             prefix_cache=group.prefix_cache,
             policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
+            windows=group.windows,
         )
 
     def _blocks(self, place: InstanceSlot) -> tuple[DepotSource | None, Iterable[int]]:

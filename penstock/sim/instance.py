@@ -393,7 +393,7 @@ class SimInstance:
             self._told, self._told_at = self._load, now
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
         added, removed = self.scheduler.pool.take_changes()
-        self._tell_cache(now, "device", [p.key for p in added], removed)
+        self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
         if self.scheduler.offload is not None:
             self._tell_cache(now, "host", *self.scheduler.offload.tier.take_changes())
 

@@ -18,8 +18,8 @@ from itertools import combinations, product
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
+from penstock.kv.groups import most_held
 from penstock.sim.bound import reusable_by_request
 from penstock.sim.scenario import InstanceGroup
 from penstock.workload.requests import WorkRequest
@@ -288,7 +288,7 @@ def _decode(group: InstanceGroup, asked: Demands, rate: float, busy: float) -> _
         busy: share of its time that prompts take.
     """
     mean, context = float(asked.decodes.mean()), asked.context
-    by_memory = group.num_blocks / max(1.0, math.ceil(context / BLOCK_TOKENS) + 0.5)
+    by_memory = group.num_blocks / (most_held(group.windows, math.ceil(context), 1) + 0.5 * len(group.windows))
     room = min(by_memory, group.max_num_seqs)
     if not mean:  # every answer is one token
         return _Decoding(0.0, 0.0, 0.0, room, by_memory < group.max_num_seqs, 0.0, 0.0, room)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from penstock.core.plan import BLOCK_TOKENS, StepPlan, StepResult
 from penstock.core.request import TokenOutput
 from penstock.sched.local.scheduler import Scheduler
-from penstock.sched.local.sequence import blocks_for
 
 
 def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int]) -> tuple[int, bool]:
@@ -36,7 +35,7 @@ def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int])
         most = min(most, end - sequence.generated - 1)  # without this one
         if most <= 0:
             return 0, False
-    room = scheduler.pool.available * BLOCK_TOKENS // len(plan.sequences) - BLOCK_TOKENS
+    room = scheduler.kv.kept_blocks(scheduler.pool.available) * BLOCK_TOKENS // len(plan.sequences) - BLOCK_TOKENS
     return max(0, min(most, room)), most <= room
 
 
@@ -56,7 +55,7 @@ def set_aside(scheduler: Scheduler, plan: StepPlan) -> None:
     for step in plan.sequences:
         sequence = scheduler.sequence(step.request_id)
         assert sequence is not None
-        if blocks_for(sequence.computed + 2) > len(sequence.blocks):
+        if sequence.computed + 2 > sequence.room:
             scheduler.set_aside(sequence, 1)
 
 
@@ -67,7 +66,7 @@ def repeat(scheduler: Scheduler, plan: StepPlan, steps: int) -> None:
         assert sequence is not None
         sequence.tokens += sequence.tokens[-1:] * steps
         sequence.computed += steps
-        missing = blocks_for(sequence.computed) - len(sequence.blocks)
+        missing = sequence.blocks_until(sequence.computed) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += scheduler.pool.allocate(missing)
         scheduler.kv.publish(sequence)

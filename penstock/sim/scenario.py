@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from penstock.core.errors import ConfigError
+from penstock.core.layout import windows_of
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
+from penstock.kv.groups import Windows, most_held
 from penstock.sched.local.limits import host_blocks, sized
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
@@ -106,8 +108,24 @@ class InstanceGroup:
         return [f"{self.name}-{i}" for i in range(self.count)]
 
     @property
+    def windows(self) -> Windows:
+        """Of the groups of layers, each of which has blocks of its own."""
+        return windows_of(self.times.shape.kv_groups)
+
+    @property
     def block_bytes(self) -> int:
-        return self.times.shape.kv_bytes_per_token * BLOCK_TOKENS
+        return self.times.shape.block_bytes
+
+    @property
+    def whole_blocks(self) -> int:
+        """Blocks of tokens of all groups, in sequences of the greatest length: what the others know."""
+        most = most_held(self.windows, self.max_model_len, min(self.token_budget, self.max_model_len))
+        return self.num_blocks * -(-self.max_model_len // BLOCK_TOKENS) // most
+
+    @property
+    def kept_blocks(self) -> float:
+        """Blocks of tokens whose KV fits at most, if nothing is in a window."""
+        return self.num_blocks / max(1, self.windows.count(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +460,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "prefix_cache": options["enable_prefix_caching"],
         "host_blocks": host_blocks(
             options["host_cache_memory"],
-            shape.kv_bytes_per_token * BLOCK_TOKENS,
+            shape.block_bytes,
             prefix_cache=options["enable_prefix_caching"],
         ),
         "scheduling_policy": options["scheduling_policy"],

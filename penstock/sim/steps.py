@@ -19,6 +19,7 @@ from penstock.sched.steptime import StepTime
 from penstock.sim.repeat import again, repeatable
 
 DRAWN_AT_ONCE = 512
+FAR = 1 << 20  # tokens
 KEPT = 512  # draws that can be given back
 ENOUGH = 1.1  # of the steps that would fit without noise and growth, so that there are rarely too few
 
@@ -43,13 +44,15 @@ class StepTimer:
         self._drawn = np.empty(0)
         self._used = 0  # of those
         self._decode_ms: dict[int, float] = {}  # sequences -> a decode step's time without reading KV
-        self._kv_ms = (times.step_ms(decodes=1, kv_tokens=1 << 20) - times.step_ms(decodes=1)) / (1 << 20)  # per token
+        # per token that is read
+        self._kv_ms = (times.step_ms(decodes=1, kv_tokens=FAR) - times.step_ms(decodes=1)) / times.seen(1, FAR)
 
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
         work = plan.work
         if not work.prefills:
-            return self._noisy(self._step_ms(work.decodes) + self._kv_ms * work.kv_tokens)
+            read = self._times.seen(work.decodes, work.kv_tokens)
+            return self._noisy(self._step_ms(work.decodes) + self._kv_ms * read)
         return self._noisy(self._times.step_ms(*work))
 
     def decodes(self, now: float, until: float, sequences: int, kv_tokens: int, most: int) -> list[float]:
@@ -64,11 +67,14 @@ class StepTimer:
         ends: list[float] = []
         step_ms = self._step_ms(sequences)
         while now < until and len(ends) < most:
-            shortest = (step_ms + self._kv_ms * kv_tokens) * self._seconds  # without noise
+            read = self._times.seen(sequences, kv_tokens)
+            shortest = (step_ms + self._kv_ms * read) * self._seconds  # without noise
             enough = int((until - now) / shortest * ENOUGH) + 1 if shortest else most
             lucks = self._lucks(min(most - len(ends), enough))
             times = _NUMBERS[: len(lucks)] * sequences  # tokens, then ms, then seconds
             times += kv_tokens
+            if sights := self._times.sights:
+                times = sum(share * np.minimum(times, window * sequences) for window, share in sights)
             times *= self._kv_ms
             times += step_ms
             times *= self._seconds

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple
 
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
 from penstock.kv.connector import Moved
@@ -129,7 +128,7 @@ class HostWay:
     """
 
     def __init__(self, times: StepTime, slowdown: float) -> None:
-        self._block = times.load_ms(BLOCK_TOKENS) / 1e3 * slowdown
+        self._block = times.load_blocks_ms(1) / 1e3 * slowdown
         self._in_free = self._out_free = 0.0  # when each way is
         self._stores: deque[tuple[float, int]] = deque()  # (over, number), in order
 

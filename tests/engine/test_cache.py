@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.layout import KVLayout, attention_groups, bytes_per_token
+from penstock.core.layout import KVLayout, attention_groups, bytes_per_block
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine import cache as cache_module
@@ -323,20 +323,22 @@ def test_orders_differ_in_nothing_but_strides(order):
 
 @pytest.mark.parametrize("order", ["block", "token"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_no_two_values_of_any_group_share_a_byte(order, dtype):
-    groups = attention_groups((None, 100, 100, None, 7), 2, 4, dtype)
-    assert [group.layers for group in groups] == [(0, 3), (1, 2), (4,)]
-    size = -(-bytes_per_token(groups) * 64 // 4096) * 4096
+def test_no_two_values_of_a_group_share_a_byte(order, dtype):
+    groups = attention_groups((None, 100, 100, None), 2, 4, dtype)
+    assert [group.layers for group in groups] == [(0, 3), (1, 2)]
+    size = -(-bytes_per_block(groups) // 4096) * 4096
     layout = KVLayout(model="", order=order, dtype="bfloat16", groups=groups, block_bytes=size)
     cache = KVCache.on_device(layout, 2, torch.device("cpu"))
-    parts = [x for layer in cache.layers for x in (layer.values, layer.scales) if x is not None]
-    for x in parts:
-        cache.slots.zero_()
-        x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]).fill_(-1)
-        assert (cache.slots != 0).sum() == x.numel() * x.itemsize
-        others = [y for y in parts if y is not x]
-        assert not any(y.float().any() for y in others)
-    assert sum(x.nbytes for x in parts) == 2 * bytes_per_token(groups) * 64
+    for number, group in enumerate(groups):
+        layers = [cache.layers[layer] for layer in group.layers]
+        assert {layer.group for layer in layers} == {number}
+        parts = [x for layer in layers for x in (layer.values, layer.scales) if x is not None]
+        for x in parts:
+            cache.slots.zero_()
+            x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]).fill_(-1)
+            assert (cache.slots != 0).sum() == x.numel() * x.itemsize
+            assert not any(y.float().any() for y in parts if y is not x)
+        assert sum(x.nbytes for x in parts) == 2 * bytes_per_block(groups)
 
 
 def test_an_engine_over_budget_computes_the_same(model):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.layout import windows_of
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import make_layout
 from penstock.engine.memory import size_cache
@@ -269,6 +270,22 @@ def test_engines_that_rotate_otherwise_share_no_kv(tmp_path):
             models.add(built.layout.model)
     assert len(keys) == len(models) == 2
     assert models == {f"{identity(tmp_path)}-{name}" for name in ("short", "long")}
+
+
+def test_layers_with_and_without_a_window_are_in_no_range(tmp_path):
+    options = EngineOptions(model=str(write_checkpoint(tmp_path, "gemma3")), max_num_seqs=8, max_model_len=1024)
+    with pytest.raises(ConfigError, match="kv-address-mode: 'contiguous', for a model of which only some layers have"):
+        build_engine(replace(options, kv_address_mode="contiguous"), SystemClock())
+    with closing(build_engine(options, SystemClock())) as built:
+        assert built.runner.cache.address_mode == "table"
+        assert windows_of(built.shape.kv_groups) == windows_of(built.layout.groups) == (None, 100, 100)
+        scheduler = built.engine.scheduler
+        assert scheduler.pool.num_blocks == 8 * 16 * 3, "a step may come to hold a whole sequence"
+        assert scheduler.kv.as_whole(scheduler.pool.num_blocks) == 2 * 8 * 16, "a step of 64 tokens holds less"
+        for name in "ab":
+            Collector(built.engine).run(make_request(name, [i % 300 + 1 for i in range(700)], max_tokens=9))
+        assert scheduler.counters.prefix_hits == 640
+        assert scheduler.pool.used == 0
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,22 @@ from penstock.engine.mover import Mover
 from penstock.kv.connector import Move
 from penstock.kv.pool import Published
 from penstock.nn.loader import load_model
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def any_model(request, checkpoint):
+def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return load_model(checkpoint, torch.device(request.param))
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3", "mistral-window"])
+def any_model(request, device, tmp_path_factory):
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), request.param), device)
 
 
 def prompt_of(number, length):
@@ -44,9 +50,10 @@ def close(engine):
 @pytest.mark.parametrize("mode", ["table", "contiguous"])
 def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead):
     """Several talks that go on in turns, in a cache that never holds them all at once."""
+    windowed = any(any_model.config.windows)  # then less is held, evicted, and loaded
 
     def answers(slots):
-        limits = {"blocks": 14, "model_len": 640, "budget": 160, "sequences": 4}
+        limits = {"blocks": 10 if windowed else 14, "model_len": 640, "budget": 160, "sequences": 4}
         engine = make_engine(any_model, address_mode=mode, ahead=ahead, slots=slots, **limits)
         collector = Collector(engine)
         talks = [prompt_of(i, 150 + 40 * i) for i in range(4)]
@@ -71,7 +78,7 @@ def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahea
     with_tier, loads = answers(64)
     assert with_tier == alone
     assert none == 0
-    assert loads >= 8 * BLOCK_TOKENS, "several prefixes were loaded"
+    assert loads >= (1 if windowed else 8 * BLOCK_TOKENS), "several prefixes were loaded"
 
 
 class Watched:

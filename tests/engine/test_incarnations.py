@@ -12,6 +12,7 @@ from penstock.kv.pool import Published
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, shared_pool
 from penstock.transfer.records import Record
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.links import pool_server
 
@@ -43,13 +44,17 @@ def test_a_next_incarnation_finds_what_the_last_one_left(checkpoint, mode):
     second.close()
 
 
-@pytest.mark.parametrize("asked", [None, 12 << 20])
-def test_a_next_incarnation_has_the_memory_that_the_last_one_left(checkpoint, asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("asked", "name"), [(None, "qwen3"), (12 << 20, "qwen3"), (None, "gemma3")])
+def test_a_next_incarnation_has_the_memory_that_the_last_one_left(asked, name, tmp_path, monkeypatch):
     """What it left is not free on the machine, and nothing that is loaded meanwhile may be as slow as to lose it."""
     free = [30 << 20]
     monkeypatch.setattr(penstock.engine.memory, "available_memory", lambda: free[0])
     options = EngineOptions(
-        model=str(checkpoint), max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512, kv_cache_memory=asked
+        model=str(write_checkpoint(tmp_path / "model", name)),
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+        kv_cache_memory=asked,
     )
     prompt = [i % 290 + 1 for i in range(200)]
     with pool_server(tmp_path / "kv-pool") as path:

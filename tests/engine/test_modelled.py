@@ -190,6 +190,22 @@ def test_a_wrong_block_changes_the_context(arithmetic, count, how, seed, data):
     assert wrong != [right] or (how == "foreign" and j == 0)
 
 
+def test_a_wrong_digest_counts_where_a_window_sees_it():
+    mixed, length, window = DigestArithmetic(POSITIONS, VOCAB, (None, 100)), 300, 100
+    text, blocks = prompt_of(random.Random(0), length + 1), list(range(2 * blocks_for(length + 1)))
+    digests = np.full((len(blocks), BLOCK_TOKENS), 0xBAD, dtype=np.uint64)
+    mixed.run([SequenceStep("a", 0, text[:length], blocks[: 2 * blocks_for(length)], True, GREEDY, 0)], digests)
+    last = SequenceStep("a", length, text[length:], blocks, True, GREEDY, 0)
+    right = mixed.run([last], digests)
+    assert right == [ModelledSequence(text).context]
+    for position in range(length):
+        for group, counts in ((0, True), (1, position > length - window)):
+            place = 2 * (position // BLOCK_TOKENS) + group, position % BLOCK_TOKENS
+            digests[place] ^= np.uint64(12345)
+            assert (mixed.run([last], digests) != right) == counts
+            digests[place] ^= np.uint64(12345)
+
+
 # --- through the engine
 
 

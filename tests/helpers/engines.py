@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.core.clock import SystemClock
-from penstock.core.layout import window_of
+from penstock.core.layout import windows_of
 from penstock.core.request import Pooling, Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
@@ -62,26 +62,29 @@ def make_engine(
     """On CUDA the cache is a tensor of the device, addressed by table.
 
     Args:
-        slots: of a tier below the device; 0 is none.
+        blocks: of tokens; the cache has as many for each group of layers.
+        slots: of a tier below the device, as blocks; 0 is none.
         way: what carries blocks there, made of what usually does.
     """
     if isinstance(model, Path):
         model = load_model(model, torch.device(device))
     layout = make_layout(model.config, model.dtype, order, "test", kv_cache_dtype)
+    blocks *= len(layout.groups)
     if model.device.type == "cuda":
         cache = KVCache.on_device(layout, blocks, model.device)
     else:
         memory = PoolMemory.memfd(blocks, layout.block_bytes)
-        if address_mode == "table":
+        if address_mode == "table" or len(layout.groups) > 1:
             cache = KVCache.over_pool(layout, memory)
         else:
             ranges = {"max_sequences": sequences, "range_blocks": blocks_for(model_len), "budget": mapping_budget}
             cache = ContiguousCache(layout, memory, **ranges)
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
-    window = window_of(layout.groups)
-    pool, offload, mover = BlockPool(range(blocks), windowed=window is not None), None, None
+    windows = windows_of(layout.groups)
+    pool, offload, mover = BlockPool(range(blocks), windowed=windows[0] is not None), None, None
     if slots:
+        slots *= len(windows)
         offload = Offload(pool, Tier(slots))
         mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
     scheduler = Scheduler(
@@ -91,7 +94,7 @@ def make_engine(
         policy=policy,
         offload=offload,
         speculation=speculation,
-        window=window,
+        windows=windows,
     )
     clock, runner = SystemClock(), Runner(model, cache, graph_mode, grammars)
     return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, mover=mover)

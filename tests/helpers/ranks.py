@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from penstock.core.clock import SystemClock
+from penstock.core.layout import windows_of
 from penstock.core.plan import StepPlan, StepResult
 from penstock.engine.cache import KVCache, make_layout
 from penstock.engine.executor import InlineExecutor
 from penstock.engine.loop import Engine
 from penstock.engine.runner import Runner
+from penstock.kv.groups import WHOLE
 from penstock.kv.pool import BlockPool
 from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
@@ -71,11 +73,13 @@ def make_parallel_engine(
     ahead: bool = True,
     graph_mode: str = "auto",
 ) -> Engine:
-    runners = []
+    runners, windows = [], WHOLE
     for model in shards:
         layout = make_layout(model.config, model.dtype, "block", "test", ranks=len(shards))
-        runners.append(Runner(model, KVCache.on_device(layout, blocks, CPU), graph_mode))
+        windows = windows_of(layout.groups)
+        runners.append(Runner(model, KVCache.on_device(layout, blocks * len(windows), CPU), graph_mode))
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     clock = SystemClock()
     executor = InlineExecutor(Together(runners), clock, ahead=ahead, short=0.0)
-    return Engine(Scheduler(limits, BlockPool(range(blocks))), executor, clock)
+    pool = BlockPool(range(blocks * len(windows)), windowed=windows[0] is not None)
+    return Engine(Scheduler(limits, pool, windows=windows), executor, clock)

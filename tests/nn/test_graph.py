@@ -34,18 +34,19 @@ def run(forward: Forward, order: str, consecutive: bool, kv: str = "auto", toget
     """[rows, hidden] of every step, and what the cache holds afterwards."""
     model = forward.model
     layout = make_layout(model.config, model.dtype, order, "", kv)
-    cache = KVCache.on_device(layout, 24, CPU)
+    groups = len(layout.groups)
+    cache = KVCache.on_device(layout, 24 * groups, CPU)
     cache.slots.zero_()
     generator, results = torch.Generator().manual_seed(3), []
     for lengths in STEPS:
         sequences = []
         for i, (start, rows) in enumerate(lengths):
             tokens = torch.randint(1, 320, (rows,), generator=generator).tolist()
-            blocks = range(8 * i, 8 * i + -(-(start + rows) // BLOCK_TOKENS))
+            blocks = range(8 * i * groups, (8 * i + -(-(start + rows) // BLOCK_TOKENS)) * groups)
             ids = blocks if consecutive else tuple(blocks)
             sequences.append(SequenceStep(str(i), start, tokens, ids, 1, SamplingParams(), 0))
         for batch in [sequences] if together else [[s] for s in sequences]:
-            results.append(forward(Batch(batch, CPU), cache.layers))
+            results.append(forward(Batch(batch, CPU, groups=groups), cache.layers))
     return [torch.cat(results[:1] if together else results[:3]), *results, stored(cache)]
 
 
@@ -82,7 +83,9 @@ def test_one_call_is_all_ops_to_the_bit(checkpoint, dtype, kv):
 def test_rows_that_nobody_wants_change_nothing_for_the_others(checkpoint, mode):
     model = load_model(checkpoint, CPU, torch.bfloat16)
     forward = Forward(model, mode)
-    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
+    layout = make_layout(model.config, model.dtype, "block", "")
+    groups = len(layout.groups)
+    cache = KVCache.on_device(layout, 9 * groups, CPU)
 
     def step(*wanted: range) -> tuple[torch.Tensor, torch.Tensor, list[range]]:
         cache.slots.zero_()
@@ -92,14 +95,14 @@ def test_rows_that_nobody_wants_change_nothing_for_the_others(checkpoint, mode):
                 str(i),
                 0,
                 list(range(1, n + 1)),
-                tuple(range(3 * i, 3 * i + 3))[: -(-n // BLOCK_TOKENS)],
+                tuple(range(3 * i * groups, (3 * i + -(-n // BLOCK_TOKENS)) * groups)),
                 True,
                 SamplingParams(),
                 0,
             )
             for i, n in enumerate(lengths)
         ]
-        batch = Batch(steps, CPU)
+        batch = Batch(steps, CPU, groups=groups)
         places = batch.keep(wanted) if wanted else []
         return forward(batch, cache.layers), cache.slots.clone(), places
 
@@ -145,16 +148,19 @@ def test_what_has_no_kernel_is_computed_op_by_op(tmp_path):
 @torch.inference_mode()
 def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
     model = load_model(checkpoint, CPU, torch.bfloat16)
-    prompt = SequenceStep("0", 0, list(range(1, 34)), (0, 1, 2), 1, SamplingParams(), 0)
+    layout = make_layout(model.config, model.dtype, "block", "")
+    groups = len(layout.groups)
+    blocks, region = tuple(range(3 * groups)), tuple(range(3 * groups, 4 * groups))
+    prompt = SequenceStep("0", 0, list(range(1, 34)), blocks, 1, SamplingParams(), 0)
     beams = SequenceStep(
-        "0", 33, [5, 6], (0, 1, 2), 0, SamplingParams(), 0, candidates=2, branches=Branches([[], []], 2, (3,))
+        "0", 33, [5, 6], blocks, 0, SamplingParams(), 0, candidates=2, branches=Branches([[], []], 2, region)
     )
     found = {}
     for mode in ("eager", "auto", "full"):
         forward = Forward(model, mode)
-        cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 8, CPU)
+        cache = KVCache.on_device(layout, 8 * groups, CPU)
         cache.slots.zero_()
-        found[mode] = [forward(Batch([step], CPU), cache.layers) for step in (prompt, beams)]
+        found[mode] = [forward(Batch([step], CPU, groups=groups), cache.layers) for step in (prompt, beams)]
         assert (forward.mode_of(Batch([beams], CPU)) == "partial") == (mode != "eager")
     for mode in ("auto", "full"):
         assert all(map(torch.equal, found[mode], found["eager"]))

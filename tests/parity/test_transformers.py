@@ -32,17 +32,18 @@ def prompt(length: int) -> list[int]:
     return torch.randint(1, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def step(tokens, start, total, first_block=0) -> SequenceStep:
-    blocks = range(first_block, first_block + -(-total // BLOCK_TOKENS))
+def step(tokens, start, total, cache, first_block=0) -> SequenceStep:
+    blocks = range(first_block * cache.groups, (first_block + -(-total // BLOCK_TOKENS)) * cache.groups)
     return SequenceStep("r", start, tokens, tuple(blocks), 1, SamplingParams(), 0)
 
 
 def logits_of(model, sequences, cache):
-    return model.logits(model(Batch(sequences, model.device), cache))
+    return model.logits(model(Batch(sequences, model.device, groups=cache.groups), cache))
 
 
 def new_cache(model, blocks=16):
-    cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), blocks, model.device)
+    layout = make_layout(model.config, model.dtype, "block", "")
+    cache = KVCache.on_device(layout, blocks * len(layout.groups), model.device)
     cache.slots.zero_()
     return cache.layers
 
@@ -60,7 +61,7 @@ def test_logits(checkpoint, device, backend):
             tokens = prompt(length)
             theirs = other(torch.tensor([tokens], device=device)).logits[0]
             cache = new_cache(model)
-            ours = logits_of(model, [step(tokens, 0, length)], cache)
+            ours = logits_of(model, [step(tokens, 0, length, cache)], cache)
             assert (ours - theirs).abs().max() < 1e-4
             # the same in chunks and one by one, beside an unrelated sequence
             cache = new_cache(model)
@@ -68,8 +69,8 @@ def test_logits(checkpoint, device, backend):
             for chunk in (3, 64, 1, 1, 100, length):
                 part = tokens[done : done + chunk]
                 if part:
-                    noise = step([5, 6], 0, 2, first_block=12)
-                    rows = logits_of(model, [noise, step(part, done, done + len(part))], cache)[2:]
+                    noise = step([5, 6], 0, 2, cache, first_block=12)
+                    rows = logits_of(model, [noise, step(part, done, done + len(part), cache)], cache)[2:]
                     assert (rows - theirs[done : done + len(part)]).abs().max() < 1e-4
                 done += len(part)
 
@@ -84,7 +85,7 @@ def test_greedy_tokens(checkpoint, device):
         )[0].tolist()
         cache, known, done = new_cache(model), list(tokens), 0
         while len(known) < len(theirs):
-            rows = logits_of(model, [step(known[done:], done, len(known))], cache)
+            rows = logits_of(model, [step(known[done:], done, len(known), cache)], cache)
             done = len(known)
             known.append(int(rows[-1].argmax()))
         assert known == theirs

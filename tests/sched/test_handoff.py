@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -27,6 +28,7 @@ from penstock.core.wire.handoff import (
 )
 from penstock.kv.connector import Moved
 from penstock.kv.depot import Depot, DepotSource
+from penstock.kv.groups import WHOLE
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.handoff import Handoffs
@@ -34,6 +36,7 @@ from tests.helpers.engines import make_request
 
 LEASE = 1.0
 TICK = 0.05
+MIXED = (None, 100, 2)  # of groups of layers
 
 
 def draw(tokens):
@@ -105,7 +108,9 @@ class Node:
         self.world, self.memory, self.source = world, memory, source
         self.shares = source is not None
         limits = Limits(token_budget=world.budget, max_sequences=8, max_model_len=600)
-        self.scheduler = Scheduler(limits, BlockPool(blocks, source), prefix_cache=world.prefix_cache)
+        self.scheduler = Scheduler(
+            limits, BlockPool(blocks, source), prefix_cache=world.prefix_cache, windows=world.windows
+        )
         self.handoffs = Handoffs(self.scheduler, self, self, LEASE)
         self.joins = 0
         self.flying, self.sampled = [], []
@@ -181,14 +186,25 @@ class Node:
         for s in plan.sequences:
             for i, token in enumerate(s.tokens, s.start):
                 real = self.sampled[-1 - token] if token < 0 else token
-                self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = real
+                for table in self.tables(s):
+                    self.memory[table[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] = real
+            whole, *others = [self.read(table, s.start + len(s.tokens)) for table in self.tables(s)]
+            for window, seen in zip(self.world.windows[1:], others, strict=True):
+                first = max(0, s.start + 1 - window)
+                assert seen[first:] == whole[first:], "what a window sees is another's"
             if s.sample:
-                end = s.start + len(s.tokens)
-                tokens.append(draw([self.memory[s.blocks[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]))
+                tokens.append(draw(whole))
         self.sampled = tokens
         for output in self.scheduler.update(plan, StepResult([[token] for token in tokens], [None] * len(tokens))):
             self.world.receive(self.peer.name, output)
         self.handoffs.progress(self.world.network.now)
+
+    def tables(self, step):
+        groups = len(self.world.windows)
+        return [step.blocks[group::groups] for group in range(groups)]
+
+    def read(self, table, end):
+        return [self.memory[table[i // BLOCK_TOKENS]][i % BLOCK_TOKENS] for i in range(end)]
 
     def check(self):
         self.scheduler.check()
@@ -214,15 +230,17 @@ class World:
         local=0.0,
         begun=0.0,
         ahead=False,
+        windows=WHOLE,
     ):
-        self.ahead, self.faults = ahead, faults
+        self.ahead, self.faults, self.windows = ahead, faults, windows
         self.rng = random.Random(seed)
         self.budget, self.prefix_cache = budget, prefix_cache
         self.network = Network(faults, self.rng)
-        self.depot = Depot(150) if shared else None
+        self.depot = Depot(150 * len(windows)) if shared else None
         self.nodes = {}
         memory = {}
-        for name, own in (("prefiller", room), ("decoder", decoder_room or room), ("other", room)):
+        for name, each in (("prefiller", room), ("decoder", decoder_room or room), ("other", room)):
+            own = each * len(windows)
             if shared:
                 self.depot.attach(name, 1, own)
                 blocks, source = self.depot.lease(name, own), DepotSource(self.depot, name)
@@ -334,8 +352,9 @@ class World:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("begun", [0.0, 1.0], ids=["new", "interrupted"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
-def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead):
-    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache, begun=begun, ahead=ahead)
+@pytest.mark.parametrize("windows", [WHOLE, MIXED], ids=["whole", "mixed"])
+def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead, windows):
+    world = World(1, Faults(), shared=shared, prefix_cache=prefix_cache, begun=begun, ahead=ahead, windows=windows)
     assert any(r.generated for r in world.requests.values()) == bool(begun)
     world.run()
     world.check_end()
@@ -390,6 +409,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
     local=st.sampled_from([0.0, 0.5]),
     begun=st.sampled_from([0.0, 0.5]),
     ahead=st.booleans(),
+    windows=st.sampled_from([WHOLE, MIXED]),
 )
 def test_whatever_happens_no_wrong_token_and_nothing_is_left(shared, faults, **variant):
     world = World(faults=faults, shared=shared, **variant)
@@ -463,6 +483,18 @@ def test_blocks_that_never_arrive_whole_are_sent_less_and_less_often(faults, ahe
     blocks = sum(-(-len(r.prompt) // BLOCK_TOKENS) for r in world.requests.values())
     assert sum(isinstance(m, Push) for m in sent) <= 6 * blocks
     assert len(sent) <= 75 * len(world.requests)
+
+
+def test_what_left_the_window_is_not_sent():
+    """Of a prompt of 500 tokens the next row sees two blocks of one group and one of the other."""
+    world, sent = World(0, Faults(), shared=False, requests=0, windows=MIXED), []
+    world.requests["long"], world.texts["long"] = make_request("long", list(range(500)), max_tokens=4), []
+    send = world.network.send
+    world.network.send = lambda *args: (sent.append(args[2]), send(*args))
+    world.run()
+    world.check_end()
+    assert world.ended == {"long": "full"}
+    assert Counter(m.index % 3 for m in sent if isinstance(m, Push)) == {0: 8, 1: 2, 2: 1}
 
 
 def test_lost_answers_are_asked_for_again():

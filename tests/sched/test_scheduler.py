@@ -11,6 +11,7 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import FinishReason, Hypothesis, MediaSpan, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
+from penstock.kv.groups import WHOLE, Windows, most_held
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
@@ -55,9 +56,9 @@ class Engine:
     With `ahead` the next step is scheduled while one is in flight, whose work is done only when it ends.
     """
 
-    def __init__(self, scheduler: Scheduler, ahead: bool = False, window: int | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, ahead: bool = False, windows: Windows = WHOLE) -> None:
         self.scheduler = scheduler
-        self.ahead, self.window = ahead, window
+        self.ahead, self.windows = ahead, windows
         self.flying: list[StepPlan] = []
         self.sampled: list[int] = []  # in the last step that ended
         self.computed: Counter[str] = Counter()  # tokens of each request
@@ -151,20 +152,24 @@ class Engine:
             if s.branches is not None:
                 candidates[s.request_id] = self.branch(s)
                 continue
-            past = self.read(s.blocks, s.start - 1) if s.start else []
+            groups = len(self.windows)
+            tables = [s.blocks[group::groups] for group in range(groups)]
+            past = self.read(tables[0], s.start - 1) if s.start else []
             self.computed[s.request_id] += len(s.tokens)
             for i, token in enumerate(s.tokens):
                 past = [*past, self.sampled[-1 - token] if token < 0 else token]
                 position = s.start + i
-                self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
+                for table in tables:
+                    self.cells[table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = past
                 if i >= len(s.tokens) - s.sample:
                     sampled.append(next_token(past))
             if s.pool is not None:
                 states = [hidden(past[: s.start + i + 1]) for i in range(len(s.tokens))]
                 pooled[s.request_id] = [float(states[-1])] if s.pool == "last" else [sum(states) * POOLED_ONE]
             # every block of the past that can be seen holds exactly this sequence's past
-            for position in range(0 if self.window is None else max(0, s.start + 1 - self.window), s.start):
-                assert self.read(s.blocks, position) == past[: position + 1]
+            for window, table in zip(self.windows, tables, strict=True):
+                for position in range(0 if window is None else max(0, s.start + 1 - window), s.start):
+                    assert self.read(table, position) == past[: position + 1]
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
         self.sampled = sampled
@@ -177,21 +182,31 @@ class Engine:
         return plan
 
     def branch(self, s: SequenceStep) -> list[list[tuple[int, float]]]:
-        """A step of a beam search: first all rows write, then each finds its past by its own integers."""
+        """A step of a beam search, in the blocks of every group of layers."""
+        groups = len(self.windows)
+        found = [
+            self.branch_in(s, window, s.blocks[group::groups], s.branches.blocks[group::groups])
+            for group, window in enumerate(self.windows)
+        ]
+        assert all(each == found[0] for each in found)
+        return found[0]
+
+    def branch_in(self, s: SequenceStep, window, prompt, region) -> list[list[tuple[int, float]]]:
+        """First all rows write, then each finds its past by its own integers."""
         branches, count = s.branches, len(s.branches.rows[0])
         assert len(s.tokens) == len(branches.rows) <= branches.width
         places = [[i * branches.width + row for i, row in enumerate(past)] for past in branches.rows]
         for row, (token, past) in enumerate(zip(s.tokens, places, strict=True)):
-            before = self.read(branches.blocks, past[-1]) if past else self.read(s.blocks, s.start - 1)
+            before = self.read(region, past[-1]) if past else self.read(prompt, s.start - 1)
             place = count * branches.width + row
-            self.cells[branches.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = [*before, token]
+            self.cells[region[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = [*before, token]
         found = []
         for row, past in enumerate(places):
-            whole = self.read(branches.blocks, count * branches.width + row)
-            for position in range(s.start - count):
-                assert self.read(s.blocks, position) == whole[: position + 1]
+            whole = self.read(region, count * branches.width + row)
+            for position in range(0 if window is None else max(0, s.start + 1 - window), s.start - count):
+                assert self.read(prompt, position) == whole[: position + 1]
             for i, place in enumerate(past):
-                assert self.read(branches.blocks, place) == whole[: s.start - count + i + 1]
+                assert self.read(region, place) == whole[: s.start - count + i + 1]
             found.append(likeliest(whole, s.candidates))
         return found
 
@@ -241,12 +256,20 @@ def make(
     ahead=False,
     slots=0,
     speculation=None,
-    window=None,
+    windows=WHOLE,
+    scarce=0.0,
 ) -> Engine:
+    """
+    Args:
+        num_blocks: for each group of layers.
+        scarce: the share that is missing of what the longest sequence does not need at once.
+    """
     model_len = model_len or num_blocks * BLOCK_TOKENS
+    num_blocks *= len(windows)
+    num_blocks -= int(scarce * (num_blocks - most_held(windows, model_len, BLOCK_TOKENS)))
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
-    pool = BlockPool(range(num_blocks), windowed=window is not None)
+    pool = BlockPool(range(num_blocks), windowed=windows[0] is not None)
     offload = Offload(pool, Tier(slots)) if slots else None
     scheduler = Scheduler(
         limits,
@@ -255,9 +278,9 @@ def make(
         policy=paced,
         offload=offload,
         speculation=speculation,
-        window=window,
+        windows=windows,
     )
-    return Engine(scheduler, ahead, window)
+    return Engine(scheduler, ahead, windows)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -277,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
     all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
-    Often nothing sees further back than a window.
+    Often some layers, or all, see no further back than a window, and there are blocks for that only.
     """
 
     @initialize(
@@ -289,9 +312,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
-        window=st.sampled_from([None, None, 2, 70, 200]),
+        windows=st.sampled_from([WHOLE, WHOLE, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
+        scarce=st.floats(0.0, 1.0),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong, window):
+    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong, windows, scarce):
         drafts = None if wrong is None else guessing(expected, wrong)
         self.engine = make(
             num_blocks,
@@ -302,7 +326,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ahead=ahead,
             slots=slots,
             speculation=drafts,
-            window=window,
+            windows=windows,
+            scarce=scarce,
         )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
@@ -345,7 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = SamplingParams(use_beam_search=True, n=width)
         asked = request(name, prompt, max_tokens, priority, params, offline=offline)
         scheduler = self.engine.scheduler
-        room = (scheduler.pool.num_blocks - blocks_for(len(prompt))) * BLOCK_TOKENS
+        room = (scheduler.pool.num_blocks // len(self.engine.windows) - blocks_for(len(prompt))) * BLOCK_TOKENS
         if width > scheduler.limits.max_sequences or width * (max_tokens - 1) > room:
             with pytest.raises(InvalidRequest) as refused:
                 scheduler.add(asked, now=self.engine.now)
@@ -454,7 +479,7 @@ def run(engine: Engine) -> None:
 def test_what_left_the_window_is_given_back(ahead, prefix_cache):
     """A long sequence holds what the window and a step cover. What it gave back is found as long as it is there, and
     goes from the sequence's end to its beginning."""
-    engine = make(num_blocks=16, budget=128, window=100, ahead=ahead, prefix_cache=prefix_cache)
+    engine = make(num_blocks=16, budget=128, windows=(100,), ahead=ahead, prefix_cache=prefix_cache)
     scheduler, most, prompt = engine.scheduler, 0, [i % 7 + 1 for i in range(640)]
     scheduler.add(request("a", prompt, 300), now=0.0)
     while engine.has_work:
@@ -475,6 +500,29 @@ def test_what_left_the_window_is_given_back(ahead, prefix_cache):
         scheduler.add(request("c", prompt[:500], 3), now=0.0)
         run(engine)
         assert scheduler.counters.prefix_hits == 2 * 448
+
+
+@pytest.mark.parametrize(("ahead", "prefix_cache"), [(False, True), (True, True), (True, False)])
+def test_of_mixed_layers_those_with_a_window_give_back_what_left_it(ahead, prefix_cache):
+    """In a pool that has no room for all of a sequence in all layers. What goes on from its end finds it."""
+    whole, held = 1024 // BLOCK_TOKENS, 5  # blocks of a group that sees all, and at most of one with the window
+    engine = make(whole, 128, windows=(None, 100, 100), ahead=ahead, prefix_cache=prefix_cache, scarce=0.85)
+    scheduler, most, prompt = engine.scheduler, 0, [i % 7 + 1 for i in range(640)]
+    assert scheduler.pool.num_blocks == 28 < 2 * whole
+    scheduler.add(request("a", prompt, 300), now=0.0)
+    while engine.has_work:
+        engine.step()
+        scheduler.check()
+        for sequence in scheduler._running:
+            most = max(most, scheduler.pool.used - len(sequence.blocks) // 3)
+    assert 2 * 3 <= most <= 2 * (held + ahead)
+    assert engine.out["a"] == expected(prompt, 300)
+    further = [*prompt, *engine.out["a"], 5, 5]
+    scheduler.add(request("b", further, 3), now=0.0)
+    run(engine)
+    assert engine.out["b"] == expected(further, 3)
+    assert scheduler.counters.prefix_hits == (len(further) // BLOCK_TOKENS * BLOCK_TOKENS if prefix_cache else 0)
+    assert scheduler.counters.preemptions == 0
 
 
 def test_placeholders_of_other_media_share_nothing_from_there_on():

@@ -1,5 +1,7 @@
 """Step times against hand-computed ones, and what must hold of any."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import example, given
@@ -213,6 +215,47 @@ def test_the_largest_prefill_is_the_largest(limit, low, high):
         assert H200.step_ms([(best, 0)]) <= limit
     following = best // GRAIN * GRAIN + GRAIN
     assert following > high or H200.step_ms([(following, 0)]) > limit
+
+
+MIXED = replace(SHAPE, windows=(None, *[100] * 4) * 2)
+WINDOWED = StepTime(DEVICE, MIXED)
+
+
+def test_layers_with_a_window_read_and_multiply_that_much():
+    """Eight of ten layers see 100 tokens."""
+    of_decodes = WINDOWED.parts(decodes=8, kv_tokens=40_000)["decode_attention"]
+    whole = TIMES.parts(decodes=8, kv_tokens=40_000)["decode_attention"]
+    assert of_decodes.memory_ms == pytest.approx(whole.memory_ms * (0.2 + 0.8 * 100 / 5000))
+    assert WINDOWED.step_ms(decodes=8, kv_tokens=400) == TIMES.step_ms(decodes=8, kv_tokens=400), "nothing is hidden"
+    of_prompts = WINDOWED.parts([(64, 1000)])["prefill_attention"]
+    whole = TIMES.parts([(64, 1000)])["prefill_attention"]
+    assert of_prompts.compute_ms == pytest.approx(whole.compute_ms * (0.2 + 0.8 * 100 / 1032))
+    assert of_prompts.memory_ms == pytest.approx(whole.memory_ms * (64 + 0.2 * 1000 + 0.8 * 100) / 1064)
+    assert MIXED.kv_bytes_per_token == SHAPE.kv_bytes_per_token
+    assert MIXED.block_bytes == SHAPE.block_bytes // 5
+
+
+@given(prompts, st.integers(0, 64), st.integers(0, 10**6), st.integers(1, 500), st.floats(0.1, 50.0))
+def test_windows_never_make_a_step_longer_and_chunks_add_up(prompts, decodes, kv_tokens, budget, limit):
+    kv_tokens *= decodes > 0
+    assert WINDOWED.step_ms(prompts, decodes, kv_tokens) <= TIMES.step_ms(prompts, decodes, kv_tokens) * (1 + 1e-9)
+    chunk = WINDOWED.largest_chunk(limit, 500, decodes, kv_tokens, 600)
+    assert not chunk or WINDOWED.step_ms([(chunk, 500)], decodes, kv_tokens) <= limit
+    assert chunk == 600 or WINDOWED.step_ms([(chunk + 1, 500)], decodes, kv_tokens) > limit
+    steps = [(min(budget, 1000 - done), done) for done in range(0, 1000, budget)]
+    each = sum(WINDOWED.step_ms([step], logit_rows=int(sum(step) == 1000)) for step in steps)
+    assert WINDOWED.prefill_ms(1000, budget=budget) == pytest.approx(each)
+
+
+def test_windows_are_read_from_config_json():
+    config = {"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+    config |= {"num_hidden_layers": 3, "sliding_window": 100}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read_shape({**config, "layer_types": kinds}).windows == (100, None, 100)
+    assert read_shape({**config, "sliding_window_pattern": 3}).windows == (100, 100, None)
+    assert read_shape({**config, "use_sliding_window": True, "max_window_layers": 2}).windows == (None, None, 100)
+    for same in ({}, {"use_sliding_window": False, "max_window_layers": 2}, {"layer_types": kinds[1:2] * 3}):
+        assert read_shape({**config, **same}).windows == ()
 
 
 def test_a_shape_is_read_from_config_json():

@@ -9,7 +9,7 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.sampling import SamplingParams
 from penstock.service.intake import ModelLimits, check_room, check_salt, make_sequences, truncated
 
-LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]), max_sequences=8, num_blocks=10)
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50, eos_ids=frozenset([3]), max_sequences=8, search_blocks=10)
 
 
 def make(prompt, **params):
@@ -118,7 +118,7 @@ def test_a_beam_search_is_one_request():
 def test_beams_are_no_longer_than_the_cache_holds(width, blocks, most):
     def beams(max_tokens):
         params = SamplingParams(n=width, use_beam_search=True, max_tokens=max_tokens)
-        (one,) = make_sequences("r", [1] * 10, params, replace(LIMITS, num_blocks=blocks), random.Random(0))
+        (one,) = make_sequences("r", [1] * 10, params, replace(LIMITS, search_blocks=blocks), random.Random(0))
         return one.max_tokens
 
     assert beams(None) == beams(most) == most

@@ -136,7 +136,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         root_key: parent of every first block's prefix key.
         max_model_len: prompt and output tokens of one sequence together.
         vocab_size: token ids are below it.
-        num_blocks: KV blocks that it may hold.
+        num_blocks: KV blocks that it may hold: of the tokens of sequences of greatest length, as in `Snapshot`.
+        search_blocks: the same of beam searches, which give nothing back that has left a window; 0 says nothing.
         token_budget: tokens in one step at most, at first: an engine that measures it while it runs begins with a small
             one.
         sampled_ids: of a modelled device, the first and the last token id that it may draw.
@@ -153,6 +154,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     num_blocks: int
+    search_blocks: int = 0
     token_budget: int
     device: str
     dtype: str

@@ -79,7 +79,9 @@ class Push(msgspec.Struct, tag=True, frozen=True):
     """One block of a sequence.
 
     Attributes:
-        index: the block holds positions [64 * index, 64 * index + 64).
+        index: its place among the sequence's blocks: with one group of layers it holds positions
+            [64 * index, 64 * index + 64); with several it is of group `index % groups`, and its positions begin at
+            64 * (index // groups). What has left a group's window is not pushed.
         key: its prefix key; empty when it is not full.
         block, generation: its number in the sender's pool, and the generation of its use.
         checksum: of its bytes.
@@ -111,8 +113,8 @@ class Renew(msgspec.Struct, tag=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """All `blocks` blocks were pushed. `tokens` were sampled after the request's `context`, those of `Reserve` among
-    them; the KV of the last one is not computed.
+    """Of `blocks` blocks all that is still seen was pushed. `tokens` were sampled after the request's `context`, those
+    of `Reserve` among them; the KV of the last one is not computed.
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefiller's cache.

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
             kept = batch.kept if i == self.config.num_layers - 1 else None
-            x, residual = layer(x, residual, rotations, cache[i], batch, kept)
+            x, residual = layer(x, residual, rotations, cache[i], batch.tables[cache[i].group], kept)
         return self.model.norm.after(x, residual)[0]
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:

@@ -109,7 +109,7 @@ class Cache(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block", "kind", "head", "token")),
         ("scales", ctypes.c_void_p),
         *((f"scale_{name}", ctypes.c_int64) for name in ("block", "kind", "head", "token")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "is_bf16")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "is_bf16", "group")),
     )
 
 
@@ -119,7 +119,8 @@ def of_layer(cache: LayerKV, dtype: torch.dtype) -> Cache:
     assert element == 1, cache.values.stride()
     assert cache.values.dtype == (dtype if cache.scales is None else torch.int8), cache.values.dtype
     scales = (None, 0, 0, 0, 0) if cache.scales is None else (cache.scales.data_ptr(), *cache.scales.stride())
-    return Cache(cache.values.data_ptr(), *strides, *scales, cache.kv_heads, cache.dim, dtype == torch.bfloat16)
+    shape = cache.kv_heads, cache.dim, dtype == torch.bfloat16
+    return Cache(cache.values.data_ptr(), *strides, *scales, *shape, cache.group)
 
 
 def cached(cache: LayerKV, *tensors: Tensor) -> bool:

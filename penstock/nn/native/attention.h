@@ -23,6 +23,7 @@ struct Cache {
     int64_t scale_block, scale_kind, scale_head, scale_token;
     int64_t kv_heads, dim;
     int64_t is_bf16;
+    int64_t group;  // which of a step's tables is its
 };
 
 // A step as all its layers see it.

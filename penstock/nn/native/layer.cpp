@@ -91,8 +91,9 @@ struct Progress {
         if (status) return;
         normed(layer.mixer_norm, rows.rows);
         project(layer.qkv, x, rows.rows, qkv());
+        const Table& table = rows.tables[caches[i].group];
         qkv_to_cache(caches[i], qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
-                     rows.rotations[layer.rotation], rows.blocks, rows.offsets, rows.rows);
+                     rows.rotations[layer.rotation], table.blocks, table.offsets, rows.rows);
     }
 
     // `attended`: [rows, o.ins], which is overwritten.
@@ -149,9 +150,8 @@ int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*d
 
 // A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first,
 // and nothing else is of any use. `heads` are those of q. Returns MET, or why ranks have not met.
-int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch, void* out,
-                      const Span* spans, int64_t count, const int64_t* ids) {
-    const AttentionBatch batch{spans, count, ids, heads};
+int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
+                      void* out) {
     int64_t status = MET;
     with_type(caches, [&](auto type) {
         Progress<decltype(type)> step(*decoder, *rows, scratch, out);
@@ -159,6 +159,8 @@ int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cac
             const Layer& layer = decoder->layers[i];
             step.until_attention(i, caches, heads);
             if (step.status) break;
+            const Table& table = rows->tables[caches[i].group];
+            const AttentionBatch batch{table.spans, table.count, table.ids, heads};
             attention(batch, caches[i], step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
             step.after_attention(i, step.heads(layer));
         }

@@ -44,11 +44,21 @@ struct Decoder {
 
 constexpr int ROTATIONS = 2;
 
-// The rows of a step: [rows] tokens and where their k and v belong, and how heads are turned; and which of them are
+// What a step's rows are to the layers of one group (Cache::group): [rows] blocks and offsets where their k and v belong,
+// and their sequences as attention has them.
+struct Table {
+    const int64_t *blocks, *offsets;
+    const Span* spans;
+    int64_t count;
+    const int64_t* ids;
+};
+
+// The rows of a step: [rows] tokens, a table for each group of layers, and how heads are turned; and which of them are
 // wanted, [kept], rising, or null for all.
 struct Rows {
     int64_t rows;
-    const int64_t *tokens, *blocks, *offsets;
+    const int64_t* tokens;
+    const Table* tables;
     Rotation rotations[ROTATIONS];
     int64_t kept_count;
     const int64_t* kept;

@@ -21,6 +21,8 @@ from itertools import islice
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep, StepResult
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenLogprobs, TokenOutput
+from penstock.kv.groups import Windows
+from penstock.kv.pool import Hit
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.sequence import Sequence, blocks_for
 
@@ -182,8 +184,10 @@ class BeamGroup(Sequence):
 
     branching = True
 
-    def __init__(self, request: Request, number: int, now: float, root: bytes, limits: Limits) -> None:
-        super().__init__(request, number, now, root)
+    def __init__(
+        self, request: Request, number: int, now: float, root: bytes, windows: Windows, limits: Limits
+    ) -> None:
+        super().__init__(request, number, now, root, windows)
         self.rows = request.params.n
         self.longest = longest_beam(request, limits)
         self.reached = 0
@@ -200,11 +204,11 @@ class BeamGroup(Sequence):
         return len(self.search.live) or count
 
     def blocks_until(self, end: int) -> int:
-        return group_blocks(self.request, end - len(self.request.prompt))
+        return self.groups * group_blocks(self.request, end - len(self.request.prompt))
 
-    @property
-    def demand(self) -> int:
-        return self.blocks_until(max(len(self.tokens), self.reached))
+    def missing(self, chunk: int, hit: Hit | None = None) -> int:
+        have = len(self.blocks) if hit is None else hit.length * self.groups
+        return max(0, self.blocks_until(max(len(self.tokens), self.reached)) - have)
 
     @property
     def upcoming(self) -> int:
@@ -222,7 +226,7 @@ class BeamGroup(Sequence):
             step.candidates = self._candidates if step.sample else 0
             step.sample = 0
             return step
-        first = blocks_for(len(prompt))
+        first = blocks_for(len(prompt)) * self.groups
         blocks = tuple(self.blocks)
         rows = [beam.rows for beam in search.live]
         return SequenceStep(
@@ -262,8 +266,8 @@ def longest_beam(request: Request, limits: Limits) -> int:
 
 
 def group_blocks(request: Request, tokens: int) -> int:
-    """Blocks that a search needs when each beam has so many tokens whose KV is kept; for less than none, those of so
-    much less of the prompt."""
+    """Blocks of each group of layers that a search needs when each beam has so many tokens whose KV is kept; for less
+    than none, those of so much less of the prompt. It gives none back, whatever has left a window."""
     prompt = len(request.prompt)
     if tokens <= 0:
         return blocks_for(prompt + tokens)

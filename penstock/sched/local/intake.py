@@ -189,6 +189,7 @@ class Intake:
     def snapshot(self) -> Snapshot:
         """The load, without a sequence number, so that two can be compared."""
         scheduler, measured = self.scheduler, self.scheduler.measurements
+        whole = scheduler.kv.as_whole
         waiting, prefill, running = scheduler.tokens_due()
         queue = None if self.handoffs is None else self.handoffs.decode_side.queue
         return Snapshot(
@@ -203,9 +204,9 @@ class Intake:
             waiting_tokens=waiting,
             prefill_tokens=prefill,
             running_tokens=running,
-            free_blocks=scheduler.pool.available,
-            reserved_blocks=scheduler.num_reserved_blocks,
-            num_blocks=scheduler.pool.num_blocks,
+            free_blocks=whole(scheduler.pool.available),
+            reserved_blocks=whole(scheduler.num_reserved_blocks),
+            num_blocks=whole(scheduler.pool.num_blocks),
             token_budget=scheduler.limits.token_budget,
             migration_queue=0 if queue is None else len(queue),
             migration_wait_ms=0.0 if queue is None else queue.first_waits * 1e3,

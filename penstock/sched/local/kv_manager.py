@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.pool import BlockPool
+from penstock.kv.groups import Windows, key_of, largest_chunk, most_held, parent_of, stand_in
+from penstock.kv.pool import BlockPool, Hit
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, blocks_for
@@ -21,7 +23,10 @@ class KVManager:
         prefix_cache: whether anything can be found.
         in_flight: whose blocks stay held until they have landed.
         offload: None without a tier below the device.
-        window: positions that any layer sees; None is all.
+        windows: of the model's groups of layers.
+
+    Attributes:
+        limits: of steps, now.
     """
 
     def __init__(
@@ -31,14 +36,36 @@ class KVManager:
         prefix_cache: bool,
         in_flight: InFlightSteps,
         offload: Offload | None,
-        window: int | None,
+        windows: Windows,
     ) -> None:
-        self.pool, self.offload, self._window = pool, offload, window
-        self._limits, self._prefix_cache, self._in_flight = limits, prefix_cache, in_flight
+        self.pool, self.offload, self.limits = pool, offload, limits
+        self._prefix_cache, self._in_flight = prefix_cache, in_flight
+        self._windows, self._windowed = windows, windows != (None,) * len(windows)
+        self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
+        assert self._largest, "the longest sequence does not fit the pool"
+        self._most = most_held(windows, limits.max_model_len, min(limits.token_budget, self._largest))
 
-    def prefix_hit(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens."""
-        return self.pool.match(self._keys(sequence))
+    @property
+    def chunk(self) -> int:
+        """Tokens that a step computes of a sequence at most: with windows, a long prompt has no blocks for more."""
+        return min(self.limits.token_budget, self._largest)
+
+    def as_whole(self, blocks: int) -> int:
+        """So many blocks of the pool in blocks of tokens, of all groups together: as many as they hold of the longest
+        sequence. Of a shorter one, more of which is in its windows, they hold less."""
+        return blocks * blocks_for(self.limits.max_model_len) // self._most
+
+    def kept_blocks(self, blocks: int) -> int:
+        """The same in sequences that give none back, such as a beam search."""
+        return blocks // len(self._windows)
+
+    def match(self, keys: Items[bytes]) -> Hit:
+        """What is cached of the prefix that these keys name."""
+        return self.pool.find(keys if self._prefix_cache else (), self._windows)
+
+    def prefix_hit(self, sequence: Sequence) -> Hit:
+        """What is cached of its tokens."""
+        return self.match(self._keys(sequence))
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """The prefix keys that may be matched: never of all its tokens, since the last one's output is needed, and none
@@ -62,16 +89,17 @@ class KVManager:
             return False
 
         def room() -> int:
-            return self.room_without([], [], running) - len(running) - sum(s.demand for s in before)
+            chunk = self.chunk
+            return self.room_without([], [], running) - len(running) - sum(s.missing(chunk) for s in before)
 
-        return self.offload.begin(sequence, self._keys(sequence), room)
+        return self.offload.begin(sequence, self._keys(sequence), self.chunk, room)
 
-    def admit(self, sequence: Sequence, hit: list[int]) -> None:
+    def admit(self, sequence: Sequence, hit: Hit) -> None:
         """Admit it with the blocks that were found."""
-        self.pool.hold(hit)
-        sequence.blocks = hit
-        sequence.computed = len(hit) * BLOCK_TOKENS
-        sequence.published = len(hit)
+        self.pool.hold(hit.held)
+        sequence.blocks, sequence.dropped = hit.blocks, hit.dropped
+        sequence.computed = hit.tokens
+        sequence.published = hit.length
         if self.offload is not None:
             self.offload.use(sequence)
 
@@ -83,7 +111,7 @@ class KVManager:
             running: all that run, whose needs come before that step.
         """
         end = sequence.computed + count
-        if end == len(sequence.tokens) and end < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching:
+        if end == len(sequence.tokens) and end < sequence.room and not sequence.branching:
             return []  # it decodes, and even its next token has its place
         missing = sequence.blocks_until(end) - len(sequence.blocks)
         missing = max(0, missing) + self._ahead(sequence, count, running)
@@ -100,8 +128,8 @@ class KVManager:
             rest = sequence.upcoming
         if rest == 0:
             return 0
-        goal = blocks_for(min(end + min(rest, self._limits.token_budget), self._limits.max_model_len))
-        have = max(len(sequence.blocks), blocks_for(end))
+        goal = sequence.groups * blocks_for(min(end + min(rest, self.chunk), self.limits.max_model_len))
+        have = max(len(sequence.blocks), sequence.groups * blocks_for(end))
         if goal <= have:
             return 0
         spare = self.pool.unused - (have - len(sequence.blocks)) - self.promised(running)
@@ -110,7 +138,7 @@ class KVManager:
     def victims(
         self,
         missing: int,
-        hit: list[int],
+        hit: Items[int],
         running: list[Sequence],
         lower: Iterable[Sequence],
         places: int,
@@ -140,13 +168,13 @@ class KVManager:
         return victims
 
     def _fits_without(
-        self, victims: list[Sequence], needed: int, hit: list[int], running: list[Sequence], places: int
+        self, victims: list[Sequence], needed: int, hit: Items[int], running: list[Sequence], places: int
     ) -> bool:
         if places > sum([v.rows for v in victims]):
             return False
         return needed <= self.room_without(victims, hit, running)
 
-    def room_without(self, victims: list[Sequence], hit: list[int], running: list[Sequence]) -> int:
+    def room_without(self, victims: list[Sequence], hit: Items[int], running: list[Sequence]) -> int:
         """Blocks that could be handed out if these victims ran no longer, beside what all others of `running` still
         need.
 
@@ -155,19 +183,17 @@ class KVManager:
         """
         if not victims:
             return self.pool.available - self.promised(running)
-        giving = (v.blocks[v.published :] if v.storing else v.held for v in victims)
+        giving = (v.blocks[v.published * v.groups :] if v.storing else v.held for v in victims)
         freed = Counter(block for blocks in giving for block in blocks if block not in hit)
         gained = sum(count == self.pool.holders(block) for block, count in freed.items())
         return self.pool.available + gained - self.promised(s for s in running if s not in victims)
 
-    @staticmethod
-    def promised(sequences: Iterable[Sequence]) -> int:
+    def promised(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that these still need for the tokens they have."""
-        promised = 0
+        promised, chunk = 0, self.chunk
         for s in sequences:
-            have = len(s.blocks)
-            if len(s.tokens) > have * BLOCK_TOKENS or s.branching:  # most have all they need
-                promised += max(0, s.demand - have)
+            if len(s.tokens) > s.room or s.branching:  # most have all they need
+                promised += s.missing(chunk)
         return promised
 
     def publish(self, sequence: Sequence) -> None:
@@ -175,36 +201,42 @@ class KVManager:
         full = sequence.findable // BLOCK_TOKENS
         if full != sequence.published and self._prefix_cache:
             self._publish(sequence, full)
-        stays_whole = sequence.branching or sequence.migrates or sequence.transferring or sequence.storing
-        if self._window is not None and not stays_whole:
-            self._drop(sequence, max(0, sequence.settled + 1 - self._window) // BLOCK_TOKENS)
+        if self._windowed and not (sequence.branching or sequence.moving):
+            self._drop(sequence)
 
-    def _drop(self, sequence: Sequence, end: int) -> None:
-        """Give back its first `end` blocks, as far as others may find them already. What is in flight does not look at
-        them either, but its kernels may read them and leave out what they have read."""
-        if self._prefix_cache:
-            end = min(end, sequence.published)
-        if self.offload is not None:
-            end = min(end, sequence.kept)
-        blocks, before = sequence.blocks, sequence.dropped
-        if end > before:
-            gone, sequence.dropped = blocks[before:end], end
-            if (flight := self._in_flight.of(sequence)) is not None:
-                flight.kept.append(gone)
-            else:
-                self.pool.release(gone)
-        if end := sequence.dropped:  # also where the block after them was swapped
-            blocks[:end] = [blocks[end]] * end
+    def _drop(self, sequence: Sequence) -> None:
+        """Give back what has left the windows, as far as others may find it already. What is in flight does not look at
+        it either, but its kernels may read it and leave out what they have read."""
+        blocks, dropped, groups = sequence.blocks, sequence.dropped, sequence.groups
+        last = sequence.published if self._prefix_cache else len(blocks) // groups - 1
+        gone: list[int] = []
+        for group, first in enumerate(sequence.seen_from(sequence.settled)):
+            end = min(first, last)
+            if end > dropped[group]:
+                gone += blocks[dropped[group] * groups + group : end * groups : groups]
+                dropped[group] = end
+            after = dropped[group]
+            if after and blocks[group] != blocks[after * groups + group]:  # which may have been swapped, too
+                stand_in(blocks, groups, group, after)
+        if gone and (flight := self._in_flight.of(sequence)) is not None:
+            flight.kept.append(gone)
+        else:
+            self.pool.release(gone)
 
     def _publish(self, sequence: Sequence, full: int) -> None:
         sequence.extend_keys(full)
         flight, pool, blocks, keys = self._in_flight.of(sequence), self.pool, sequence.blocks, sequence.keys
         for i in range(sequence.published, full):
-            mine, key = blocks[i], keys[i]
-            if flight is not None and pool.match([key]) not in ([], [mine]):
-                pool.hold([mine])  # it will be swapped, and the step in flight reads this one
-                flight.kept.append([mine])
-            blocks[i] = pool.publish(mine, key, keys[i - 1] if i else sequence.root)
+            parent = keys[i - 1] if i else sequence.root
+            for group, dropped in enumerate(sequence.dropped):
+                if i < dropped:
+                    continue
+                place, key = i * sequence.groups + group, key_of(keys[i], group)
+                mine = blocks[place]
+                if flight is not None and pool.match([key]) not in ([], [mine]):
+                    pool.hold([mine])  # it will be swapped, and the step in flight reads this one
+                    flight.kept.append([mine])
+                blocks[place] = pool.publish(mine, key, parent_of(parent, group))
         sequence.published = full
         if self.offload is not None:
             self.offload.keep(sequence)
@@ -212,12 +244,17 @@ class KVManager:
     def let_go(self, sequence: Sequence) -> None:
         """Of all its blocks."""
         # what is on its way is checked where it arrives, and asked for again
-        self.pool.end_transfer(sequence.blocks[: sequence.transferring])
+        self.end_transfer(sequence)
         if self.offload is not None:
             self.offload.let_go(sequence)
         if not self._in_flight.keep(sequence):
             self.pool.release(sequence.held)
-        if sequence.dropped:
-            self.pool.touch(sequence.keys[: sequence.dropped])
-        sequence.transferring = sequence.dropped = 0
+        if sequence.dropped[0]:
+            self.pool.touch(sequence.keys[: sequence.dropped[0]])
+        sequence.dropped = [0] * sequence.groups
         sequence.blocks = []
+
+    def end_transfer(self, sequence: Sequence) -> None:
+        """Nothing of it is being sent any longer."""
+        self.pool.end_transfer(list(sequence.transferring.values()))
+        sequence.transferring.clear()

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
+from penstock.core.layout import windows_of
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.groups import most_held
 from penstock.sched.local.policy.base import StepLimit
-from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import StepTime
 
 GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
 MOST_TOKENS = 8192  # in a step, however fast the device is
+LEAST_CHUNK = 512  # tokens of a long prompt for which a step has room at least, where the cache's size is chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ class Sizes:
 def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
     """KV blocks that fit beside the weights; none when these do not fit themselves."""
     free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
-    return max(0, free) // (shape.kv_bytes_per_token * BLOCK_TOKENS)
+    return max(0, free) // shape.block_bytes
 
 
 def host_blocks(memory: int | None, block_bytes: int, *, prefix_cache: bool) -> int:
@@ -159,11 +161,13 @@ def sized(
     Raises:
         ConfigError: its field names the option, and its message does not.
     """
-    fitting = fitting_blocks(device, shape)
-    num_blocks = min(fitting, max_num_seqs * blocks_for(max_model_len)) if kv_blocks is None else kv_blocks
+    fitting, windows = fitting_blocks(device, shape), windows_of(shape.kv_groups)
+    chunk = max(LEAST_CHUNK, min(MOST_TOKENS, max_model_len))
+    useful = max_num_seqs * most_held(windows, max_model_len, chunk)
+    num_blocks = min(fitting, useful) if kv_blocks is None else kv_blocks
     if num_blocks > fitting:
         raise ConfigError(f"{num_blocks}, allowed are up to {fitting} beside the weights", "kv-blocks")
-    if blocks_for(max_model_len) > num_blocks:
+    if most_held(windows, max_model_len, LEAST_CHUNK) > num_blocks:
         raise ConfigError(f"{max_model_len} tokens need more KV than the {num_blocks} blocks there", "max-model-len")
     budget, limit = max_num_batched_tokens, StepLimit.asked(step_time_limit_ms)
     if budget is None:

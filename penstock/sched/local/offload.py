@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
-from penstock.kv.pool import BlockPool
+from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
+from penstock.kv.pool import BlockPool, Hit
 from penstock.kv.tier import Tier
 from penstock.sched.local.sequence import Sequence, StoreHold
 from penstock.sched.steptime import StepTime
@@ -30,7 +31,7 @@ from penstock.sched.steptime import StepTime
 MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
 MOST_LOADS = 2  # for one sequence, whose blocks may be evicted again before its turn
 KEPT = 0.9  # of what was measured of loads, at each new one, and whenever one is not made for what was measured
-PRIOR = 16 * BLOCK_TOKENS  # tokens whose load counts as measured once, in the time that the model says
+PRIOR = 16  # blocks whose load counts as measured once, in the time that the model says
 
 
 class Store(NamedTuple):
@@ -52,22 +53,46 @@ class Load(NamedTuple):
     seconds: float
 
 
+class _Storing(NamedTuple):
+    """
+    Attributes:
+        dropping: blocks held for this, since their sequence may give them back before it ends.
+    """
+
+    store: Store
+    store_hold: StoreHold
+    dropping: list[int]
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A block of a prefix.
+
+    Attributes:
+        block: where it is on the device, or will be; None before that is known.
+    """
+
+    key: bytes
+    parent: bytes
+    block: int | None
+
+
 @dataclass(slots=True)
 class _Loading:
     """
     Attributes:
         sequence: the one that waits for it; None when it no longer waits.
-        blocks: of the prefix, in order, each held once for this.
-        keys: of all of them.
-        root: parent of the first one's key.
+        wanted: of the prefix, in order, each held once for this.
         moves: those that are loaded.
     """
 
     sequence: Sequence | None
-    root: bytes
-    blocks: list[int]
-    keys: list[bytes]
+    wanted: list[_Wanted]
     moves: tuple[Move, ...]
+
+    @property
+    def blocks(self) -> list[int]:
+        return [each.block for each in self.wanted if each.block is not None]
 
 
 class Offload:
@@ -86,12 +111,12 @@ class Offload:
         self._pool = pool
         self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
         self._number = 0
-        self._stores: dict[int, tuple[Store, StoreHold]] = {}
+        self._stores: dict[int, _Storing] = {}
         self._loads: dict[int, _Loading] = {}
         self._orders: list[Store | Load] = []
         self._storing = self._loading = 0  # blocks under way
         self._times: StepTime | None = None
-        self._measured = 0.0, 0.0  # tokens that were loaded, and the seconds that it took; the last ones count most
+        self._measured = 0.0, 0.0  # blocks that were loaded, and the seconds that it took; the last ones count most
 
     def predict_by(self, times: StepTime) -> None:
         """What a sequence would take to compute is predicted so from now on."""
@@ -111,37 +136,50 @@ class Offload:
 
     def keep(self, sequence: Sequence) -> None:
         """Copy those of its findable blocks that were not looked at yet and are not in the tier."""
-        tier, keys = self.tier, sequence.keys
-        end = sequence.published
-        moves = []
-        for i in range(sequence.kept, end):
-            if not tier.has(keys[i]):
-                slot = tier.claim(keys[i], keys[i - 1] if i else None) if self._storing < self._most_stores else None
+        groups, moves, dropping = sequence.groups, [], []
+        for place in range(sequence.kept * groups, sequence.published * groups):
+            i, group = divmod(place, groups)
+            key = key_of(sequence.keys[i], group)
+            if i >= sequence.dropped[group] and not self.tier.has(key):
+                slot = self._claim(sequence, i, group, key)
                 if slot is None:
-                    end = i  # and none of those after it, which need their parents: another time
+                    sequence.kept = i  # and none of those after it, which need their parents: another time
                     break
-                moves.append(Move(sequence.blocks[i], slot, keys[i]))
+                moves.append(Move(sequence.blocks[place], slot, key))
                 self._storing += 1
-        sequence.kept = end
+                if sequence.windows[group] is not None:
+                    dropping.append(sequence.blocks[place])
+        else:
+            sequence.kept = sequence.published
         if moves:
             if sequence.store_hold is None:
                 sequence.store_hold = StoreHold()
             sequence.store_hold.stores += 1
             self._number += 1
             store = Store(self._number, tuple(moves))
-            self._stores[store.number] = store, sequence.store_hold
+            self._pool.hold(dropping)
+            self._stores[store.number] = _Storing(store, sequence.store_hold, dropping)
             self._orders.append(store)
+
+    def _claim(self, sequence: Sequence, i: int, group: int, key: bytes) -> int | None:
+        """A slot for a block; None when there is none now. Only in a group without a window that is found as a chain
+        (`kv.groups.parent_of`) its parent must be there too."""
+        if self._storing >= self._most_stores:
+            return None
+        chained = i and not group and sequence.windows[group] is None
+        return self.tier.claim(key, sequence.keys[i - 1] if chained else None, told=not group)
 
     def let_go(self, sequence: Sequence) -> None:
         """It is about to let go of its blocks: those that are being copied are held on."""
         store_hold, sequence.store_hold = sequence.store_hold, None
         if store_hold is not None and store_hold.stores:
-            store_hold.blocks = sequence.blocks[sequence.dropped : sequence.published]
+            store_hold.blocks = held_of(sequence.blocks[: sequence.published * sequence.groups], sequence.dropped)
             self._pool.hold(store_hold.blocks)
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store has ended; without `whole` it failed."""
-        store, store_hold = self._stores.pop(number)
+        store, store_hold, dropping = self._stores.pop(number)
+        self._pool.release(dropping)
         for move in store.moves:
             self.tier.written(move.key, whole=whole)
         self._storing -= len(store.moves)
@@ -154,52 +192,61 @@ class Offload:
 
     def use(self, sequence: Sequence) -> None:
         """It was admitted with what it found: that is of use on the tier too, and what is missing there is copied."""
-        self.tier.use(sequence.keys[: sequence.published])
+        keys, groups = sequence.keys, range(sequence.groups)
+        self.tier.use([key_of(key, group) for key in keys[: sequence.published] for group in groups])
         self.keep(sequence)
 
-    def begin(self, sequence: Sequence, keys: Items[bytes], room: Callable[[], int]) -> bool:
+    def begin(self, sequence: Sequence, keys: Items[bytes], chunk: int, room: Callable[[], int]) -> bool:
         """Load what of its prefix is not on the device, if that is worth it; then it waits.
 
         Args:
             keys: of the blocks that it may find.
+            chunk: see `Sequence.missing`.
             room: tells how many blocks there are for it, beside those that others hold.
         """
-        blocks: list[int | None] = [*self._pool.match(keys)]  # None: it is to be loaded
-        cached = len(blocks)
-        for key in keys[cached:]:
-            here = self._pool.match([key])
-            if not here and self.tier.slot(key) is None:
-                break
-            blocks.append(here[0] if here else None)
-        while len(blocks) > cached and blocks[-1] is not None:
-            blocks.pop()
-        if len(blocks) == cached:
+        windows, groups = sequence.windows, sequence.groups
+        named = keys_of_all(keys, groups)
+        tables: list[list[int | None]] = [self._pool.match_each(names) for names in named]
+        cached = reach(windows, tables, len(keys))
+        found = [self._anywhere(names, table) for names, table in zip(named, tables, strict=True)]
+        end = reach(windows, found, len(keys))
+        if end == cached:
             return False
-        held = sum(block is not None and not self._pool.idle(block) for block in blocks)
-        if sequence.demand - held > room():
+        seen = sequence.seen_from(end * BLOCK_TOKENS)  # what is before that is needed by nobody
+        wanted = [
+            _Wanted(named[group][i], parent_of(keys[i - 1] if i else sequence.root, group), tables[group][i])
+            for i in range(end)
+            for group in range(groups)
+            if i >= seen[group]
+        ]
+        there = [each.block for each in wanted if each.block is not None]
+        free = len(wanted) - len(there) + sum(map(self._pool.idle, there))
+        if sequence.missing(chunk, Hit(end, [], seen)) + free > room():
             return False
-        if not self._is_quicker(blocks.count(None) * BLOCK_TOKENS, cached * BLOCK_TOKENS):
+        if not self._is_quicker(len(wanted) - len(there), (end - cached) * BLOCK_TOKENS, cached * BLOCK_TOKENS):
             self._forget()
             return False
-        self._order(sequence, blocks, list(keys[: len(blocks)]))
+        self._order(sequence, wanted)
         return True
 
-    def _order(self, sequence: Sequence, blocks: list[int | None], keys: list[bytes]) -> None:
-        found = [block for block in blocks if block is not None]
-        self._pool.hold(found)
-        fresh = iter(self._pool.allocate(len(blocks) - len(found)))
-        chain = [next(fresh) if block is None else block for block in blocks]
+    def _anywhere(self, keys: Items[bytes], table: Items[int | None]) -> list[int | None]:
+        """What there is of a group's blocks on either tier."""
+        return [self.tier.slot(key) if block is None else block for key, block in zip(keys, table, strict=True)]
+
+    def _order(self, sequence: Sequence, wanted: list[_Wanted]) -> None:
+        self._pool.hold([each.block for each in wanted if each.block is not None])
+        lacking = [each for each in wanted if each.block is None]
         moves = []
-        for was, block, key in zip(blocks, chain, keys, strict=True):
-            if was is None:
-                slot = self.tier.slot(key)
-                assert slot is not None
-                moves.append(Move(block, slot, key))
-        self.tier.use(keys)
+        for each, block in zip(lacking, self._pool.allocate(len(lacking)), strict=True):
+            slot = self.tier.slot(each.key)
+            assert slot is not None
+            each.block = block
+            moves.append(Move(block, slot, each.key))
+        self.tier.use([each.key for each in wanted])
         self.tier.begin_reading([move.key for move in moves])
-        seconds = self._load_seconds(len(moves) * BLOCK_TOKENS)
+        seconds = self._load_seconds(len(moves))
         self._number += 1
-        self._loads[self._number] = _Loading(sequence, sequence.root, chain, keys, tuple(moves))
+        self._loads[self._number] = _Loading(sequence, wanted, tuple(moves))
         self._loading += len(moves)
         self._orders.append(Load(self._number, tuple(moves), seconds))
         sequence.loads += 1
@@ -213,13 +260,13 @@ class Offload:
             seconds: that it took, without the wait for loads before it; None is not measured.
         """
         load = self._loads.pop(number)
-        arrived = {move.block for move in load.moves[:good]}
-        blocks, parent = load.blocks, load.root
-        for i, (block, key) in enumerate(zip(blocks, load.keys, strict=True)):
-            if block in arrived:
-                blocks[i] = self._pool.publish(block, key, parent)
-            parent = key
-        self._pool.release(blocks)
+        arrived = {move.key for move in load.moves[:good]}
+        self._pool.release(
+            [
+                self._pool.publish(block, each.key, each.parent) if each.key in arrived else block
+                for each, block in zip(load.wanted, load.blocks, strict=True)
+            ]
+        )
         self.tier.end_reading([move.key for move in load.moves])
         if good < len(load.moves):
             self.tier.spoil(load.moves[good].key)
@@ -227,11 +274,11 @@ class Offload:
         self.loaded_blocks += good
         if seconds and good:
             self._forget()
-            tokens, before = self._measured
-            self._measured = tokens + good * BLOCK_TOKENS, before + seconds
+            blocks, before = self._measured
+            self._measured = blocks + good, before + seconds
         if load.sequence is not None:
             del self.waiting[load.sequence.id]
-            load.sequence.loaded += good * BLOCK_TOKENS
+            load.sequence.loaded += good * BLOCK_TOKENS // load.sequence.groups
         return load.sequence
 
     def give_up(self, number: int) -> Sequence | None:
@@ -250,33 +297,35 @@ class Offload:
                 load.sequence = None
         return sequence
 
-    def _is_quicker(self, tokens: int, cached: int) -> bool:
-        """Whether so many tokens are loaded sooner than computed. Without a prediction of computing, they are."""
+    def _is_quicker(self, blocks: int, tokens: int, cached: int) -> bool:
+        """Whether so many blocks are loaded sooner than so many tokens are computed. Without a prediction of computing,
+        they are."""
         if self._times is None:
             return True
         compute = self._times.prefill_ms(tokens, cached, budget=max(tokens, 1)) / 1e3
-        return self._load_seconds(tokens) < compute
+        return self._load_seconds(blocks) < compute
 
-    def _load_seconds(self, tokens: int) -> float:
+    def _load_seconds(self, blocks: int) -> float:
         """Expected, behind the loads that are under way."""
-        tokens += self._loading * BLOCK_TOKENS
+        blocks += self._loading
         loaded, seconds = self._measured
         if self._times is not None:
             # small loads say little of large ones: each has to be ordered, and reported
-            loaded, seconds = loaded + PRIOR, seconds + self._times.load_ms(PRIOR) / 1e3
-        return tokens * seconds / loaded if loaded else 0.0
+            loaded, seconds = loaded + PRIOR, seconds + self._times.load_blocks_ms(PRIOR) / 1e3
+        return blocks * seconds / loaded if loaded else 0.0
 
     def _forget(self) -> None:
         """Decay the measurement, so that a tier that was slow is tried again."""
-        tokens, seconds = self._measured
-        self._measured = KEPT * tokens, KEPT * seconds
+        blocks, seconds = self._measured
+        self._measured = KEPT * blocks, KEPT * seconds
 
     # --- checks
 
     def holders(self) -> Counter[int]:
         """How often each block is held, for loads and for stores whose sequences have let go."""
-        holds = {id(store_hold): store_hold for _, store_hold in self._stores.values()}
-        held = [*(load.blocks for load in self._loads.values()), *(store_hold.blocks for store_hold in holds.values())]
+        stores = self._stores.values()
+        holds = {id(each.store_hold): each.store_hold.blocks for each in stores}
+        held = [*(load.blocks for load in self._loads.values()), *(each.dropping for each in stores), *holds.values()]
         return Counter(block for blocks in held for block in blocks)
 
     def counts(self) -> Mapping[str, int]:
@@ -291,9 +340,9 @@ class Offload:
     def check(self) -> None:
         """Raise AssertionError unless what is under way is what is held for it."""
         self.tier.check()
-        stores = Counter(id(store_hold) for _, store_hold in self._stores.values())
-        assert all(store_hold.stores == stores[id(store_hold)] for _, store_hold in self._stores.values())
-        assert self._storing == sum(len(store.moves) for store, _ in self._stores.values())
+        stores = Counter(id(each.store_hold) for each in self._stores.values())
+        assert all(each.store_hold.stores == stores[id(each.store_hold)] for each in self._stores.values())
+        assert self._storing == sum(len(each.store.moves) for each in self._stores.values())
         assert self._loading == sum(len(load.moves) for load in self._loads.values())
         waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]
         assert waiting == list(self.waiting.values())

@@ -20,6 +20,7 @@ from operator import attrgetter
 from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
+from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
@@ -90,8 +91,7 @@ class Scheduler:
         offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
         speculation: a new one; None computes no drafts.
-        window: positions that any layer of the model sees, the row's own included; None is all. Blocks before are given
-            back.
+        windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
     """
 
     def __init__(
@@ -104,10 +104,8 @@ class Scheduler:
         policy: LocalPolicy | None = None,
         offload: Offload | None = None,
         speculation: Speculation | None = None,
-        window: int | None = None,
+        windows: Windows = WHOLE,
     ) -> None:
-        assert blocks_for(limits.max_model_len) <= pool.num_blocks
-        self.limits = limits
         self.pool = pool
         self.root = root
         self.counters = SchedulerCounters()
@@ -115,8 +113,8 @@ class Scheduler:
         self.speculation = speculation
         self._policy = Fcfs() if policy is None else policy
         self._in_flight = InFlightSteps()
-        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, window)
-        self._prefix_cache = prefix_cache
+        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows)
+        self._windows = windows
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
         self._running: list[Sequence] = []
@@ -130,6 +128,15 @@ class Scheduler:
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
         self._arrivals = 0
         self._now = 0.0  # of the last plan
+
+    @property
+    def limits(self) -> Limits:
+        """Now: they may be set while it runs."""
+        return self.kv.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self.kv.limits = limits
 
     @property
     def num_running(self) -> int:
@@ -147,7 +154,7 @@ class Scheduler:
     @property
     def num_reserved_blocks(self) -> int:
         """Of requests that are still to come from other instances, and in quarantine."""
-        return sum(len(r.blocks) for r in self._reserved) + len(self._quarantine)
+        return sum(len(r.held) for r in self._reserved) + len(self._quarantine)
 
     @property
     def has_work(self) -> bool:
@@ -213,7 +220,7 @@ class Scheduler:
         if request.id in self._sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
         if request.params.use_beam_search:
-            check_group(request, self.limits, self.pool.num_blocks)
+            check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
         sequence = self._make(request, now)
         sequence.migrates = migrates
         standing = sequence.standing
@@ -222,9 +229,9 @@ class Scheduler:
 
     def _make(self, request: Request, now: float) -> Sequence:
         if request.params.use_beam_search:
-            sequence: Sequence = BeamGroup(request, self._arrivals, now, self.root, self.limits)
+            sequence: Sequence = BeamGroup(request, self._arrivals, now, self.root, self._windows, self.limits)
         else:
-            sequence = Sequence(request, self._arrivals, now, self.root)
+            sequence = Sequence(request, self._arrivals, now, self.root, self._windows)
         sequence.entered = self.counters.steps, self.counters.prompt_tokens
         self._arrivals += 1
         self._sequences[request.id] = sequence
@@ -301,17 +308,17 @@ class Scheduler:
         """Whether it runs no further, and waits for the end of its hand-off."""
         return request_id in self._migrating
 
-    def begin_transfer(self, sequence: Sequence, blocks: int) -> None:
-        """Its leading `count` blocks are being sent, and do not change while the sequence holds them."""
-        self.pool.begin_transfer(sequence.blocks[sequence.transferring : blocks])
-        sequence.transferring = max(sequence.transferring, blocks)
+    def begin_transfer(self, sequence: Sequence, place: int) -> None:
+        """One of its blocks is being sent, and does not change until that has ended."""
+        if place not in sequence.transferring:
+            sequence.transferring[place] = block = sequence.blocks[place]
+            self.pool.begin_transfer([block])
 
     def end_transfer(self, request_id: str) -> None:
         """Its transfer has ended. Implied when the sequence frees its blocks."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.pool.end_transfer(sequence.blocks[: sequence.transferring])
-            sequence.transferring = 0
+            self.kv.end_transfer(sequence)
 
     def transferring(self) -> list[str]:
         """Requests of which blocks are being sent."""
@@ -332,25 +339,33 @@ class Scheduler:
             raise PromptTooLong.of(length, self.limits.max_model_len)
         keys: list[bytes] = []
         extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS, request.media)
-        hit = self.pool.match(keys) if self._prefix_cache else []
-        missing = blocks_for(length) - len(hit)
+        hit = self.kv.match(keys)
+        total, groups = blocks_for(length), len(self._windows)
+        # the KV of the last of what was sampled is still to be computed
+        dropped = [first_seen(window, length - bool(sampled)) for window in self._windows]
+        blocks = [*hit.blocks, *[-1] * (total * groups - len(hit.blocks))]
+        reservation = Reservation(request, context, keys, blocks, len(hit.blocks), dropped)
+        found = [blocks[i] for i in range(reservation.have) if i // groups >= dropped[i % groups]]
         standing = standing_of(request)
         # waiting sequences come first
-        ahead = sum(s.demand for s in self._waiting if s.standing <= standing)
+        chunk = self.kv.chunk
+        ahead = sum(s.missing(chunk) for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
-        victims = self._victims(missing + ahead, hit, offline)
+        victims = self._victims(len(reservation.coming) + ahead, found, offline)
         if victims is None or (victims and self._in_flight.hold_back()):
             return None
         for victim in victims:
             self._preempt(victim)
-        self.pool.hold(hit)
-        reservation = Reservation(request, context, keys, hit + self.pool.allocate(missing), have=len(hit))
+        self.pool.hold(found)
+        for place, block in zip(reservation.coming, self.pool.allocate(len(reservation.coming)), strict=True):
+            blocks[place] = block
         self._reserved.append(reservation)
         return reservation
 
     def extend(self, reservation: Reservation, blocks: int) -> bool:
-        """Have it hold so many blocks at least; False when there is no room for more beside what others need."""
-        missing = blocks - len(reservation.blocks)
+        """Have it hold so many blocks at least, as many of each group of layers; False when there is no room for more
+        beside what others need."""
+        missing = -(-blocks // len(self._windows)) * len(self._windows) - len(reservation.blocks)
         if missing > 0:
             if missing > self.pool.available - self.kv.promised(self._running):
                 return False
@@ -364,7 +379,8 @@ class Scheduler:
         if not sampled or tokens[: len(known)] != known or len(tokens) > self.limits.max_model_len:
             return False
         computed = len(tokens) - 1
-        if len(reservation.blocks) > blocks_for(computed) or not self.extend(reservation, blocks_for(computed)):
+        blocks = blocks_for(computed) * len(self._windows)
+        if len(reservation.blocks) > blocks or not self.extend(reservation, blocks):
             return False
         reservation.tokens, request = tokens, reservation.request
         root = salted(self.root, request.cache_salt)
@@ -380,7 +396,7 @@ class Scheduler:
         self._reserved.remove(reservation)
         self.pool.hold(quarantined)
         self._quarantine += quarantined
-        self.pool.release(reservation.blocks)
+        self.pool.release(reservation.held)
 
     def end_quarantine(self, block: int, now: int | None = None) -> None:
         """Nothing writes to a block any longer.
@@ -414,9 +430,11 @@ class Scheduler:
         sequence.answered = now - decode
         sequence.started = sequence.answered - prefill
         sequence.added = sequence.started - queue
-        sequence.blocks = reservation.blocks
+        sequence.blocks, sequence.dropped = reservation.blocks, reservation.dropped
+        for group, end in enumerate(reservation.dropped):
+            stand_in(sequence.blocks, sequence.groups, group, end)
         sequence.keys = reservation.keys
-        sequence.published = reservation.have
+        sequence.published = reservation.have // sequence.groups
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
         self._answered.append(sequence)
@@ -469,13 +487,13 @@ class Scheduler:
             """Drafts that may be right, in the blocks that it has or may have."""
             length, request = len(sequence.tokens), sequence.request
             end = min(len(request.prompt) + request.max_tokens, limits.max_model_len)
-            return min(end - length - 1, (len(sequence.blocks) + max(0, spare)) * BLOCK_TOKENS - length)
+            return min(end - length - 1, sequence.room + max(0, spare) // sequence.groups * BLOCK_TOKENS - length)
 
         builder.drafts = speculation.choose(builder.grants, room, builder.budget, times)
         for sequence, drafts in builder.drafts.items():
-            missing = blocks_for(len(sequence.tokens) + len(drafts)) - len(sequence.blocks)
+            missing = sequence.blocks_until(len(sequence.tokens) + len(drafts)) - len(sequence.blocks)
             if missing > spare:
-                del drafts[len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens) :]
+                del drafts[sequence.room - len(sequence.tokens) :]
             elif missing > 0:
                 spare -= missing
                 blocks = self.pool.allocate(missing)
@@ -642,7 +660,7 @@ class Scheduler:
                 break
             if runs:
                 sequence = prefilling.pop()
-                most = min(sequence.pending, builder.budget)
+                most = min(sequence.pending, builder.budget, self.kv.chunk)
                 count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
                 if count and self._grant_running(builder, sequence, count) and allowance.bounded:
                     allowance.granted(sequence, sequence.computed, count)
@@ -669,7 +687,7 @@ class Scheduler:
         grants = builder.grants
         for sequence in sequences:
             # most have room for this token and the next one: the rest is passed over
-            ready = sequence.computed + 1 < len(sequence.blocks) * BLOCK_TOKENS and not sequence.branching
+            ready = sequence.computed + 1 < sequence.room and not sequence.branching
             if builder.budget and ready and sequence not in grants:
                 grants[sequence] = 1
                 builder.budget -= 1
@@ -709,9 +727,9 @@ class Scheduler:
             self._waiting.remove(sequence)
             return True
         hit = self.kv.prefix_hit(sequence)
-        cached = len(hit) * BLOCK_TOKENS
+        cached = hit.tokens
         rest = len(sequence.tokens) - cached
-        most = min(rest, builder.budget)
+        most = min(rest, builder.budget, self.kv.chunk)
         count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         if not count:
             return False
@@ -719,7 +737,7 @@ class Scheduler:
         # together would starve each other
         standing = sequence.standing
         lower = (s for s in self._running if s.standing > standing)
-        victims = self._victims(sequence.demand - len(hit), hit, lower, sequence.rows)
+        victims = self._victims(sequence.missing(self.kv.chunk, hit), hit.held, lower, sequence.rows)
         if victims is None or (victims and self._in_flight.hold_back()):
             if sequence.lacks is None:
                 sequence.lacks = self._now
@@ -730,7 +748,7 @@ class Scheduler:
             builder.forget(victim)
             self._preempt(victim)
         if victims:  # their tokens are available again
-            most = min(rest, builder.budget)
+            most = min(rest, builder.budget, self.kv.chunk)
             count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         self._waiting.remove(sequence)
         self._running.append(sequence)
@@ -774,7 +792,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Queue it."""
-        self._policy.wait(sequence, lambda s: len(self.kv.prefix_hit(s)) * BLOCK_TOKENS)
+        self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)
         self._waiting.add(sequence)
 
     def check(self) -> None:
@@ -789,7 +807,7 @@ class Scheduler:
         owners: list[Sequence | Reservation] = [*holding, *self._reserved]
         held = [*(owner.held for owner in owners), *self._in_flight.kept, self._quarantine]
         holders = Counter(block for blocks in held for block in blocks)
-        transfers = Counter(block for s in holding for block in s.blocks[: s.transferring])
+        transfers = Counter(block for s in holding for block in s.transferring.values())
         if self.offload is not None:
             self.offload.check()
             holders += self.offload.holders()
@@ -798,11 +816,15 @@ class Scheduler:
         self.pool.check_holders(holders)
         self.pool.check_transfers(transfers)
         for s in holding:
-            assert s.transferring <= len(s.blocks)
             assert s.blocks
+            assert len(s.blocks) % s.groups == 0
+            assert set(s.transferring.values()) <= set(s.held)
             assert 0 <= s.computed < len(s.tokens) + (s.pooling is not None and s.in_flight > 0)
             assert len(s.tokens) <= self.limits.max_model_len
             drafted = 0 if self.speculation is None else self.speculation.most
             assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1 + drafted)
             assert len(set(s.held)) == len(s.held) > 0, "a block stands twice in one sequence"
-            assert set(s.blocks[: s.dropped]) <= {s.blocks[s.dropped]}, "a block that was given back may be read"
+            for group, end in enumerate(s.dropped):
+                gone, after = s.blocks[group : end * s.groups : s.groups], s.blocks[end * s.groups + group]
+                assert set(gone) <= {after}, "a block that was given back may be read"
+                assert end <= first_seen(s.windows[group], s.settled), "a block that is seen was given back"

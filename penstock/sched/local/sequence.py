@@ -12,7 +12,9 @@ from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
 from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
+from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, spanned
 from penstock.kv.keys import extend_keys, salted
+from penstock.kv.pool import Hit
 
 _turn = attrgetter("turn")
 
@@ -56,6 +58,8 @@ class Sequence:
         first: what the deadlines of its tokens are counted from: when the first was sampled here. None before that:
             then its next token is due like a first one, also when others were generated elsewhere.
         tokens: the prompt and what was generated, here and before.
+        windows: of the model's groups of layers; `groups` is how many they are.
+        blocks: as a step has them (`core.plan.SequenceStep`).
         computed: the KV of tokens[:computed] is in `blocks`.
         in_flight: how many tokens of `computed` are still being computed, by a step whose outcome is counted already
             (`sched.local.steps`); when it samples a token, the last of `tokens` is a placeholder.
@@ -66,14 +70,16 @@ class Sequence:
         pooled: what the runner has brought for that; a sum grows by every step.
         root: parent of its first block's prefix key.
         keys: prefix keys of the leading full blocks of `tokens`, as far as they were needed.
-        published: how many leading blocks can be found by their key.
-        dropped: how many leading blocks were given back, since no row to come sees them; in `blocks` the one after them
-            stands in their places, so that whatever reads these reads nobody else's.
+        published: how many leading blocks of each group can be found by their key.
+        dropped: for each group, how many leading blocks were given back, or never there, since no row to come sees
+            them; in `blocks` the one after them stands in their places, so that whatever reads these reads nobody
+            else's.
         cached_tokens: prompt tokens found in the prefix cache when the sequence was first admitted; None before that.
         migrates: it is meant to go on at another instance after its next token.
+        moving: it is being handed over while it decodes: until that has ended nothing of it is given back.
         handoffs: how many were begun, here and before: it numbers their leases.
-        transferring: how many leading blocks are being sent there.
-        kept: how many leading blocks were looked at for a copy below the device (`sched.local.offload`).
+        transferring: place in `blocks` -> block, of those that are being sent there.
+        kept: how many leading blocks of each group were looked at for a copy below the device (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
         loads: how often it waited for copies; `loaded`: tokens that they brought.
         entered: totals of the engine's steps and prompt tokens when it came.
@@ -91,6 +97,7 @@ class Sequence:
         "dropped",
         "entered",
         "first",
+        "groups",
         "handoffs",
         "in_flight",
         "kept",
@@ -100,6 +107,7 @@ class Sequence:
         "loaded",
         "loads",
         "migrates",
+        "moving",
         "pooled",
         "pooling",
         "prompt_logprobs",
@@ -117,12 +125,13 @@ class Sequence:
         "ttft",
         "turn",
         "wait",
+        "windows",
     )
 
     rows: int = 1
     branching = False
 
-    def __init__(self, request: Request, number: int, now: float, root: bytes = b"") -> None:
+    def __init__(self, request: Request, number: int, now: float, root: bytes = b"", windows: Windows = WHOLE) -> None:
         self.request = request
         self.rank = (*standing_of(request), number)
         self.turn: tuple[float, ...] = self.rank
@@ -146,13 +155,17 @@ class Sequence:
         self.root = salted(root, request.cache_salt) if request.cache_salt else root
         self.tokens = [*request.prompt, *request.generated]
         self.computed = self.in_flight = 0
+        self.windows, self.groups = windows, len(windows)
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
-        self.published = self.dropped = 0
+        self.published = 0
+        self.dropped = [0] * len(windows)
         self.cached_tokens: int | None = None
         self.migrates = False
+        self.moving = False
         self.handoffs = 0
-        self.transferring = self.kept = self.loads = self.loaded = 0
+        self.transferring: dict[int, int] = {}
+        self.kept = self.loads = self.loaded = 0
         self.store_hold: StoreHold | None = None
         self.entered = (0, 0)
         self.lacking = 0.0
@@ -194,7 +207,34 @@ class Sequence:
     @property
     def held(self) -> list[int]:
         """Those of its blocks that it holds."""
-        return self.blocks[self.dropped :] if self.dropped else self.blocks
+        return held_of(self.blocks, self.dropped) if any(self.dropped) else self.blocks
+
+    @property
+    def room(self) -> int:
+        """Tokens whose KV has a place in `blocks`."""
+        return len(self.blocks) // self.groups * BLOCK_TOKENS
+
+    def missing(self, chunk: int, hit: Hit | None = None) -> int:
+        """Blocks that it needs at once beyond those that it holds, for the tokens that it has.
+
+        Args:
+            chunk: tokens that a step computes of it at most.
+            hit: what it would hold; by default what it does.
+        """
+        have, dropped = (len(self.blocks) // self.groups, self.dropped) if hit is None else (hit.length, hit.dropped)
+        more = blocks_for(len(self.tokens)) - have
+        if more <= 0:
+            return 0
+        return sum(
+            [
+                more if window is None else max(0, min(more, spanned(window, chunk) - (have - gone)))
+                for window, gone in zip(self.windows, dropped, strict=True)
+            ]
+        )
+
+    def seen_from(self, position: int) -> list[int]:
+        """For each group, the index of the first block that rows from a position on see."""
+        return [first_seen(window, position) for window in self.windows]
 
     @property
     def generated(self) -> int:
@@ -223,13 +263,8 @@ class Sequence:
         return count
 
     def blocks_until(self, end: int) -> int:
-        """Blocks that hold positions [0, end)."""
-        return blocks_for(end)
-
-    @property
-    def demand(self) -> int:
-        """Blocks for all that it has."""
-        return blocks_for(len(self.tokens))
+        """Blocks of all groups that hold positions [0, end)."""
+        return blocks_for(end) * self.groups
 
     @property
     def upcoming(self) -> int:
@@ -274,7 +309,7 @@ class Sequence:
             own += drafts
             end += len(drafts)
             sample += len(drafts)
-        used = blocks_for(end)
+        used = blocks_for(end) * self.groups
         step = SequenceStep(
             request.id,
             start,
@@ -322,7 +357,9 @@ class Reservation:
     Attributes:
         tokens: its prompt and what was generated, as far as that is known.
         keys: prefix keys of the full blocks of these.
-        blocks: for all of them, in order, and for what was computed since; those before `have` hold its KV already.
+        blocks: for all of them, as a sequence has them, and for what was computed since; those before `have` hold its
+            KV already, or are not needed.
+        dropped: for each group, how many leading blocks are not needed.
     """
 
     request: Request
@@ -330,10 +367,26 @@ class Reservation:
     keys: list[bytes]
     blocks: list[int]
     have: int
+    dropped: list[int]
 
     @property
     def held(self) -> list[int]:
-        return self.blocks
+        return held_of(self.blocks, self.dropped)
+
+    def needs(self, place: int) -> bool:
+        """Whether the block at a place is one that is to be sent."""
+        block, group = divmod(place, len(self.dropped))
+        return place >= self.have and block >= self.dropped[group]
+
+    @property
+    def coming(self) -> list[int]:
+        """Places in `blocks` of those that are to be sent."""
+        return [place for place in range(self.have, len(self.blocks)) if self.needs(place)]
+
+    @property
+    def num_coming(self) -> int:
+        had = self.have // len(self.dropped)
+        return len(self.blocks) - self.have - sum([gone - had for gone in self.dropped if gone > had])
 
 
 class WaitingQueue:

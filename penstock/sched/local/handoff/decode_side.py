@@ -22,6 +22,7 @@ from penstock.core.wire.handoff import (
     Staged,
     Waiting,
 )
+from penstock.kv.groups import key_of
 from penstock.sched.local.handoff.migration_queue import MigrationQueue
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
@@ -188,7 +189,8 @@ class DecodeSide:
         index = push.index
         if index in incoming.arrived or index in incoming.pulling or not self._is_of_it(incoming, index, push.key):
             return
-        if not r.have <= index < blocks_for(self._scheduler.limits.max_model_len):
+        groups = len(r.dropped)
+        if not r.needs(index) or index >= groups * blocks_for(self._scheduler.limits.max_model_len):
             return
         if not self._scheduler.extend(r, index + 1):
             self._end(incoming, "no room for what came since")
@@ -201,8 +203,9 @@ class DecodeSide:
 
     def on_stage(self, now: float, peer: Peer, stage: Stage) -> None:
         if incoming := self._heard(now, stage.lease, peer):
-            have = incoming.reservation.have
-            while have in incoming.arrived:
+            r = incoming.reservation
+            have = r.have
+            while have in incoming.arrived or (have < len(r.blocks) and not r.needs(have)):
                 have += 1
             self._transport.send(peer, Staged(incoming.lease, have))
 
@@ -305,8 +308,9 @@ class DecodeSide:
     @staticmethod
     def _is_of_it(incoming: _Incoming, index: int, key: bytes) -> bool:
         """Whether a block is of this sequence's tokens, as far as they are known. What is not full has no key."""
-        keys = incoming.reservation.keys
-        return key == keys[index] if index < len(keys) else incoming.commit is None or not key
+        r = incoming.reservation
+        block, group = divmod(index, len(r.dropped))
+        return key == key_of(r.keys[block], group) if block < len(r.keys) else incoming.commit is None or not key
 
     def _complete(self, incoming: _Incoming, commit: Commit) -> bool:
         """All tokens are known. Blocks that turn out to be of others have not arrived."""
@@ -320,13 +324,13 @@ class DecodeSide:
     @staticmethod
     def _missing(incoming: _Incoming) -> list[int]:
         r = incoming.reservation
-        return [i for i in range(r.have, len(r.blocks)) if i not in incoming.arrived and i not in incoming.pulling]
+        return [i for i in r.coming if i not in incoming.arrived and i not in incoming.pulling]
 
     def _try_finish(self, incoming: _Incoming) -> bool:
         """Take the request over once everything is here."""
         commit, r, lease = incoming.commit, incoming.reservation, incoming.lease
         assert commit is not None
-        if len(incoming.arrived) < len(r.blocks) - r.have:  # counted: this is asked after every block
+        if len(incoming.arrived) < r.num_coming:  # counted: this is asked after every block
             return False
         del self._incoming[lease.request_id]
         self._close(lease, committed=True)
@@ -352,9 +356,10 @@ class DecodeSide:
 
     def check(self) -> None:
         """Raise AssertionError unless all room that is set aside is for somebody."""
-        reserved = sum(len(i.reservation.blocks) for i in self._incoming.values())
+        reserved = sum(len(i.reservation.held) for i in self._incoming.values())
         over = sum(self._incoming.get(i.lease.request_id) is not i for i, _ in self._pulls.values())
         assert reserved + over == self._scheduler.num_reserved_blocks, "room is set aside for nobody"
         for incoming in self._incoming.values():
             under_way = {index for i, index in self._pulls.values() if i is incoming}
             assert incoming.pulling.keys() == under_way, "a block comes that nobody knows of, or the reverse"
+            assert incoming.reservation.num_coming == len(incoming.reservation.coming)

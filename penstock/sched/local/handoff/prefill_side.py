@@ -24,6 +24,7 @@ from penstock.core.wire.handoff import (
     Staged,
     Waiting,
 )
+from penstock.kv.groups import key_of
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, blocks_for
@@ -49,6 +50,7 @@ class _Outgoing:
         push_again_at: when blocks may be sent once more, however often the decode side asks.
         asked: when the decode side was first asked.
         heard: when it last answered; before that, when it was asked.
+        seen: for each group of layers, its first block that is still seen where the request goes on.
         pushed: blocks that the decode side has or was sent.
         arrived: leading ones that it has, as far as is known.
         stages: that were begun; `staging`: whether the answer to the last is awaited.
@@ -60,6 +62,7 @@ class _Outgoing:
     request: Request
     frontend: str
     peer: Peer
+    seen: list[int]
     state: _State = _State.QUEUED
     retry_at: float = 0.0
     pause: float = 0.0
@@ -104,7 +107,9 @@ class PrefillSide:
         assert request.id not in self._outgoing
         sequence = self._scheduler.sequence(request.id)
         assert sequence is not None
-        self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer)
+        sequence.moving = not sequence.migrates
+        seen = sequence.seen_from(max(len(request.context), sequence.settled))
+        self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer, seen)
 
     def started(self, now: float, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -207,11 +212,8 @@ class PrefillSide:
 
     def _advance(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         """Send what there is to send of a sequence that may still be prefilling, or that decodes on."""
-        if sequence.dropped:
-            self._stay(out, "its first blocks have left the window and were given back")
-            return
         if out.state is _State.STREAMING:
-            while out.pushed < sequence.settled // BLOCK_TOKENS:
+            while out.pushed < sequence.settled // BLOCK_TOKENS * sequence.groups:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
             if not sequence.migrates and not out.staging:
@@ -225,15 +227,15 @@ class PrefillSide:
         if out.state is _State.QUEUED:  # it was told to leave when its last step here was under way
             self._ask(now, out)
         elif out.state is _State.STREAMING:
-            if sequence.computed % BLOCK_TOKENS:
-                self._push(out, sequence, out.pushed)
+            for index in range(out.pushed, blocks_for(sequence.computed) * sequence.groups):  # that are not full
+                self._push(out, sequence, index)
             out.state = _State.COMMITTING
             out.deadline, out.pause = now + self._lease, 0.0
             self._commit(now, out, sequence)
 
     def _stage(self, now: float, out: _Outgoing) -> None:
         """It decodes on: pause it if little is on its way, else find out how much of this arrives."""
-        if out.pushed - out.arrived <= LAST:
+        if out.pushed - out.arrived <= LAST * len(out.seen):
             self._scheduler.leave(out.lease.request_id)
         elif out.stages == STAGES:
             self._stay(out, "its blocks do not arrive as fast as it decodes")
@@ -246,21 +248,25 @@ class PrefillSide:
         self._transport.send(out.peer, Stage(out.lease))
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
-        self._scheduler.begin_transfer(sequence, index + 1)
+        """Unless no row to come sees the block."""
+        place, group = divmod(index, sequence.groups)
+        if place < out.seen[group]:
+            return
+        self._scheduler.begin_transfer(sequence, index)
         block = sequence.blocks[index]
         if self._transport.shares:
             self._scheduler.pool.offer(block)
-        full = (index + 1) * BLOCK_TOKENS <= sequence.settled
+        full = (place + 1) * BLOCK_TOKENS <= sequence.settled
         if full:
-            sequence.extend_keys(index + 1)
+            sequence.extend_keys(place + 1)
         generation, checksum = self._transport.stamp(block)
-        key = sequence.keys[index] if full else b""
+        key = key_of(sequence.keys[place], group) if full else b""
         self._transport.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         assert sequence.answered is not None
-        blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
+        blocks, cached = sequence.blocks_until(sequence.computed), sequence.cached_tokens or 0
         decode = max(0.0, now - sequence.answered)
         self._transport.send(out.peer, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
 
@@ -275,7 +281,7 @@ class PrefillSide:
         out.pause = self._lease / RETRIES if arrives or not out.pause else 2 * out.pause
         out.push_again_at, out.lacking = now + out.pause, len(indices)
         for index in indices:
-            if 0 <= index < blocks_for(sequence.computed):
+            if 0 <= index < sequence.blocks_until(sequence.computed):
                 self._push(out, sequence, index)
         self._commit(now, out, sequence)
 
@@ -328,6 +334,8 @@ class PrefillSide:
     def _abandon(self, out: _Outgoing, reason: str) -> None:
         del self._outgoing[out.lease.request_id]
         self._scheduler.end_transfer(out.lease.request_id)
+        if (sequence := self._scheduler.sequence(out.lease.request_id)) is not None:
+            sequence.moving = False
         self.abandoned += 1
         if out.state is not _State.QUEUED:
             self._transport.send(out.peer, Release(out.lease, reason))
