@@ -103,7 +103,10 @@ TABLES = Tables(
         Option("slowdown", between(1, 1e6), 1.0, "factor on all times, for a host that cannot keep up"),
         Option("noise", between(0, 1), 0.0, "standard deviation of a step's time, relative to it"),
         Option(
-            "kv-blocks", integer(1, 1 << 28), None, "of 64 tokens; by default what the modelled device has room for"
+            "kv-blocks",
+            integer(1, 1 << 28),
+            None,
+            "of 64 tokens, in one group of layers; by default what the modelled device has room for",
         ),
     ),
     transport=(
