@@ -192,7 +192,7 @@ class KVManager:
         """Blocks that these still need for the tokens they have."""
         promised, chunk = 0, self.chunk
         for s in sequences:
-            if len(s.tokens) > s.room or s.branching:  # most have all they need
+            if len(s.tokens) * s.groups > len(s.blocks) * BLOCK_TOKENS or s.branching:  # most have all they need
                 promised += s.missing(chunk)
         return promised
 

@@ -610,7 +610,7 @@ class Scheduler:
             self._answered.append(sequence)
         if sequence.prompt_logprobs is not None:
             output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        longest = min(len(request.prompt) + request.max_tokens, self.limits.max_model_len)
+        longest = min(len(request.prompt) + request.max_tokens, self.kv.limits.max_model_len)
         for token in run:
             tokens.append(token)
             output.tokens.append(token)
@@ -687,7 +687,8 @@ class Scheduler:
         grants = builder.grants
         for sequence in sequences:
             # most have room for this token and the next one: the rest is passed over
-            ready = sequence.computed + 1 < sequence.room and not sequence.branching
+            room = len(sequence.blocks) * BLOCK_TOKENS  # of all groups of layers
+            ready = (sequence.computed + 1) * sequence.groups < room and not sequence.branching
             if builder.budget and ready and sequence not in grants:
                 grants[sequence] = 1
                 builder.budget -= 1
