@@ -20,6 +20,7 @@ from penstock.sched.local.intake import Intake
 from penstock.service.flight import Flight
 from penstock.transfer.pool import memfd_pool, shared_pool
 from penstock.transfer.transports import LinkDown, open_transport
+from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector
 from tests.helpers.links import address, pool_server
 
@@ -211,6 +212,20 @@ def moved_twice(kind, folder, expected, count):
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 def test_whatever_moves_twice_has_the_same_tokens(kind, tmp_path, expected):
     moved_twice(kind, tmp_path, expected, 15)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_what_has_left_windows_moves_too(kind, tmp_path, monkeypatch):
+    """Of a model of which some layers see 100 tokens, and some everything."""
+    model = write_checkpoint(tmp_path / "model", "gemma3")
+    mixed = replace(options(), model=str(model), kv_cache_memory=24 << 20)
+    plain = [request for request in requests(15) if request.params.structured_outputs is None]
+    monkeypatch.setitem(globals(), "options", lambda: mixed)
+    monkeypatch.setitem(globals(), "requests", lambda count: plain)
+    with closing(build_engine(mixed, SystemClock())) as built:
+        collector = Collector(built.engine)
+        collector.run(*plain)
+    moved_twice(kind, tmp_path, lambda count: (collector.tokens, collector.logprobs), len(plain))
 
 
 @pytest.mark.slow

@@ -274,3 +274,19 @@ def test_what_may_miss_is_a_share_of_those_that_have_targets():
     requests = [replace(work(i, 0.01 * i, 200), offline=i % 10 > 0) for i in range(100)]
     part, _ = run(read(ONE.replace("1000", "1"), "instances: [{count: 1}]\n"), trace=requests, allowed_misses=0.3)
     assert not part["complete"]
+
+
+@pytest.mark.parametrize(("layout", "policy"), [(SPLIT, "hfx"), (COLOCATED, "unified")])
+def test_a_model_with_windows_holds_less(layout, policy):
+    """Gemma 3 on instances that could hold two of the longest sequences whole."""
+    engine = "engine: {geometry: gemma-3-27b, max-model-len: 8192, max-num-seqs: 32, kv-blocks: 1800}\n"
+    long_ones = "synthetic: {requests: 40, rate: 8, prompt: 4000, output: 60, prefixes: 3, prefix-tokens: 1024}"
+    workload = f"workload: {{{long_ones}, max-tokens: 600}}\nslo: {{ttft-ms: 4000, tpot-ms: 80}}\n"
+    result, cluster = run(read(workload, engine, layout), policy)
+    assert result["failed"] == 0
+    assert result["reused_tokens"] > 0
+    for place in cluster.places.values():
+        assert len(place.group.windows) == 7
+        assert place.group.whole_blocks > 1.5 * place.group.num_blocks / 7
+        place.instance.scheduler.check()
+        assert place.instance.scheduler.counters.preemptions == 0
