@@ -68,7 +68,7 @@ def longest_sequence(windows: Windows, chunk: int, num_blocks: int, most: int) -
 
 
 def spanned(window: int, chunk: int) -> int:
-    """Blocks that so many positions lie in at most, wherever they begin: those that the rows of a chunk see."""
+    """Blocks of a group with a window that the rows of a chunk see at most, wherever it begins."""
     return (max(window, 2) + chunk + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS
 
 
