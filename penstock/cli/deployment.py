@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 
 from penstock.cli.options import Option, between, integer, number, one_of, text, words
@@ -45,6 +46,13 @@ def device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) and name not in modelled:
         raise ValueError(", ".join(("cpu", "cuda", "cuda:N", *modelled)))
     return name
+
+
+def address(value: str) -> str:
+    with contextlib.suppress(ValueError):
+        if not ipaddress.IPv4Address(value).is_unspecified:
+            return value
+    raise ValueError("an IPv4 address of this host, as the others reach it")
 
 
 def span(value: str) -> tuple[float, float]:
@@ -135,6 +143,12 @@ TABLES = Tables(
         Option("most", integer(1, 4096), 1, "instances that serve; those beyond the groups are like the first one's"),
         Option("start-seconds", between(0, 86_400), 30.0, "from the decision until an instance serves, as is believed"),
         Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
+    ),
+    cluster=(
+        Option("host", address, "127.0.0.1", "address of this host, at which master, engines and peer links listen"),
+        Option("port", integer(1, 65535), 7600, "of the master, for the instances and frontends of other hosts"),
+        Option("master", text, None, "HOST:PORT of the master that this host's instances join, for `penstock join`"),
+        Option("secret", text, None, "known to all hosts of the deployment; by default PENSTOCK_CLUSTER_SECRET"),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(

@@ -2,6 +2,8 @@
 
 JSON:
     address             the ZMQ endpoint to bind, for frontends, and for launchers, which register their instances
+    public              one for other hosts; null for none
+    secured             whether links are protected by the deployment's secret, in PENSTOCK_CLUSTER_SECRET
     parent              process id; without that process this one ends
     policy              a name in `service.policies.BUNDLES`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
@@ -27,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.cli.curve import curve_of
 from penstock.cli.http import make_master
 from penstock.core.clock import RunningClock
 from penstock.core.errors import PenstockError
@@ -71,12 +74,14 @@ async def serve(settings: dict[str, Any]) -> None:
     policies = BUNDLES[settings["policy"]].make(circumstances)
     fleet = FleetLimits(**scaling) if scaling else None
     # by this clock a master that was stopped forgets no frontend for it
+    curve, seed = curve_of(settings), settings["seed"]
     pump = make_master(
-        context, registry, policies, settings["seed"], RunningClock(), flight_recorder=recording, fleet=fleet
+        context, registry, policies, seed, RunningClock(), flight_recorder=recording, fleet=fleet, curve=curve
     )
     pump.start()
     collect_rarely()
-    serving = asyncio.create_task(serve_frontends(pump, registry, context, settings["address"]))
+    addresses = [address for address in (settings["public"], settings["address"]) if address is not None]
+    serving = asyncio.create_task(serve_frontends(pump, registry, context, *addresses, curve=curve))
     asyncio.get_running_loop().add_signal_handler(STOP, serving.cancel)
     beating = asyncio.create_task(keep_beating(Path(settings["heartbeat"])))
     watching = asyncio.create_task(_until_orphaned(settings["parent"], serving))
