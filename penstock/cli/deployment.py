@@ -13,6 +13,7 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
+from penstock.service.etcd import ADDRESS as ETCD
 from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES
 
@@ -53,6 +54,12 @@ def address(value: str) -> str:
         if not ipaddress.IPv4Address(value).is_unspecified:
             return value
     raise ValueError("an IPv4 address of this host, as the others reach it")
+
+
+def etcd(value: str) -> str:
+    if not ETCD.fullmatch(value):
+        raise ValueError("etcd://HOST:PORT,HOST:PORT,.../NAME")
+    return value
 
 
 def span(value: str) -> tuple[float, float]:
@@ -149,6 +156,10 @@ TABLES = Tables(
         Option("port", integer(1, 65535), 7600, "of the master, for the instances and frontends of other hosts"),
         Option("master", text, None, "HOST:PORT of the master that this host's instances join, for `penstock join`"),
         Option("secret", text, None, "known to all hosts of the deployment; by default PENSTOCK_CLUSTER_SECRET"),
+        Option(
+            "registry", etcd, None, "etcd://HOST:PORT,HOST:PORT,.../NAME, of all hosts; by default the master is it"
+        ),
+        Option("masters", integer(1, 8), 1, "on ports from port on, of which one leads and the others stand by"),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(

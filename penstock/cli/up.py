@@ -126,6 +126,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             secret=cluster.secret if cluster is not None else None,
             model=fingerprint(directory),
             drain=server["drain_timeout"] if master else None,
+            registry=cluster.registry if cluster is not None else None,
         )
         return launcher.run()
 
@@ -143,11 +144,11 @@ def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[Proces
     """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
     and what processes know one another by, which is new in every run of a deployment on one host."""
     known = deployment.cluster.secret if deployment.cluster is not None else None
-    secret = {SECRET: known or secrets.token_hex(32)}
+    to_all = {} if known is None else {SECRET: known}
     return {
-        "engine": {**_threads(deployment), **ours, **secret},
-        "master": {**ours, **secret},
-        "frontend": {**ours, **secret, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
+        "engine": {**_threads(deployment), **ours, SECRET: known or secrets.token_hex(32)},
+        "master": {**ours, **to_all},
+        "frontend": {**ours, **to_all, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
 
 

@@ -97,7 +97,7 @@ def prepare(socket: zmq.Socket[Any], address: str, curve: Curve | None) -> None:
     """For a socket that is about to connect there."""
     if curve is not None:
         curve.connect(socket)
-    if address.startswith("tcp:"):  # the other host, or a cable, may fail without a word
+    if not address.startswith("ipc:"):  # the other host, or a cable, may fail without a word
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
@@ -111,7 +111,7 @@ class Channel(Generic[Sent, Received]):
     """Messages out, messages in, in order. Greets the other side when it connects, and every second from `open` on.
 
     Args:
-        address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost.
+        address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost. "" for nowhere yet.
         sender: name of this side; the other side's answers find it by that.
         greet: incarnation of this side -> the message that registers it and shows that it is alive. A connection is an
             incarnation: the other side discards what it had from the last one.
@@ -143,11 +143,24 @@ class Channel(Generic[Sent, Received]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL)
+        self._address = address
         prepare(self._socket, address, curve)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._data = Inbox(self._socket, self._on_data)
         self._events = Inbox(self._monitor, self._on_connection)
-        self._socket.connect(address)
+        if address:
+            self._socket.connect(address)
+
+    def move(self, address: str) -> None:
+        """Connect elsewhere from now on; nowhere with ""."""
+        if address == self._address:
+            return
+        if self._address:
+            self._socket.disconnect(self._address)
+        self._address, self.connected = address, False
+        if address:
+            self._socket.connect(address)
+        self._handle(ChannelLost("it is elsewhere now" if address else "there is none now"))
 
     def open(self, handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None]) -> None:
         """Begin; call it inside the event loop. From now on the channel greets, until it is closed.

@@ -122,12 +122,16 @@ class Cluster:
         port: of the master.
         master: "host:port" of the one that this host's instances join; None when it is here.
         secret: that all hosts know; None only where nobody else can connect.
+        registry: address of an etcd; None for a registry in the master.
+        masters: how many run here, of which one leads.
     """
 
     host: str
     port: int
     master: str | None
     secret: str | None
+    registry: str | None
+    masters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +299,9 @@ class _Parser:
         if cluster.secret is None and not ip_address(cluster.host).is_loopback:
             allowed = "allowed without a secret is only 127.0.0.1; set cluster.secret or PENSTOCK_CLUSTER_SECRET"
             self.file.complain(spots.get("host", spot), f"{cluster.host!r}, {allowed}")
+        if cluster.masters > 1 and cluster.registry is None:
+            why = "allowed without a registry is 1: it chooses which leads"
+            self.file.complain(spots["masters"], f"{cluster.masters}, {why}")
         return cluster
 
     def _scaling(self, policy: str, groups: Sequence[Group]) -> Scaling | None:

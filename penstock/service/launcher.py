@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.core.wire.master import HostReport, ToLauncher
     from penstock.service.deployment import Deployment, Group
+    from penstock.service.etcd import EtcdHost
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
@@ -76,6 +77,7 @@ def plan(
     kv_pool = folder / "kv-pool"
     places = [(group, name) for group in deployment.groups for name in group.instances]
     programs = []
+    registry = None if deployment.cluster is None else deployment.cluster.registry
     if deployment.orphans is not None:
         settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
         programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
@@ -98,14 +100,16 @@ def plan(
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["flight_recorder"] = deployment.flight_recorder
-    settings |= {"address": master_address(folder), "public": None}
-    if deployment.cluster is not None:
-        settings["public"] = f"tcp://{deployment.cluster.host}:{deployment.cluster.port}"
-    if master is None:
-        programs.append(program("master", "master", settings, socket=folder / "master"))
+    cluster = deployment.cluster
+    for number in range(0 if master is not None else 1 if cluster is None else cluster.masters):
+        name = f"master-{number}" if number else "master"
+        public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
+        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
+        programs.append(program(name, "master", settings | own, socket=folder / name))
     for number, listener in enumerate(listeners):
         name = f"frontend-{number}"
         settings = {"name": name, "listen_fd": listener.fileno(), "master": master or master_address(folder)}
+        settings["registry"] = registry
         settings["server"] = _server(deployment, directory, listener, number)
         programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
     return programs
@@ -243,6 +247,7 @@ class Launcher:
         master: its ZMQ endpoint, where instances are registered; None without a master's process.
         secret: of the deployment, where its links are protected.
         model: digest of what the instances serve.
+        registry: address of an etcd, where the instances are registered and the master is found.
         drain: for instances of a deployment that goes on without them: seconds that their requests get to finish; None
             for a whole deployment.
     """
@@ -258,6 +263,7 @@ class Launcher:
         secret: str | None = None,
         model: str = "",
         drain: float | None = None,
+        registry: str | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
@@ -273,6 +279,8 @@ class Launcher:
         self._master, self._wire = master, _Wire(secret)
         self._host, self._model, self._incarnation = f"{socket.gethostname()}/{os.getpid()}", model, time.time_ns()
         self._drain, self._leaves_by = drain, inf
+        self._registry = registry
+        self._etcd: EtcdHost | None = None
         self._refused_since: float | None = None
         self._told: HostReport | None = None  # what the master knows
         self._tell_at = -inf
@@ -300,8 +308,11 @@ class Launcher:
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
-        if self._master is not None and not self._awaits_kv_pool:
-            self._follow_master(self._master, self._clock.now())
+        if not self._awaits_kv_pool:
+            if self._registry is not None:
+                self._follow_registry(self._registry)
+            if self._master is not None:
+                self._follow_master(self._master, self._clock.now())
         return ended
 
     def close(self) -> None:
@@ -314,6 +325,8 @@ class Launcher:
             guard.close()
         if self._drain is not None and self._master is not None:
             self._wire.report(self._master, self._report(gone=True))
+        if self._etcd is not None:
+            self._etcd.close()
         self._wire.close()
 
     def _look(self) -> list[tuple[str, str]]:
@@ -383,6 +396,14 @@ class Launcher:
             self._supervisor.suspect(name, trouble.why if trouble is not None else "")
             if trouble is not None and trouble.hangs:
                 self._supervisor.hangs(name, trouble.why)
+
+    def _follow_registry(self, address: str) -> None:
+        if self._etcd is None:
+            from penstock.service.etcd import EtcdHost
+
+            self._etcd = EtcdHost(address)
+        self._etcd.instances = [] if self._supervisor.stopping else self._report().instances
+        self._master = self._etcd.master or None
 
     @property
     def _awaits_kv_pool(self) -> bool:

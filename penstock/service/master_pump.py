@@ -229,6 +229,7 @@ async def serve_frontends(
     context: zmq.SyncContext,
     *addresses: str,
     curve: Curve | None = None,
+    registers: bool = True,
 ) -> None:
     """Answer frontends, and register what launchers run, until cancelled.
 
@@ -236,8 +237,9 @@ async def serve_frontends(
         registry: the pump's, of which frontends are told.
         addresses: ZMQ endpoints to bind.
         curve: of the deployment; None where its links need no protection.
+        registers: whether launchers register their instances here; else the registry knows them all.
     """
-    desk = Desk(pump, registry, context, addresses, curve)
+    desk = Desk(pump, registry, context, addresses, curve, registers)
     try:
         await desk.run()
     finally:
@@ -254,6 +256,7 @@ class Desk:
         context: zmq.SyncContext,
         addresses: Sequence[str],
         curve: Curve | None,
+        registers: bool,
     ) -> None:
         self._pump = pump
         self._socket = context.socket(zmq.ROUTER)
@@ -265,8 +268,10 @@ class Desk:
         for address in addresses:
             self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)
-        self._launchers = Launchers(registry, self._send)
+        self._launchers = Launchers(registry if registers else None, self._send)
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
+        if not registers:
+            self._roll.complete()
         pump.deliver, pump.fleet = self._deliver, self._launchers
 
     async def run(self) -> None:

@@ -169,6 +169,10 @@ class RemotePlacement:
                 del self._asked[request_id]
                 self._answered(NoPlace(request_id, question.place.generation, why))
 
+    def move(self, address: str) -> None:
+        """The master is there now; nowhere with ""."""
+        self._channel.move(address)
+
     async def close(self) -> None:
         self._channel.close()
 
