@@ -159,7 +159,13 @@ TABLES = Tables(
         Option(
             "registry", etcd, None, "etcd://HOST:PORT,HOST:PORT,.../NAME, of all hosts; by default the master is it"
         ),
-        Option("masters", integer(1, 8), 1, "on ports from port on, of which one leads and the others stand by"),
+        Option(
+            "masters",
+            integer(1, 8),
+            None,
+            "on ports from port on; of those on all hosts one leads and the others stand by; by default 1, and with "
+            "penstock join none",
+        ),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(

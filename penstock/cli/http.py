@@ -192,7 +192,7 @@ def make_site(
     Args:
         name: of the frontend.
         began: when the engines began to start, by `SystemClock`.
-        master: the master's ZMQ endpoint; or the engines, for a master of its own in this process.
+        master: the master's ZMQ endpoint, "" when a registry has to tell; or the engines, for a master in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
@@ -216,7 +216,8 @@ def make_site(
     placement: Placement
     registry: Registry
     if isinstance(master, str):
-        placement = remote = RemotePlacement(master_channel(context, master, name, clock, curve), clock)
+        channel = master_channel(context, master, name, clock, curve)
+        placement = remote = RemotePlacement(channel, clock, falls_back=not master)
         registry = remote.registry
     else:
         policies, registry = BUNDLES["least_loaded"].make(Circumstances()), master

@@ -14,7 +14,7 @@ ADDRESS = re.compile(r"(tcp://)?[^/:]+:\d{1,5}")
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("join", help="add this host's instances to a running deployment", allow_abbrev=False)
-    parser.add_argument("master", nargs="?", help="HOST:PORT of its master; by default cluster.master of the file")
+    parser.add_argument("master", nargs="?", help="HOST:PORT of its master; by default of the file, or the registry")
     parser.add_argument("file", help="a YAML file as for penstock up, with the instances of this host")
     parser.set_defaults(run=run)
 
@@ -25,15 +25,18 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         deployment = read(args.file, {})
-        if deployment.cluster is None or not deployment.groups:
-            missing = "cluster" if deployment.cluster is None else "instances"
+        cluster = deployment.cluster
+        if cluster is None or not (deployment.groups or cluster.masters):
+            missing = "cluster" if cluster is None else "instances"
             raise ConfigError(f"{args.file}:1: {missing}: missing, and there is no default", missing)
-        master = args.master or deployment.cluster.master
-        if master is None or not ADDRESS.fullmatch(master):
+        if cluster.registry is None and cluster.masters:
             raise ConfigError(
-                f"cluster.master: {master!r}, allowed is the HOST:PORT of a deployment's master", "master"
+                "cluster.masters: the deployment has its master, allowed is another one only with a registry"
             )
+        master = "" if cluster.registry else args.master or cluster.master or ""
+        if cluster.registry is None and not ADDRESS.fullmatch(master):
+            raise ConfigError(f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master", "master")
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
-    return launch(deployment, f"tcp://{master.removeprefix('tcp://')}")
+    return launch(deployment, master and f"tcp://{master.removeprefix('tcp://')}")

@@ -84,7 +84,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
     """Run what is on this host, until SIGINT or SIGTERM; the exit code as of `run`.
 
     Args:
-        master: address of that of a deployment which this host's instances join; None for all of a deployment.
+        master: address of that of a deployment which this host joins, "" where a registry tells it; None to begin one.
     """
     from penstock.obs.logs import setup_logging
     from penstock.service.checkpoint import fingerprint
@@ -101,7 +101,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
-            for i in range(0 if master else deployment.frontends)
+            for i in range(0 if master is not None else deployment.frontends)
         ]
         cluster, doors = deployment.cluster, []
         if cluster is not None:
@@ -125,7 +125,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             master or master_address(folder),
             secret=cluster.secret if cluster is not None else None,
             model=fingerprint(directory),
-            drain=server["drain_timeout"] if master else None,
+            drain=server["drain_timeout"] if master is not None else None,
             registry=cluster.registry if cluster is not None else None,
         )
         return launcher.run()

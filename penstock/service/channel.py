@@ -155,12 +155,12 @@ class Channel(Generic[Sent, Received]):
         """Connect elsewhere from now on; nowhere with ""."""
         if address == self._address:
             return
-        if self._address:
-            self._socket.disconnect(self._address)
-        self._address, self.connected = address, False
+        before, self._address, self.connected = self._address, address, False
         if address:
             self._socket.connect(address)
-        self._handle(ChannelLost("it is elsewhere now" if address else "there is none now"))
+        if before:
+            self._socket.disconnect(before)
+            self._handle(ChannelLost("it is elsewhere now" if address else "there is none now"))
 
     def open(self, handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None]) -> None:
         """Begin; call it inside the event loop. From now on the channel greets, until it is closed.

@@ -123,7 +123,7 @@ class Cluster:
         master: "host:port" of the one that this host's instances join; None when it is here.
         secret: that all hosts know; None only where nobody else can connect.
         registry: address of an etcd; None for a registry in the master.
-        masters: how many run here, of which one leads.
+        masters: how many run here, of which one leads; None for one, where the deployment is begun.
     """
 
     host: str
@@ -131,7 +131,7 @@ class Cluster:
     master: str | None
     secret: str | None
     registry: str | None
-    masters: int
+    masters: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +299,7 @@ class _Parser:
         if cluster.secret is None and not ip_address(cluster.host).is_loopback:
             allowed = "allowed without a secret is only 127.0.0.1; set cluster.secret or PENSTOCK_CLUSTER_SECRET"
             self.file.complain(spots.get("host", spot), f"{cluster.host!r}, {allowed}")
-        if cluster.masters > 1 and cluster.registry is None:
+        if (cluster.masters or 1) > 1 and cluster.registry is None:
             why = "allowed without a registry is 1: it chooses which leads"
             self.file.complain(spots["masters"], f"{cluster.masters}, {why}")
         return cluster

@@ -60,7 +60,7 @@ def plan(
         listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
         engine_fields: group and number of an instance among all -> fields of its engine's options.
         doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
-        master: address of that of a deployment which this host joins; None to start one here.
+        master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
     """
     import msgspec
 
@@ -101,7 +101,8 @@ def plan(
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["flight_recorder"] = deployment.flight_recorder
     cluster = deployment.cluster
-    for number in range(0 if master is not None else 1 if cluster is None else cluster.masters):
+    masters = None if cluster is None else cluster.masters
+    for number in range(int(master is None) if masters is None else masters):
         name = f"master-{number}" if number else "master"
         public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
         own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}

@@ -43,7 +43,7 @@ from penstock.service.events import (
 from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.launchers import Fleet, Launchers
 from penstock.service.master import Master
-from penstock.service.placement import Answer, Answered
+from penstock.service.placement import Answer, Answered, Choose
 from penstock.service.recorder_file import RecorderFile
 from penstock.service.registry import LocalRegistry, Registry
 
@@ -182,8 +182,8 @@ class LocalPlacement:
     def waiting(self) -> int:
         return self._pump.master.waiting
 
-    def start(self, answered: Answered) -> None:
-        self._answered = answered
+    def start(self, answered: Answered, choose: Choose) -> None:
+        self._answered = answered  # the master is always here
         self._pump.deliver = self._deliver
         self._pump.start()
         self._renewing = asyncio.create_task(self._renew())

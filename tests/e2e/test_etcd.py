@@ -23,7 +23,7 @@ def test_members_and_masters_fail_and_nothing_is_lost(tmp_path):
     with three_members() as etcd:
         cluster = {"host": "127.0.0.1", "port": free_port(), "secret": "s", "registry": etcd.address}
         content = colocated(1, engine=SLOW, policy="round_robin", cluster=cluster | {"masters": 2})
-        with deployed(content) as up, joined(tmp_path, "unused:1", cluster, engine=SLOW, instances=[{"name": "b"}]):
+        with deployed(content) as up, joined(tmp_path, None, cluster, engine=SLOW, instances=[{"name": "b"}]):
             both = {"engine-0": "ready", "b-0": "ready"}
             eventually(lambda: states(up) == both, 60, up.log)
             eventually(lambda: any("b-0 is ready: " in line for line in up.lines), 30, up.log)
@@ -38,10 +38,13 @@ def test_members_and_masters_fail_and_nothing_is_lost(tmp_path):
 
             all_right(lambda: etcd.kill(0))
             assert states(up) == both
-            before = leader(up)
-            all_right(lambda: up.kill(before))
-            assert complete(up.url, max_tokens=4), "with a master or without"
-            eventually(lambda: leader(up) != before, 30, up.log)
+            up.kill(leader(up))
+            eventually(lambda: any("the master has gone" in line for line in up.lines), 10, up.log)
+            all_right(lambda: None)
+            fallback = up.metric("routing_decisions_total", policy="fallback", reason="no-master")
+            assert fallback == 4, "until another one is elected"
+            eventually(lambda: sum("this master leads" in line for line in up.lines) == 2, 30, up.log)
             eventually(lambda: sum("b-0 is ready: " in line for line in up.lines) == 2, 30, up.log)
             assert states(up) == both
+            assert complete(up.url, max_tokens=4)
         # the joined host has been killed by now: its lease ends by itself

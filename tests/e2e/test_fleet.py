@@ -63,10 +63,10 @@ def free_port():
 
 @contextlib.contextmanager
 def joined(folder, master, cluster, **content):
-    """A `penstock join`; killed at the end if it still runs."""
+    """A `penstock join`; killed at the end if it still runs. `master` is None where a registry tells it."""
     file = folder / f"{len(list(folder.iterdir()))}.yaml"
     file.write_text(yaml.safe_dump({"model": "demo", "cluster": cluster} | content, sort_keys=False))
-    host = Served("join", master, str(file), more=())
+    host = Served("join", *([master] if master else []), str(file), more=())
     try:
         yield host
     finally:
