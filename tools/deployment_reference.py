@@ -27,6 +27,7 @@ SECTIONS = (
     ("`kv-pool`", TABLES.kv_pool),
     ("`restart`", TABLES.restart),
     ("`scaling`", TABLES.scaling),
+    ("`cluster`", TABLES.cluster),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 
 from penstock.cli.options import Option, between, integer, number, one_of, text, words
@@ -12,6 +13,7 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
+from penstock.service.etcd import ADDRESS as ETCD
 from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES
 
@@ -45,6 +47,19 @@ def device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) and name not in modelled:
         raise ValueError(", ".join(("cpu", "cuda", "cuda:N", *modelled)))
     return name
+
+
+def address(value: str) -> str:
+    with contextlib.suppress(ValueError):
+        if not ipaddress.IPv4Address(value).is_unspecified:
+            return value
+    raise ValueError("an IPv4 address of this host, as the others reach it")
+
+
+def etcd(value: str) -> str:
+    if not ETCD.fullmatch(value):
+        raise ValueError("etcd://HOST:PORT,HOST:PORT,.../NAME")
+    return value
 
 
 def span(value: str) -> tuple[float, float]:
@@ -138,6 +153,22 @@ TABLES = Tables(
         Option("most", integer(1, 4096), 1, "instances that serve; those beyond the groups are like the first one's"),
         Option("start-seconds", between(0, 86_400), 30.0, "from the decision until an instance serves, as is believed"),
         Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
+    ),
+    cluster=(
+        Option("host", address, "127.0.0.1", "address of this host, at which master, engines and peer links listen"),
+        Option("port", integer(1, 65535), 7600, "of the master, for the instances and frontends of other hosts"),
+        Option("master", text, None, "HOST:PORT of the master that this host's instances join, for `penstock join`"),
+        Option("secret", text, None, "known to all hosts of the deployment; by default PENSTOCK_CLUSTER_SECRET"),
+        Option(
+            "registry", etcd, None, "etcd://HOST:PORT,HOST:PORT,.../NAME, of all hosts; by default the master is it"
+        ),
+        Option(
+            "masters",
+            integer(1, 8),
+            None,
+            "on ports from port on; of those on all hosts one leads and the others stand by; by default 1, and with "
+            "penstock join none",
+        ),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
     restart=(

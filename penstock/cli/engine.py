@@ -2,6 +2,8 @@
 
 JSON:
     name, address       of this instance; the ZMQ endpoint to bind
+    public              {"address", "fd"}: one for other hosts, and a socket that it inherits; null for none
+    secured             whether who connects has to know the deployment's secret, in PENSTOCK_CLUSTER_SECRET
     shown_as            its name in the log; without one where there is only one engine
     parent              process id; without that process this one ends
     role                "any", "prefill" or "decode": what the master means to place here
@@ -26,6 +28,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.curve import curve_of
 from penstock.cli.options import in_flags
 from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.garbage import collect_rarely
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.wire.engine import Ready
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
+    from penstock.engine.server import EngineServer
     from penstock.transfer.pool import OpenPool
     from penstock.transfer.transports import KVTransport
 
@@ -63,7 +67,6 @@ def main(settings: dict[str, Any]) -> int:
         os.environ.setdefault(variable, str(KERNELS_KEPT))
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import Heartbeat
-    from penstock.engine.server import EngineServer
 
     clock = SystemClock()
     incarnation = time.time_ns()
@@ -86,7 +89,7 @@ def main(settings: dict[str, Any]) -> int:
             log.error("%s", error)
             return 1
         ready = introduce(settings, incarnation, built, transport)
-        server = stack.enter_context(closing(EngineServer(settings["address"], clock)))
+        server = stack.enter_context(closing(listen(settings, clock)))
         heartbeat = Heartbeat(Path(settings["heartbeat"]), ready.device)
         collect_rarely()
         try:
@@ -107,6 +110,15 @@ def main(settings: dict[str, Any]) -> int:
             server.fail(f"{type(error).__name__}: {error}")
             return 1
     return 0
+
+
+def listen(settings: dict[str, Any], clock: Clock) -> EngineServer:
+    from penstock.engine.server import EngineServer
+
+    public = settings.get("public")
+    where = None if public is None else (public["address"], public["fd"])
+    curve = curve_of(settings)
+    return EngineServer(settings["address"], clock, where, None if curve is None else curve.listen)
 
 
 def open_pool(settings: dict[str, Any], incarnation: int) -> OpenPool:

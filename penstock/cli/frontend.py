@@ -5,6 +5,8 @@ JSON:
     listen_fd           a bound socket that it inherits
     parent              process id; without that process this one ends
     master              the master's ZMQ endpoint
+    registry            address of the etcd where the master is found; null where it is at `master`
+    secured             whether links are protected by the deployment's secret, in PENSTOCK_CLUSTER_SECRET
     server              fields of ServerOptions, but for the API keys: those come in PENSTOCK_API_KEY, which other users
                         of the host cannot see
     heartbeat           the heartbeat file, for hang detection
@@ -25,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.curve import curve_of
 from penstock.cli.http import ServerOptions, Site, allow_connections, make_site, set_up_logging
 from penstock.cli.options import words
 from penstock.core.clock import SystemClock
@@ -56,13 +59,27 @@ def main(settings: dict[str, Any]) -> int:
 async def serve(settings: dict[str, Any], options: ServerOptions, began: float) -> int:
     listener = socket.socket(fileno=settings["listen_fd"])
     link = socket.socket(fileno=sys.stdin.fileno())
-    site = make_site(options, listener, settings["name"], began, settings["master"], link=link)
+    name, curve = settings["name"], curve_of(settings)
+    master = "" if settings["registry"] else settings["master"]
+    site = make_site(options, listener, name, began, master, link=link, curve=curve)
+    watches = [watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"]))]
+    if settings["registry"]:
+        watches.append(follow_master(settings["registry"], site))
     asyncio.get_running_loop().add_signal_handler(STOP, site.drain)
     try:
-        await site.run(watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"])))
+        await site.run(*watches)
     finally:
         await site.close()
     return 0
+
+
+async def follow_master(registry: str, site: Site) -> None:
+    from penstock.service.etcd import MASTER, Etcd
+    from penstock.service.placement import RemotePlacement
+
+    placement = site.placement
+    assert isinstance(placement, RemotePlacement)
+    await Etcd(registry).follow(MASTER, lambda found: placement.move(found.get("", b"").decode()))
 
 
 async def watch_parent(parent: int, site: Site) -> None:

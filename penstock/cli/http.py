@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
     from penstock.service.channel import EngineChannel
+    from penstock.service.curve import Curve
     from penstock.service.frontend import Frontend
     from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
@@ -62,8 +63,12 @@ class ServerOptions:
     otlp_traces_endpoint: str | None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address cannot be had."""
+def bind(host: str, port: int, named: str = "") -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had.
+
+    Args:
+        named: the setting that it is from, where that is no flag.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -71,7 +76,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         flag = "host" if isinstance(error, socket.gaierror) else "port"
-        raise ConfigError(f"--{flag}: cannot listen on {host}:{port} ({error.strerror or error})", flag) from None
+        raise ConfigError(
+            f"{named or f'--{flag}'}: cannot listen on {host}:{port} ({error.strerror or error})", flag
+        ) from None
     return listener
 
 
@@ -179,13 +186,15 @@ def make_site(
     master: str | LocalRegistry,
     flight_recorder: str | None = None,
     link: socket.socket | None = None,
+    curve: Curve | None = None,
 ) -> Site:
     """
     Args:
         name: of the frontend.
         began: when the engines began to start, by `SystemClock`.
-        master: the master's ZMQ endpoint; or the engines, for a master of its own in this process.
+        master: the master's ZMQ endpoint, "" when a registry has to tell; or the engines, for a master in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
+        curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
     """
     import zmq
@@ -207,7 +216,8 @@ def make_site(
     placement: Placement
     registry: Registry
     if isinstance(master, str):
-        placement = remote = RemotePlacement(master_channel(context, master, name, clock), clock)
+        channel = master_channel(context, master, name, clock, curve)
+        placement = remote = RemotePlacement(channel, clock, falls_back=not master)
         registry = remote.registry
     else:
         policies, registry = BUNDLES["least_loaded"].make(Circumstances()), master
@@ -220,7 +230,7 @@ def make_site(
 
         tracing = otlp_tracing(options.otlp_traces_endpoint)
     tokenizer = Tokenizer(options.directory, options.chat_template)
-    connect = _connector(context, name, "frontend", clock)
+    connect = _connector(context, name, "frontend", clock, curve)
     frontend = Frontend(
         tokenizer,
         options.names,
@@ -254,6 +264,7 @@ def make_master(
     name: str = "master",
     flight_recorder: str | None = None,
     fleet: FleetLimits | None = None,
+    curve: Curve | None = None,
 ) -> MasterPump:
     """A master with its own channels to the engines.
 
@@ -262,6 +273,7 @@ def make_master(
         name: its name at the engines; two masters of one name would receive each other's messages.
         flight_recorder: the file where it writes what it decides. Raises ConfigError when it cannot.
         fleet: what scaling may do.
+        curve: protects the links to the engines.
     """
     import time
 
@@ -275,16 +287,16 @@ def make_master(
         recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
     master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=recorder)
-    return MasterPump(master, registry, _connector(context, name, "master", clock), clock, recording)
+    return MasterPump(master, registry, _connector(context, name, "master", clock, curve), clock, recording)
 
 
 def _connector(
-    context: zmq.SyncContext, name: str, kind: Literal["frontend", "master"], clock: Clock
+    context: zmq.SyncContext, name: str, kind: Literal["frontend", "master"], clock: Clock, curve: Curve | None
 ) -> Callable[[Endpoint], EngineChannel]:
     """What makes channels to engines."""
     from penstock.service.channel import engine_channel
 
-    return lambda endpoint: engine_channel(context, endpoint.address, name, kind, clock)
+    return lambda endpoint: engine_channel(context, endpoint.address, name, kind, clock, curve)
 
 
 def _http_server(app: Any, options: ServerOptions, link: socket.socket | None) -> uvicorn.Server:

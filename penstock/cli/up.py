@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.curve import SECRET
 from penstock.cli.http import allow_connections, bind
 from penstock.cli.options import read_text
 from penstock.cli.run_folder import run_folder
@@ -43,13 +44,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 2 when something cannot be served, 1 when it cannot be kept up."""
-    from penstock.cli.deployment import TABLES
-    from penstock.service.deployment import parse
-
     overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
-    content = read_text(args.file, f"{args.file}:")
     try:
-        deployment = parse(args.file, content, TABLES, overrides, total_memory())
+        deployment = read(args.file, overrides)
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
@@ -59,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         for warning in warnings_about(deployment, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
         return 0
-    return _up(deployment)
+    return launch(deployment)
 
 
 def _check_checkpoint(deployment: Deployment) -> None:
@@ -74,8 +71,23 @@ def _check_checkpoint(deployment: Deployment) -> None:
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
-def _up(deployment: Deployment) -> int:
+def read(file: str, overrides: dict[str, Any]) -> Deployment:
+    """Raises ConfigError, with a line for each mistake."""
+    from penstock.cli.deployment import TABLES
+    from penstock.service.deployment import parse
+
+    secret = os.environ.get(SECRET)
+    return parse(file, read_text(file, f"{file}:"), TABLES, overrides, total_memory(), {"secret": secret or None})
+
+
+def launch(deployment: Deployment, master: str | None = None) -> int:
+    """Run what is on this host, until SIGINT or SIGTERM; the exit code as of `run`.
+
+    Args:
+        master: address of that of a deployment which this host joins, "" where a registry tells it; None to begin one.
+    """
     from penstock.obs.logs import setup_logging
+    from penstock.service.checkpoint import fingerprint
     from penstock.service.launcher import Launcher, master_address, plan
     from penstock.service.supervisor import Supervisor
 
@@ -89,17 +101,34 @@ def _up(deployment: Deployment) -> int:
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
-            for i in range(deployment.frontends)
+            for i in range(0 if master is not None else deployment.frontends)
         ]
+        cluster, doors = deployment.cluster, []
+        if cluster is not None:
+            count = sum(len(group.instances) for group in deployment.groups)
+            doors = [stack.enter_context(bind(cluster.host, 0, "cluster.host")) for _ in range(count)]
+            for door in doors:
+                door.listen()  # as ZMQ wants it
         if sys.stdout.isatty():
             _show(deployment, listeners)
         folder = stack.enter_context(run_folder())
         fields = partial(_engine_fields, directory, server["seed"] or 0)
-        programs = plan(deployment, directory, folder, listeners, fields)
+        programs = plan(deployment, directory, folder, listeners, fields, doors, master)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
         surroundings = environments(deployment, os.environ)
-        master = master_address(folder)
-        return Launcher(programs, supervisor, SystemClock(), surroundings, listeners, master).run()
+        launcher = Launcher(
+            programs,
+            supervisor,
+            SystemClock(),
+            surroundings,
+            listeners,
+            master or master_address(folder),
+            secret=cluster.secret if cluster is not None else None,
+            model=fingerprint(directory),
+            drain=server["drain_timeout"] if master is not None else None,
+            registry=cluster.registry if cluster is not None else None,
+        )
+        return launcher.run()
 
 
 def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:
@@ -113,10 +142,13 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
 
 def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[ProcessKind, Mapping[str, str]]:
     """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
-    and what engines know one another by, which is new in every run."""
+    and what processes know one another by, which is new in every run of a deployment on one host."""
+    known = deployment.cluster.secret if deployment.cluster is not None else None
+    to_all = {} if known is None else {SECRET: known}
     return {
-        "engine": {**_threads(deployment), **ours, "PENSTOCK_CLUSTER_SECRET": secrets.token_hex(32)},
-        "frontend": {**ours, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
+        "engine": {**_threads(deployment), **ours, SECRET: known or secrets.token_hex(32)},
+        "master": {**ours, **to_all},
+        "frontend": {**ours, **to_all, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
 
 

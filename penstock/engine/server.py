@@ -71,9 +71,17 @@ class EngineServer:
     Args:
         address: a ZMQ endpoint to bind, such as ipc:///run/engine.sock.
         clock: for status reports and leases.
+        public: an address for other hosts, and the descriptor of a socket that listens there.
+        protect: makes a socket that is about to be bound safe from strangers; what it returns is called at the end.
     """
 
-    def __init__(self, address: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        address: str,
+        clock: Clock,
+        public: tuple[str, int] | None = None,
+        protect: Callable[[zmq.SyncSocket], Callable[[], None]] | None = None,
+    ) -> None:
         self._clock = clock
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -81,6 +89,11 @@ class EngineServer:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting client keeps its identity
+        self._unprotect = protect(self._socket) if protect is not None else None
+        if public is not None:
+            self._socket.setsockopt(zmq.USE_FD, public[1])
+            self._socket.bind(public[0])
+            self._socket.setsockopt(zmq.USE_FD, -1)
         self._socket.bind(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -163,6 +176,8 @@ class EngineServer:
 
     def close(self) -> None:
         self._socket.close()
+        if self._unprotect is not None:
+            self._unprotect()
         self._context.term()
 
     def _patience(self, stalled: bool) -> float:

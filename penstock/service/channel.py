@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -26,10 +26,17 @@ from penstock.core.wire.master import (
 )
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
 
+if TYPE_CHECKING:
+    from penstock.service.curve import Curve
+
 log = logging.getLogger("penstock.channel")
 GREETING_INTERVAL = 1.0  # seconds; well within `core.wire.engine.LEASE`
 RECONNECT_INTERVAL = 50  # ms
 LINGER = 200  # ms for sending the remaining messages after `close`
+
+HEARTBEAT = 1000  # ms between two signs of life on a link to another host
+DEAD_AFTER = 4000  # ms without one after which it is lost
+CONNECT_TIMEOUT = 2000  # ms
 
 Sent = TypeVar("Sent", bound=msgspec.Struct)
 Received = TypeVar("Received")
@@ -86,6 +93,16 @@ class Inbox:
                 log.exception("a message could not be handled")
 
 
+def prepare(socket: zmq.Socket[Any], address: str, curve: Curve | None) -> None:
+    """For a socket that is about to connect there."""
+    if curve is not None:
+        curve.connect(socket)
+    if not address.startswith("ipc:"):  # the other host, or a cable, may fail without a word
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
+
+
 def _not_opened(message: object) -> None:
     raise AssertionError("a message came before the channel was opened")
 
@@ -94,11 +111,12 @@ class Channel(Generic[Sent, Received]):
     """Messages out, messages in, in order. Greets the other side when it connects, and every second from `open` on.
 
     Args:
-        address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost.
+        address: the other side's ZMQ endpoint; it may be bound later, and again after it was lost. "" for nowhere yet.
         sender: name of this side; the other side's answers find it by that.
         greet: incarnation of this side -> the message that registers it and shows that it is alive. A connection is an
             incarnation: the other side discards what it had from the last one.
         decode: of what comes; raises `msgspec.DecodeError`.
+        curve: of the deployment; None where its links need no protection.
     """
 
     def __init__(
@@ -109,6 +127,7 @@ class Channel(Generic[Sent, Received]):
         greet: Callable[[int], Sent],
         decode: Callable[[bytes], Received],
         clock: Clock,
+        curve: Curve | None = None,
     ) -> None:
         self.connected = False
         self._greet_with = greet
@@ -124,10 +143,24 @@ class Channel(Generic[Sent, Received]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL)
+        self._address = address
+        prepare(self._socket, address, curve)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._data = Inbox(self._socket, self._on_data)
         self._events = Inbox(self._monitor, self._on_connection)
-        self._socket.connect(address)
+        if address:
+            self._socket.connect(address)
+
+    def move(self, address: str) -> None:
+        """Connect elsewhere from now on; nowhere with ""."""
+        if address == self._address:
+            return
+        before, self._address, self.connected = self._address, address, False
+        if address:
+            self._socket.connect(address)
+        if before:
+            self._socket.disconnect(before)
+            self._handle(ChannelLost("it is elsewhere now" if address else "there is none now"))
 
     def open(self, handle: Callable[[Received | ChannelLost | msgspec.DecodeError], None]) -> None:
         """Begin; call it inside the event loop. From now on the channel greets, until it is closed.
@@ -237,9 +270,18 @@ def engine_channel(
     sender: str,
     kind: Literal["frontend", "master"],
     clock: Clock,
+    curve: Curve | None = None,
 ) -> EngineChannel:
-    return Channel(context, address, sender, lambda incarnation: Hello(sender, incarnation, kind), decode_event, clock)
+    def greet(incarnation: int) -> Hello:
+        return Hello(sender, incarnation, kind)
+
+    return Channel(context, address, sender, greet, decode_event, clock, curve)
 
 
-def master_channel(context: zmq.SyncContext, address: str, sender: str, clock: Clock) -> MasterChannel:
-    return Channel(context, address, sender, lambda incarnation: Join(sender, incarnation), decode_from_master, clock)
+def master_channel(
+    context: zmq.SyncContext, address: str, sender: str, clock: Clock, curve: Curve | None = None
+) -> MasterChannel:
+    def greet(incarnation: int) -> Join:
+        return Join(sender, incarnation)
+
+    return Channel(context, address, sender, greet, decode_from_master, clock, curve)

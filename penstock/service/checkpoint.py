@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ DEMO = Path(__file__).parent.parent / "demo"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_DOUBLES = ["consolidated*"]  # the same weights in another layout
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # never pickles, never code
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file of weights
 # generation_config.json's name -> ours
 SAMPLING = {
     "temperature": "temperature",
@@ -53,6 +55,21 @@ def find_checkpoint(name: str) -> Path:
     except Exception as error:  # the library's errors have no common root
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"model: {name!r} is no folder here and the hub did not give it: {reason}", "model") from None
+
+
+def fingerprint(directory: Path) -> str:
+    """A digest by which checkpoints are told apart: of config.json, and of samples of the weights, whatever folder they
+    are in. All of them would have to be read."""
+    digest = blake2b(digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as weights:
+            for i in range(SAMPLES):
+                weights.seek(size * i // SAMPLES)
+                digest.update(weights.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

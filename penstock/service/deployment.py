@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from typing import Any
 
 from penstock.core.wire.engine import Role
@@ -51,6 +52,7 @@ class Tables:
     kv_pool: Sequence[Setting]
     restart: Sequence[Setting]
     scaling: Sequence[Setting]
+    cluster: Sequence[Setting]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,27 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How the hosts of a deployment reach one another.
+
+    Attributes:
+        host: IPv4 address of this one, where its master, engines and peer links listen.
+        port: of the master.
+        master: "host:port" of the one that this host's instances join; None when it is here.
+        secret: that all hosts know; None only where nobody else can connect.
+        registry: address of an etcd; None for a registry in the master.
+        masters: how many run here, of which one leads; None for one, where the deployment is begun.
+    """
+
+    host: str
+    port: int
+    master: str | None
+    secret: str | None
+    registry: str | None
+    masters: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """How many instances may serve, for policies that start and stop them; more are like the first group's.
 
@@ -137,6 +160,7 @@ class Deployment:
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
+        cluster: None when all of it is on one host.
         scaling: None when the instances that serve are always the same.
         orphans: seconds that the KV pool server keeps the blocks of a failed engine; None without such a server.
         warnings: about settings that are allowed but probably a mistake.
@@ -153,8 +177,14 @@ class Deployment:
     restart: Restart
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     scaling: Scaling | None = None
+    cluster: Cluster | None = None
     flight_recorder: str | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def secured(self) -> bool:
+        """Whether links between its processes are authenticated and encrypted."""
+        return self.cluster is not None and self.cluster.secret is not None
 
     @property
     def names(self) -> list[str]:
@@ -163,30 +193,46 @@ class Deployment:
 
 
 def parse(
-    name: str, text: str, tables: Tables, overrides: dict[str, Any] | None = None, memory: int | None = None
+    name: str,
+    text: str,
+    tables: Tables,
+    overrides: dict[str, Any] | None = None,
+    memory: int | None = None,
+    cluster: Mapping[str, Any] | None = None,
 ) -> Deployment:
     """
     Args:
         name: of the file, for messages.
         overrides: values of settings at the top by key, that go before the file's.
         memory: bytes of the host's; None when it is not known.
+        cluster: values of settings in that section, for where the file gives none.
 
     Raises:
         ConfigError: one line "FILE:LINE: key.path: value, allowed is ..." for each mistake.
     """
-    return _Parser(SettingsFile(name, text), tables, memory).parse(overrides or {})
+    return _Parser(SettingsFile(name, text), tables, memory).parse(overrides or {}, cluster or {})
 
 
 class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables, memory: int | None) -> None:
         self.file, self.tables, self.memory = file, tables, memory
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
-        sections = ("limits", "engine", "instances", "priorities", "transport", "kv-pool", "restart", "scaling")
+        sections = (
+            "limits",
+            "engine",
+            "instances",
+            "priorities",
+            "transport",
+            "kv-pool",
+            "restart",
+            "scaling",
+            "cluster",
+        )
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
         self.group_spots: list[Mapping[str, Spot]] = []  # beside the groups: every option, wherever it was given
 
-    def parse(self, overrides: dict[str, Any]) -> Deployment:
+    def parse(self, overrides: dict[str, Any], cluster_defaults: Mapping[str, Any]) -> Deployment:
         file, tables, spots = self.file, self.tables, self.spots
         top = _defaults(tables.top) | file.values(spots, tables.top) | overrides
         limits = self._section("limits", tables.limits)
@@ -196,6 +242,7 @@ class _Parser:
         faults = self._faults(transport_spots.get("faults"))
         orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
+        cluster = self._cluster(cluster_defaults)
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
         policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
@@ -205,11 +252,14 @@ class _Parser:
             more = scaling.most - sum(group.count for group in groups)
             groups[0] = replace(groups[0], more=max(0, more))
         for needed in ("model", "instances"):
-            if needed not in spots:
+            if needed not in spots and (needed == "model" or cluster is None):
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
-        self._check_groups(groups)
+        self._check_groups(groups, alone=cluster is None)
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
+        if cluster is not None:
+            linked |= bool(groups) and all(group.shares_memory for group in groups)
+            transport["kind"] = transport["kind"] if "kind" in transport_spots else "tcp"
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
         if roles and policy == COLOCATED:
@@ -222,6 +272,7 @@ class _Parser:
             groups=tuple(groups),
             policy=policy,
             priorities=priorities,
+            cluster=cluster,
             scaling=scaling,
             lease=transport["lease"],
             transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
@@ -234,6 +285,24 @@ class _Parser:
     def _section(self, name: str, settings: Sequence[Setting]) -> dict[str, Any]:
         spots = self.file.section(self.spots.get(name), _names(settings))
         return _defaults(settings) | self.file.values(spots, settings)
+
+    def _cluster(self, defaults: Mapping[str, Any]) -> Cluster | None:
+        """
+        Args:
+            defaults: for what the file does not give.
+        """
+        spot, settings = self.spots.get("cluster"), self.tables.cluster
+        if spot is None:
+            return None
+        spots = self.file.section(spot, _names(settings))
+        cluster = Cluster(**_defaults(settings) | dict(defaults) | self.file.values(spots, settings))
+        if cluster.secret is None and not ip_address(cluster.host).is_loopback:
+            allowed = "allowed without a secret is only 127.0.0.1; set cluster.secret or PENSTOCK_CLUSTER_SECRET"
+            self.file.complain(spots.get("host", spot), f"{cluster.host!r}, {allowed}")
+        if (cluster.masters or 1) > 1 and cluster.registry is None:
+            why = "allowed without a registry is 1: it chooses which leads"
+            self.file.complain(spots["masters"], f"{cluster.masters}, {why}")
+        return cluster
 
     def _scaling(self, policy: str, groups: Sequence[Group]) -> Scaling | None:
         spot = self.spots.get("scaling")
@@ -321,11 +390,16 @@ class _Parser:
                 f"with {top['frontends']} frontends, each on a port of its own",
             )
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[Group], alone: bool) -> None:
+        """
+        Args:
+            alone: there are no other hosts.
+        """
         if not groups and "instances" in self.spots:
             self.file.complain(self.spots["instances"], "empty, allowed is a list of at least one group")
         self._check_names(groups)
-        self._check_roles(groups)
+        if alone:  # else the others may be elsewhere
+            self._check_roles(groups)
         self._check_devices(groups)
         self._check_sizes(groups)
         self._check_gpu_memory(groups)

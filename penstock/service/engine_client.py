@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,10 +28,11 @@ from penstock.core.wire.engine import (
     Stayed,
     StepReport,
 )
-from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Placed, Queued, Relocate, Settled
+from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Place, Placed, Queued, Relocate, Settled
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import Channels, EngineChannel
+from penstock.service.fallback import least_loaded
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
 from penstock.service.generation import Generation
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
@@ -55,6 +56,7 @@ class Instance:
         said: the same, or of the previous incarnation while none serves.
         heard: when its newest message came, in the clock's seconds.
         lost: why its last incarnation ended; "" before the first, and while one runs.
+        load: sequences on it, as it said last.
         suspicion: why it cannot serve, or may not be able to, as its launcher says; "" when that says nothing.
     """
 
@@ -64,6 +66,7 @@ class Instance:
     said: Ready | None = None
     heard: float = 0.0
     lost: str = ""
+    load: int = 0
     suspicion: str = ""
 
     def state(self, now: float) -> str:
@@ -186,7 +189,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Start receiving from the engines; call it inside the event loop."""
-        self._placement.start(self._answered)
+        self._placement.start(self._answered, self._choose)
         self._registry.watch(self._on_registry)
         self._ticking = asyncio.create_task(self._keep_time())
 
@@ -254,6 +257,14 @@ class EngineClient:
             self._placement.ask(flight.question(now, self._patience_of(flight, now)))
         except Exception as error:
             self._cannot_place(flight, error)
+
+    def _choose(self, place: Place) -> Placed | None:
+        """A place that needs no master."""
+        now, loads = self._clock.now(), Counter(peer.name for f in self.flights.values() for peer in f.peers)
+        for name, instance in self.instances.items():
+            loads[name] = max(loads[name], instance.load)
+        serving = [i.ready for i in self.instances.values() if i.ready is not None and i.well(now)]
+        return least_loaded(place, serving, loads)
 
     def _answered(self, answer: Answer) -> None:
         flight = self.flights.get(answer.request_id)
@@ -417,6 +428,7 @@ class EngineClient:
         instance.heard = self._clock.now()
         match event:
             case StepReport() if instance.is_current(event.incarnation):
+                instance.load = event.stats.running + event.stats.waiting
                 self._metrics.observe_stats(instance.name, event.stats, event.step_tokens)
                 self._deliver(instance.name, event)
             case Ready():

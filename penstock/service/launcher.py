@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.heartbeat import read_heartbeat
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
     from penstock.core.wire.master import HostReport, ToLauncher
     from penstock.service.deployment import Deployment, Group
+    from penstock.service.etcd import EtcdHost
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
 LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
 REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 RECONNECT = 50  # ms
+LINGER = 200  # ms for the last message
+REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
 LAST_OUTPUT = 500  # characters
 STDERR = 2
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -46,6 +49,8 @@ def plan(
     folder: Path,
     listeners: Sequence[socket.socket],
     engine_fields: Callable[[Group, int], dict[str, Any]],
+    doors: Sequence[socket.socket] = (),
+    master: str | None = None,
 ) -> list[Program]:
     """Every process of the deployment, in the order in which they start.
 
@@ -54,6 +59,8 @@ def plan(
         folder: for sockets; short, because the path of one has at most 107 bytes.
         listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
         engine_fields: group and number of an instance among all -> fields of its engine's options.
+        doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
+        master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
     """
     import msgspec
 
@@ -61,14 +68,16 @@ def plan(
         "parent": os.getpid(),
         "log_level": deployment.server["log_level"],
         "log_format": deployment.server["log_format"],
+        "secured": deployment.secured,
     }
 
     def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
         return make_program(name, kind, {**common, **settings}, folder / f"{name}.heartbeat", **more)
 
-    kv_pool, master = folder / "kv-pool", master_address(folder)
+    kv_pool = folder / "kv-pool"
     places = [(group, name) for group in deployment.groups for name in group.instances]
     programs = []
+    registry = None if deployment.cluster is None else deployment.cluster.registry
     if deployment.orphans is not None:
         settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
         programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
@@ -76,20 +85,32 @@ def plan(
         place = {"address": f"ipc://{folder}/{name}", "role": group.role}
         settings = {**place, "name": name, "shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
-        settings |= {"kv_pool": None, "transport": None}
+        settings |= {"kv_pool": None, "transport": None, "public": None}
         if group.shares_memory:
             settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
         needs = "kv-pool" if group.shares_memory else None
-        more = {"needs": needs, "socket": folder / name, "starts": name not in group.spares}
+        more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": name not in group.spares}
+        if doors:
+            host, port = doors[number].getsockname()
+            more["public"] = f"tcp://{host}:{port}"
+            settings["public"] = {"address": more["public"], "fd": doors[number].fileno()}
+            more["descriptors"] = (doors[number].fileno(),)
         programs.append(program(name, "engine", settings, **place, **more))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["flight_recorder"] = deployment.flight_recorder
-    programs.append(program("master", "master", settings | {"address": master}, socket=folder / "master"))
+    cluster = deployment.cluster
+    masters = None if cluster is None else cluster.masters
+    for number in range(int(master is None) if masters is None else masters):
+        name = f"master-{number}" if number else "master"
+        public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
+        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
+        programs.append(program(name, "master", settings | own, socket=folder / name))
     for number, listener in enumerate(listeners):
         name = f"frontend-{number}"
-        settings = {"name": name, "listen_fd": listener.fileno(), "master": master}
+        settings = {"name": name, "listen_fd": listener.fileno(), "master": master or master_address(folder)}
+        settings["registry"] = registry
         settings["server"] = _server(deployment, directory, listener, number)
         programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
     return programs
@@ -113,8 +134,8 @@ def make_program(name: str, kind: ProcessKind, settings: Mapping[str, Any], hear
 def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
     if deployment.transport is None:
         return None
-    kind = deployment.transport.kind
-    address = f"unix:{path}" if kind == "shared" else "tcp:127.0.0.1:0"
+    kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
+    address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
     return {"kind": kind, "address": address, "faults": deployment.transport.faults}
 
 
@@ -156,7 +177,8 @@ class _Voice:
 class _Wire:
     """What is said over ZMQ, which is imported when there is something to say: engines wait for the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str | None) -> None:
+        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[str, zmq.Socket[bytes]] = {}  # by address; kept, or a message would be lost with it
 
@@ -199,18 +221,22 @@ class _Wire:
     def _socket(self, address: str, options: Mapping[int, int] | None = None) -> zmq.Socket[bytes]:
         import zmq
 
+        from penstock.service.channel import prepare
+        from penstock.service.curve import Curve
+
         if self._context is None:
             self._context = zmq.Context()
         if address not in self._sockets:
             made = self._sockets[address] = self._context.socket(zmq.DEALER)
             for option, value in {zmq.LINGER: 0, **(options or {})}.items():
                 made.setsockopt(option, value)
+            prepare(made, address, Curve(self._secret) if self._secret is not None else None)
             made.connect(address)
         return self._sockets[address]
 
     def close(self) -> None:
         if self._context is not None:
-            self._context.destroy(linger=0)
+            self._context.destroy(linger=LINGER)
 
 
 class Launcher:
@@ -220,8 +246,11 @@ class Launcher:
         environments: kind -> environment of its processes, where it is not this process's own.
         listeners: of the frontends; closed when these have ended for good, so that clients are refused.
         master: its ZMQ endpoint, where instances are registered; None without a master's process.
-        host: name of this launcher among all.
+        secret: of the deployment, where its links are protected.
         model: digest of what the instances serve.
+        registry: address of an etcd, where the instances are registered and the master is found.
+        drain: for instances of a deployment that goes on without them: seconds that their requests get to finish; None
+            for a whole deployment.
     """
 
     def __init__(
@@ -232,8 +261,10 @@ class Launcher:
         environments: Mapping[ProcessKind, Mapping[str, str]],
         listeners: Sequence[socket.socket] = (),
         master: str | None = None,
-        host: str = "",
+        secret: str | None = None,
         model: str = "",
+        drain: float | None = None,
+        registry: str | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock, self._environments = supervisor, clock, environments
@@ -246,8 +277,12 @@ class Launcher:
         self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
         self._signals: list[int] = []
         self._listeners = listeners
-        self._master, self._wire = master, _Wire()
-        self._host, self._model, self._incarnation = host or socket.gethostname(), model, time.time_ns()
+        self._master, self._wire = master, _Wire(secret)
+        self._host, self._model, self._incarnation = f"{socket.gethostname()}/{os.getpid()}", model, time.time_ns()
+        self._drain, self._leaves_by = drain, inf
+        self._registry = registry
+        self._etcd: EtcdHost | None = None
+        self._refused_since: float | None = None
         self._told: HostReport | None = None  # what the master knows
         self._tell_at = -inf
 
@@ -274,8 +309,11 @@ class Launcher:
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
-        if self._master is not None and not self._awaits_kv_pool:
-            self._follow_master(self._master, self._clock.now())
+        if not self._awaits_kv_pool:
+            if self._registry is not None:
+                self._follow_registry(self._registry)
+            if self._master is not None:
+                self._follow_master(self._master, self._clock.now())
         return ended
 
     def close(self) -> None:
@@ -286,14 +324,24 @@ class Launcher:
         self._processes.clear()
         for guard in self._guards.values():
             guard.close()
+        if self._drain is not None and self._master is not None:
+            self._wire.report(self._master, self._report(gone=True))
+        if self._etcd is not None:
+            self._etcd.close()
         self._wire.close()
 
     def _look(self) -> list[tuple[str, str]]:
         """Report changes since the last check to the supervisor."""
         now = self._clock.now()
         while self._signals:
-            follows = "running requests are ended" if self._supervisor.stopping else "running requests may finish"
+            again = self._supervisor.stopping or self._leaves_by < inf
+            follows = "running requests are ended" if again else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
+            if self._drain is not None and not again:
+                self._leaves_by = now + self._drain
+            else:
+                self._supervisor.stop(now)
+        if self._leaves_by < inf and not self._supervisor.stopping and (self._is_empty or now >= self._leaves_by):
             self._supervisor.stop(now)
         for name, path in list(self._starting.items()):
             if path.exists():
@@ -335,7 +383,7 @@ class Launcher:
         voice = self._voices.pop(name, None)
         sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
         if sentence != self._supervisor.failure:  # which is logged at the end
-            log.log(logging.INFO if expected else logging.WARNING, "%s", sentence)
+            log.log(logging.INFO if expected or self._supervisor.is_stopped(name) else logging.WARNING, "%s", sentence)
         return name, sentence
 
     def _watch(self, now: float) -> None:
@@ -349,6 +397,14 @@ class Launcher:
             self._supervisor.suspect(name, trouble.why if trouble is not None else "")
             if trouble is not None and trouble.hangs:
                 self._supervisor.hangs(name, trouble.why)
+
+    def _follow_registry(self, address: str) -> None:
+        if self._etcd is None:
+            from penstock.service.etcd import EtcdHost
+
+            self._etcd = EtcdHost(address)
+        self._etcd.instances = [] if self._supervisor.stopping else self._report().instances
+        self._master = self._etcd.master or None
 
     @property
     def _awaits_kv_pool(self) -> bool:
@@ -366,20 +422,33 @@ class Launcher:
                 case StopInstance(name=name) if name in self._programs:
                     self._supervisor.retire(name, now)
                 case HostRefused(message=message):
-                    self._supervisor.refuse(message, now)
+                    self._be_refused(message, now)
         if self._supervisor.stopping:
             return
         report = self._report()
         if (report != self._told or now >= self._tell_at) and self._wire.report(master, report):
             self._told, self._tell_at = report, now + REPEAT
 
-    def _report(self) -> HostReport:
+    def _be_refused(self, why: str, now: float) -> None:
+        if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:
+            self._refused_since = now
+            log.warning("the master does not take this host's instances: %s", why)
+        elif now - self._refused_since > REFUSED_FOR:
+            self._supervisor.refuse(why, now)
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether no instance runs."""
+        return all(self._supervisor.is_stopped(name) for name, p in self._programs.items() if p.kind == "engine")
+
+    def _report(self, gone: bool = False) -> HostReport:
         from penstock.core.wire.master import Endpoint, HostReport
 
+        runs: Literal["leaving", "running"] = "leaving" if self._leaves_by < inf else "running"
         instances = [
-            Endpoint(name, program.address, program.role, "stopped" if self._supervisor.is_stopped(name) else "running")
-            for name, program in self._programs.items()
-            if program.address is not None
+            Endpoint(name, p.public or p.address, p.role, "stopped" if self._supervisor.is_stopped(name) else runs)
+            for name, p in self._programs.items()
+            if p.address is not None and not gone
         ]
         return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
 

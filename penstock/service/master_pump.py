@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -42,9 +43,12 @@ from penstock.service.events import (
 from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.launchers import Fleet, Launchers
 from penstock.service.master import Master
-from penstock.service.placement import Answer, Answered
+from penstock.service.placement import Answer, Answered, Choose
 from penstock.service.recorder_file import RecorderFile
 from penstock.service.registry import LocalRegistry, Registry
+
+if TYPE_CHECKING:
+    from penstock.service.curve import Curve
 
 log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
@@ -178,8 +182,8 @@ class LocalPlacement:
     def waiting(self) -> int:
         return self._pump.master.waiting
 
-    def start(self, answered: Answered) -> None:
-        self._answered = answered
+    def start(self, answered: Answered, choose: Choose) -> None:
+        self._answered = answered  # the master is always here
         self._pump.deliver = self._deliver
         self._pump.start()
         self._renewing = asyncio.create_task(self._renew())
@@ -219,14 +223,23 @@ def _not_started_placement(answer: Answer) -> None:
     raise AssertionError("asked before the start")
 
 
-async def serve_frontends(pump: MasterPump, registry: LocalRegistry, context: zmq.SyncContext, address: str) -> None:
+async def serve_frontends(
+    pump: MasterPump,
+    registry: LocalRegistry,
+    context: zmq.SyncContext,
+    *addresses: str,
+    curve: Curve | None = None,
+    registers: bool = True,
+) -> None:
     """Answer frontends, and register what launchers run, until cancelled.
 
     Args:
         registry: the pump's, of which frontends are told.
-        address: a ZMQ endpoint to bind.
+        addresses: ZMQ endpoints to bind.
+        curve: of the deployment; None where its links need no protection.
+        registers: whether launchers register their instances here; else the registry knows them all.
     """
-    desk = Desk(pump, registry, context, address)
+    desk = Desk(pump, registry, context, addresses, curve, registers)
     try:
         await desk.run()
     finally:
@@ -236,17 +249,29 @@ async def serve_frontends(pump: MasterPump, registry: LocalRegistry, context: zm
 class Desk:
     """The master's socket, to which frontends and launchers come."""
 
-    def __init__(self, pump: MasterPump, registry: LocalRegistry, context: zmq.SyncContext, address: str) -> None:
+    def __init__(
+        self,
+        pump: MasterPump,
+        registry: LocalRegistry,
+        context: zmq.SyncContext,
+        addresses: Sequence[str],
+        curve: Curve | None,
+        registers: bool,
+    ) -> None:
         self._pump = pump
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
-        self._socket.bind(address)
+        self._unprotect = curve.listen(self._socket) if curve is not None else None
+        for address in addresses:
+            self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)
-        self._launchers = Launchers(registry, self._send)
+        self._launchers = Launchers(registry if registers else None, self._send)
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
+        if not registers:
+            self._roll.complete()
         pump.deliver, pump.fleet = self._deliver, self._launchers
 
     async def run(self) -> None:
@@ -262,6 +287,8 @@ class Desk:
     def close(self) -> None:
         self._inbox.close()
         self._socket.close()
+        if self._unprotect is not None:
+            self._unprotect()
 
     def _send(self, receiver: bytes, message: MasterMessage | ToLauncher) -> None:
         self._socket.send_multipart([receiver, codec.encode(message)])

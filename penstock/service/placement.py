@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -33,10 +33,12 @@ from penstock.service.registry import ToldRegistry
 
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
+FALL_BACK_AFTER = 0.5  # seconds without the master after which a frontend decides by itself, where it may
 SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
 Answer = Placed | NoPlace | Queued | Relocate
 Answered = Callable[[Answer], None]
+Choose = Callable[[Place], Placed | None]
 
 
 class Placement(Protocol):
@@ -59,9 +61,10 @@ class Placement(Protocol):
     def waiting(self) -> int:
         """Sequences without a placement: this frontend's, and the others' as last reported by the master."""
 
-    def start(self, answered: Answered) -> None:
+    def start(self, answered: Answered, choose: Choose) -> None:
         """Begin; call it inside the event loop. `answered` gets every answer, possibly before `ask` returns. After
-        `Queued` there is another one. `Relocate` comes unasked, to sequences that have a place."""
+        `Queued` there is another one. `Relocate` comes unasked, to sequences that have a place. `choose` finds a place
+        without the master, if there is any."""
 
     def ask(self, place: Place) -> None:
         """Ask for a placement. There is always an answer, unless the sequence ends before."""
@@ -101,12 +104,18 @@ class RemotePlacement:
     """The master is another process. Questions that it has not answered when it fails or falls silent are asked again
     of the next incarnation.
 
+    Args:
+        falls_back: decide here while there is no master; another one may be elected only later.
+
     Attributes:
         wants_keys, troubles: as the master said last.
         registry: of the instances that it told of.
     """
 
-    def __init__(self, channel: MasterChannel, clock: Clock) -> None:
+    def __init__(self, channel: MasterChannel, clock: Clock, falls_back: bool = False) -> None:
+        self._falls_back = falls_back
+        self._choose: Choose = _not_started
+        self._missed = float("inf")  # since when there is none
         self._channel = channel
         self._clock = clock
         self.registry = ToldRegistry(lambda: channel.send(AskMembers()))
@@ -120,14 +129,16 @@ class RemotePlacement:
         self._queued: dict[str, _Question] = {}  # the same, of those that the master has queued
         self._answered: Answered = _not_started
 
-    def start(self, answered: Answered) -> None:
-        self._answered = answered
+    def start(self, answered: Answered, choose: Choose) -> None:
+        self._answered, self._choose = answered, choose
         self._channel.open(self._handle)
 
     @property
     def trouble(self) -> str:
         """A short absence of the master is no trouble: questions wait."""
         away = self._absent and self._clock.now() - self._heard > SILENT_AFTER
+        if self._falls_back and self._missed < float("inf"):
+            return ""
         return f"the master cannot be asked: {self._absent}" if away else ""
 
     @property
@@ -140,6 +151,8 @@ class RemotePlacement:
         self._drop(place.request_id)
         self._asked[place.request_id] = _Question(place, now, now)
         self._channel.send(place)
+        if now - self._missed >= FALL_BACK_AFTER:
+            self._decide(place)
 
     def begun(self, request_ids: Sequence[str]) -> None:
         self._channel.send(Begun(list(request_ids)))
@@ -163,11 +176,18 @@ class RemotePlacement:
         self._ticked = now
         if not self._absent and now - self._heard > SILENT_AFTER:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
+        if now - self._missed >= FALL_BACK_AFTER:
+            for question in list(self._asked.values()):
+                self._decide(question.again(now))
         why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
         for request_id, question in list(self._asked.items()):
             if now - question.patient_since > max(PATIENCE, question.place.patience) and request_id in self._asked:
                 del self._asked[request_id]
                 self._answered(NoPlace(request_id, question.place.generation, why))
+
+    def move(self, address: str) -> None:
+        """The master is there now; nowhere with ""."""
+        self._channel.move(address)
 
     async def close(self) -> None:
         self._channel.close()
@@ -176,10 +196,19 @@ class RemotePlacement:
         """The master is lost."""
         log.warning("the master has gone: %s", reason)
         self._absent = reason
+        if self._falls_back:
+            self._missed = min(self._missed, self._clock.now())
         for question in self._queued.values():
             question.patient_since = self._clock.now()
         self._asked |= self._queued
         self._queued.clear()
+
+    def _decide(self, place: Place) -> None:
+        """In place of the master, if there is a place."""
+        placed = self._choose(place)
+        if placed is not None and place.request_id in self._asked:
+            del self._asked[place.request_id]
+            self._answered(placed)
 
     def _handle(self, message: MasterMessage | ChannelLost | msgspec.DecodeError) -> None:
         if isinstance(message, msgspec.DecodeError):
@@ -194,6 +223,7 @@ class RemotePlacement:
                 self._absent, self._heard = f"it speaks protocol {protocol}, this frontend {PROTOCOL}", float("-inf")
             case Joined():
                 back, self._absent, self._heard = bool(self._absent), "", now
+                self._missed = float("inf")
                 self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
                 self.troubles = message.troubles
                 self.registry.expect(message.incarnation, message.members)
@@ -219,5 +249,5 @@ class RemotePlacement:
             self._answered(answer)
 
 
-def _not_started(answer: Answer) -> None:
+def _not_started(message: object) -> NoReturn:
     raise AssertionError("asked before the start")

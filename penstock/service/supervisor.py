@@ -43,6 +43,7 @@ class Program:
         command: the command line.
         descriptors: file descriptors that it inherits.
         address: ZMQ endpoint of an engine, which is told there to stop; others get `STOP`.
+        public: the same for other hosts; "" where there are none.
         role: of an engine.
         socket: made by it when it can be reached. One left behind is removed before the next start.
             Without one, an incarnation of `STEADY` seconds shows that it could be.
@@ -56,6 +57,7 @@ class Program:
     command: tuple[str, ...]
     descriptors: tuple[int, ...] = ()
     address: str | None = None
+    public: str = ""
     role: Role = "any"
     socket: Path | None = None
     heartbeat: Path | None = None

@@ -31,7 +31,7 @@ class ScriptedPlacement:
         self.queued = {}
         self.asked, self.over, self.first_tokens, self.outcomes, self.settlements = [], [], [], [], []
 
-    def start(self, answered):
+    def start(self, answered, choose):
         self.answered = answered
 
     def ask(self, place):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -28,14 +28,22 @@ class Served:
     Args:
         command: of `penstock`, with its arguments.
         new_group: so that a signal can be sent to the whole group.
+        more: flags after the arguments.
+        enter: what the command line begins with.
 
     Attributes:
         urls: of its frontends, such as http://127.0.0.1:41234; set by whoever knows how many there are.
         lines: what it wrote to standard error so far.
     """
 
-    def __init__(self, *command: str, new_group: bool = False) -> None:
-        words = [sys.executable, "-m", "penstock.cli.main", *command, "--port", "0"]
+    def __init__(
+        self,
+        *command: str,
+        new_group: bool = False,
+        more: Sequence[str] = ("--port", "0"),
+        enter: Sequence[str] = (),
+    ) -> None:
+        words = [*enter, sys.executable, "-m", "penstock.cli.main", *command, *more]
         # one thread: several servers and tests share the cores
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(

@@ -204,6 +204,18 @@ def test_an_anchor_and_a_blank_value_are_fine():
             SMALLEST + "transport: {faults: {stall: Posh}}",
             "up.yaml:4: transport.faults.stall: 'Posh', allowed is Reserve",
         ),
+        (
+            SMALLEST + "cluster: {host: 10.0.0.7}",
+            "up.yaml:4: cluster.host: '10.0.0.7', allowed without a secret is only 127.0.0.1; set cluster.secret",
+        ),
+        (SMALLEST + "cluster: {host: 0.0.0.0}", "up.yaml:4: cluster.host: '0.0.0.0', allowed is an IPv4 address"),
+        (SMALLEST + "cluster: {masters: 2}", "up.yaml:4: cluster.masters: 2, allowed without a registry is 1"),
+        (SMALLEST + "cluster: {registry: etcd}", "up.yaml:4: cluster.registry: 'etcd', allowed is etcd://HOST"),
+        (SMALLEST + "scaling: {most: 2}", "up.yaml:4: scaling: a section, allowed only with policy hfx_scaling"),
+        (
+            SMALLEST + "policy: hfx_scaling\nscaling: {most: 1}",
+            "up.yaml:5: scaling.most: 1, allowed is at least the 2 that are started at first",
+        ),
         ("model: /no/such\ninstances: [{}]", "up.yaml:1: model: '/no/such', allowed is a checkpoint folder"),
         ("model: demo\ninstances: {}", "up.yaml:2: instances: a section, allowed is a list"),
         ("model: demo\ninstances: []", "up.yaml:2: instances: empty"),

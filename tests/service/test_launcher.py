@@ -383,12 +383,17 @@ router.recv_multipart()
     assert states.count("running") >= 2
 
 
-def test_a_master_that_does_not_take_the_instances_ends_it(tmp_path, caplog):
+def test_a_master_that_goes_on_not_to_take_the_instances_ends_it(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("penstock.service.launcher.REPEAT", 0.05)
+    monkeypatch.setattr("penstock.service.launcher.REFUSED_FOR", 0.2)
+
     def drive():
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(f"ipc://{tmp_path}/master")
-            sender = router.recv_multipart()[0]
-            router.send_multipart([sender, encode(HostRefused("model: its checkpoint is another one"))])
-            eventually(lambda: "the deployment has ended: model: its checkpoint is another one" in caplog.text)
+            while router.poll(3000):
+                sender = router.recv_multipart()[0]
+                router.send_multipart([sender, encode(HostRefused("model: its checkpoint is another one"))])
 
     assert launch([shell("frontend-0", STAY)], drive, master=f"ipc://{tmp_path}/master") == 2
+    assert "the master does not take this host's instances: model: its checkpoint is another one" in caplog.text
+    assert "the deployment has ended: model: its checkpoint is another one" in caplog.text

@@ -15,6 +15,7 @@ from penstock.core.wire.master import Endpoint, HostReport, Join, Joined, NoPlac
 from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
+from penstock.service.fallback import least_loaded
 from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
@@ -25,8 +26,8 @@ from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
 
 
-def place(request_id="r", **changes):
-    return Place(request_id, 10, 10, [], **changes)
+def place(request_id="r", prompt_tokens=10, max_tokens=10, **changes):
+    return Place(request_id, prompt_tokens, max_tokens, [], **changes)
 
 
 def make_pump(*roles):
@@ -47,9 +48,9 @@ def run(scenario):
 class Asked:
     """A placement whose answers are kept, by request."""
 
-    def __init__(self, placement):
+    def __init__(self, placement, choose=lambda place: None):
         self.placement, self.answers = placement, {}
-        placement.start(lambda answer: self.answers.update({answer.request_id: answer}))
+        placement.start(lambda answer: self.answers.update({answer.request_id: answer}), choose)
 
     async def place(self, request_id="r"):
         self.placement.ask(place(request_id))
@@ -222,6 +223,44 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
         assert isinstance(asked.answers["gone"], Queued)
 
     run_scripted(scenario)
+
+
+def test_while_no_master_leads_a_frontend_decides_by_itself():
+    async def go():
+        clock, channel = ManualClock(), ScriptedMasterChannel()
+        placement = RemotePlacement(channel, clock, falls_back=True)
+        serving, loads = [ready("p", role="prefill"), ready("d", role="decode"), ready("e", role="decode")], {"d": 2}
+        asked = Asked(placement, lambda place: least_loaded(place, serving, loads))
+        placement.ask(place("early"))
+        pass_time(placement, clock, SILENT_AFTER + 0.5)
+        assert placement.trouble, "nobody has ever led"
+        channel.say(Joined(1))
+        await until(lambda: not placement.trouble)
+        channel.say(Queued("early", 0))
+        await until(lambda: "early" in asked.answers)
+        channel.say(ChannelLost("gone"))
+        await until(lambda: placement._absent)
+        placement.ask(place("late"))
+        placement.ask(place("avoids", exclude=["e"]))
+        assert "late" not in asked.answers, "it may be back at once"
+        pass_time(placement, clock, SILENT_AFTER + 0.5)
+        assert not placement.trouble
+        placed = [(p.prefill.name, p.decode.name, p.policy) for p in map(asked.answers.get, ("early", "late"))]
+        assert placed == [("p", "e", "fallback")] * 2
+        assert asked.answers["avoids"].decode.name == "d"
+        placement.ask(place("next", max_tokens=0))
+        assert asked.answers["next"].decode is None, "at once, and nothing is left to do after a prompt to embed"
+        placement.ask(place("long", prompt_tokens=1000))
+        assert "long" not in asked.answers
+        channel.sent.clear()
+        channel.say(Joined(2))
+        await until(lambda: channel.silent)
+        assert [m.request_id for m in channel.sent if isinstance(m, Place)] == ["long"]
+        placement.ask(place("led"))
+        assert "led" not in asked.answers
+        await placement.close()
+
+    run(go)
 
 
 def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():

@@ -1,0 +1,42 @@
+"""`penstock join MASTER FILE`: instances on this host for a deployment that runs on others."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+ADDRESS = re.compile(r"(tcp://)?[^/:]+:\d{1,5}")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("join", help="add this host's instances to a running deployment", allow_abbrev=False)
+    parser.add_argument("master", nargs="?", help="HOST:PORT of its master; by default of the file, or the registry")
+    parser.add_argument("file", help="a YAML file as for penstock up, with the instances of this host")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; then what runs here may finish. Exit codes as of `penstock up`."""
+    from penstock.cli.up import launch, read
+
+    try:
+        deployment = read(args.file, {})
+        cluster = deployment.cluster
+        if cluster is None or not (deployment.groups or cluster.masters):
+            missing = "cluster" if cluster is None else "instances"
+            raise ConfigError(f"{args.file}:1: {missing}: missing, and there is no default", missing)
+        if cluster.registry is None and cluster.masters:
+            raise ConfigError(
+                "cluster.masters: the deployment has its master, allowed is another one only with a registry"
+            )
+        master = "" if cluster.registry else args.master or cluster.master or ""
+        if cluster.registry is None and not ADDRESS.fullmatch(master):
+            raise ConfigError(f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master", "master")
+    except ConfigError as error:  # many lines, each with its place
+        print(error, file=sys.stderr)
+        return 2
+    return launch(deployment, master and f"tcp://{master.removeprefix('tcp://')}")

@@ -1,0 +1,122 @@
+"""A deployment over three hosts, which are network namespaces: frontend and master, prefill, and decode."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import openai
+import pytest
+import yaml
+
+from tests.helpers import network
+from tests.helpers.deployments import PACED
+from tests.helpers.servers import READY, Served
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow
+SLOW = PACED | {"slowdown": 3}
+TOKENS, PORT = 300, 7600
+PROMPT = "import os\n" * 100  # of several blocks
+
+
+def test_three_hosts_serve_as_one_and_lose_no_token(tmp_path):
+    if why := network.why_not():
+        pytest.skip(why)
+    with network.hosts(3) as (first, second, third), contextlib.ExitStack() as stack:
+        run = partial(begin, stack, tmp_path)
+        up = run(first, "up", host="0.0.0.0", **{"api-key": ["k"]})
+        master = f"{first.address}:{PORT}"
+        prefill = run(second, "join", master, instances=[{"role": "prefill", "count": 2}])
+        decode = run(third, "join", master, instances=[{"role": "decode", "count": 2}])
+        url = up.wait_for(READY)[1].replace("0.0.0.0", first.address)
+        up.urls = [url]
+        everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+        eventually(lambda: ready(up) == everybody, 90, up.log)
+        for name in everybody:
+            eventually(lambda name=name: any(f"{name} is ready: " in line for line in up.lines), 30, up.log)
+
+        expected = alone(tmp_path, stack)
+        assert ask(url) == expected
+        assert up.metric("handoffs_total") == 1, "over TCP, between hosts"
+
+        def all_right(trouble):
+            """Eight streams, with some trouble in their middle; seconds until the last has ended."""
+            with ThreadPoolExecutor(8) as pool:
+                texts = [pool.submit(ask, url) for _ in range(8)]
+                eventually(lambda: up.metric("num_requests_running") >= 4, 30, up.log)
+                time.sleep(0.5)  # some way into the answers
+                began = time.monotonic()
+                trouble()
+                assert {text.result() for text in texts} == {expected}
+            return time.monotonic() - began
+
+        took = {"decode engine": all_right(lambda: kill(decode, "decode-0"))}
+        eventually(lambda: ready(up) == everybody, 60, up.log)
+        took["prefill engine"] = all_right(lambda: kill(prefill, "prefill-1"))
+        eventually(lambda: ready(up) == everybody, 60, up.log)
+        took["master"] = all_right(lambda: kill(up, "master"))
+        eventually(lambda: ready(up) == everybody, 60, up.log)
+        spare = run(second, "join", master, instances=[{"name": "spare"}])
+        eventually(lambda: "spare-0" in ready(up), 60, up.log)
+        took["cable"] = all_right(lambda: third.link("down"))
+        eventually(lambda: ready(up) == {"prefill-0", "prefill-1", "spare-0"}, 30, up.log)
+        third.link("up")
+        eventually(lambda: ready(up) == {*everybody, "spare-0"}, 60, up.log)
+        assert ask(url) == expected
+        spare.process.send_signal(signal.SIGTERM)
+        assert spare.process.wait(60) == 0
+        took["launcher"] = all_right(decode.process.kill)
+        eventually(lambda: ready(up) == {"prefill-0", "prefill-1"}, 30, up.log)
+        print({trouble: round(seconds, 1) for trouble, seconds in took.items()})
+
+
+def begin(stack, folder, where, *command, **content):
+    """A `penstock up` or `join` on a host."""
+    cluster = {"host": where.address, "port": PORT, "secret": "of three hosts"}
+    settings = {"model": "demo", "cluster": cluster, "engine": SLOW, "policy": "least_loaded"} | content
+    file = folder / f"{where.name}-{len(list(folder.iterdir()))}.yaml"
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    served = Served(*command, str(file), more=("--port", "0") if command == ("up",) else (), enter=where.enter)
+    stack.callback(end, served)
+    return served
+
+
+def end(served):
+    if served.process.poll() is None:
+        served.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(Exception):
+            served.process.wait(10)
+        served.process.kill()
+        served.process.wait()
+
+
+def ready(up):
+    said = json.loads(up.get("/health"))["instances"]
+    return {i["name"] for i in said if i["state"] == "ready"}
+
+
+def ask(url):
+    client = openai.OpenAI(base_url=url + "/v1", api_key="k", max_retries=0, timeout=120)
+    chunks = client.completions.create(
+        model="demo", prompt=PROMPT, temperature=0, max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+    )
+    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+def alone(folder, stack):
+    """What a single engine answers."""
+    file = folder / "alone.yaml"
+    file.write_text(yaml.safe_dump({"model": "demo", "engine": PACED, "instances": [{}]}))
+    single = Served("up", str(file))
+    stack.callback(end, single)
+    return ask(single.wait_for(READY)[1])
+
+
+def kill(served, name):
+    pids = [line for line in served.lines if f"{name} is process" in line]
+    os.kill(int(re.search(r"is process (\d+)", pids[-1])[1]), signal.SIGKILL)

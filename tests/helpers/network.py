@@ -1,0 +1,75 @@
+"""Hosts that are network namespaces of this machine, linked by a bridge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """
+    Attributes:
+        name: of its namespace.
+        address: by which the others reach it.
+    """
+
+    name: str
+    address: str
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        """A command line's first words, with which the rest runs there."""
+        return ("ip", "netns", "exec", self.name)
+
+    def link(self, state: str) -> None:
+        """Plug the cable in ("up"), or out ("down")."""
+        ip("link", "set", f"{self.name}-br", state)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def why_not() -> str:
+    """Why there can be no hosts here; "" when there can."""
+    if shutil.which("ip") is None:
+        return "there is no ip (iproute2)"
+    name = f"pst{os.getpid() % 10000}t"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespaces: {made.stderr.strip()}"
+    bridge = subprocess.run(["ip", "link", "add", name, "type", "bridge"], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return f"no bridges: {bridge.stderr.strip()}" if bridge.returncode else ""
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts that reach one another, and that this namespace reaches."""
+    base = f"pst{os.getpid() % 10000}"
+    net = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    made: list[Host] = []
+    ip("link", "add", base, "type", "bridge")
+    try:
+        ip("addr", "add", f"{net}.254/24", "dev", base)
+        ip("link", "set", base, "up")
+        for number in range(count):
+            host = Host(f"{base}h{number}", f"{net}.{number + 1}")
+            ip("netns", "add", host.name)
+            made.append(host)
+            ip("link", "add", f"{host.name}-br", "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip("link", "set", f"{host.name}-br", "master", base, "up")
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.name, "link", "set", "eth0", "up")
+            ip("-n", host.name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for host in made:
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", base], capture_output=True, check=False)
