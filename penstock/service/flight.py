@@ -10,7 +10,7 @@ from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
-from penstock.core.wire.engine import LEASE, Peer, Stayed
+from penstock.core.wire.engine import LEASE, Leg, Peer, Stayed
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.kv.keys import extend_keys, salted
 
@@ -53,6 +53,7 @@ class Flight(Generic[Owner]):
         request: as its client sent it, with the targets that it was given with its place.
         attempt: `generation` of the wire: what belongs to another one is dropped.
         launches: places that it was sent to.
+        legs: of the last.
         keys: prefix keys of the tokens to prefill, where the master wants them.
         tokens: that have left here.
         launched, first: when it was sent to an engine, and when its first token left here.
@@ -77,6 +78,7 @@ class Flight(Generic[Owner]):
         self.arrival = arrival
         self.chat = chat
         self.attempt = self.launches = self.heard = 0
+        self.legs: list[Leg] = []
         self.keys: list[bytes] = []
         self.tokens: list[int] = []
         self.launched = arrival
@@ -191,8 +193,9 @@ class Flight(Generic[Owner]):
         """Start an attempt at this placement; returns the command."""
         # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
         stays = self.request.params.use_beam_search or self.request.pooling is not None
-        peers = [placed.prefill] if stays or placed.decode is None else [placed.prefill, placed.decode]
-        self._stays, self._names = [_Stay(peer, self.received) for peer in peers], [peer.name for peer in peers]
+        self.legs = placed.route[:1] if stays else placed.route
+        self._stays = [_Stay(leg.peer, self.received) for leg in self.legs]
+        self._names = [leg.peer.name for leg in self.legs]
         self.launches += 1
         if self.first is None:
             self.launched = now

@@ -20,6 +20,7 @@ from penstock.core.wire.engine import (
     Drain,
     Event,
     Failed,
+    Leg,
     LinkFailed,
     Ready,
     Role,
@@ -403,8 +404,7 @@ class Master:
         placed = sequence.placed = Placed(
             place.request_id,
             place.generation,
-            prefiller.peer,
-            None if decision.decode is None else home.peer,
+            [Leg("prefill", prefiller.peer), *([Leg("decode", home.peer)] if home is not prefiller else [])],
             decision.policy,
             decision.reason,
             _milliseconds(demand.ttft),

@@ -242,7 +242,7 @@ class SimFrontend:
         return [self._ask(now, flight)] if flight is not None and flight.attempt == attempt else []
 
     def _launch(self, now: float, flight: _Flight, placed: Placed) -> list[Due]:
-        peers = [peer for peer in (placed.prefill, placed.decode) if peer is not None]
+        peers = [leg.peer for leg in placed.route]
         missing = [peer.name for peer in peers if self._lives.get(peer.name) != peer.incarnation]
         if missing:
             flight.avoid += missing
@@ -253,10 +253,11 @@ class SimFrontend:
         record = flight.owner
         record.attempts += 1
         record.launched = flight.launched
-        record.prefill, record.reason = placed.prefill.name, placed.reason
-        record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        enqueue = Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.next)
-        return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
+        first, *rest = flight.legs
+        record.prefill, record.reason = first.peer.name, placed.reason
+        record.decode = placed.route[-1].peer.name
+        enqueue = Enqueue(first.peer.incarnation, request, flight.attempt, rest)
+        return [self._post.frontend_to_engine(now, first.peer.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         flight = self._flights.get(refused.request_id)

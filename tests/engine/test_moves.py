@@ -13,7 +13,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.structured_outputs import StructuredOutputs
-from penstock.core.wire.engine import Enqueue, Migrate, Peer
+from penstock.core.wire.engine import Enqueue, Leg, Migrate, Peer
 from penstock.core.wire.master import Placed
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.sched.local.intake import Intake
@@ -108,7 +108,7 @@ class Deployment:
 
     def place(self, flight):
         instance = self.rng.choice(list(self.instances.values()))
-        placed = Placed(flight.id, flight.attempt, instance.peer)
+        placed = Placed(flight.id, flight.attempt, [Leg("prefill", instance.peer)])
         request = flight.launch(placed, 0.0)
         refused = instance.intake.enqueue(0.0, "f", Enqueue(instance.peer.incarnation, request, flight.attempt))
         assert refused is None

@@ -64,7 +64,7 @@ class Days:
             del self.places[message.request_id]
         elif isinstance(message, Placed):
             place = self.places.pop(message.request_id)
-            chosen = [peer for peer in (message.prefill, message.decode) if peer is not None]
+            chosen = [leg.peer for leg in message.route]
             for peer in chosen:
                 assert self.lives[peer.name] == peer.incarnation
             self.running[place.request_id] = [

@@ -116,7 +116,7 @@ def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
     cluster.policy.to = "b"
     (placed,) = messages(cluster.did())
     assert isinstance(placed, Placed)
-    assert placed.prefill.name == "b"
+    assert placed.route[0].peer.name == "b"
     assert cluster.master.wake == inf
     assert cluster.recorder.told == [("held", "r", 3.0), ("decided", "r", "b")]
     cluster.place("s")

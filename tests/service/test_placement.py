@@ -10,7 +10,7 @@ import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.wire.codec import encode
-from penstock.core.wire.engine import LEASE, LinkPeer
+from penstock.core.wire.engine import LEASE, Leg, LinkPeer
 from penstock.core.wire.master import Endpoint, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
@@ -66,7 +66,8 @@ def test_a_master_in_the_same_process():
         await until(lambda: channels["prefill-0"].sent)
         assert isinstance(channels["prefill-0"].sent[0], LinkPeer)
         placed = await asked.place()
-        assert (placed.prefill.name, placed.decode.name, placed.policy) == ("prefill-0", "decode-1", "least-loaded")
+        assert [leg.peer.name for leg in placed.route] == ["prefill-0", "decode-1"]
+        assert placed.policy == "least-loaded"
         assert not placement.wants_keys
         placement.ended(["r"])
         assert not pump.master._in_flight
@@ -123,7 +124,7 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             deployment.start_master()
             await until(lambda: not placement.trouble)
             await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
-            assert (await asked.place("a")).prefill.name == "any-0"
+            assert (await asked.place("a")).route[0].peer.name == "any-0"
             placement.ended(["a"])
             await until(lambda: not deployment.pump.master._in_flight)
             await deployment.stop_master()
@@ -217,7 +218,7 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
         (again,) = (message for message in channel.sent if isinstance(message, Place))
         assert (again.request_id, again.waited) == ("r", 62.5)
         channel.say(Queued("r", 0))
-        channel.say(Placed("r", 0, ready("a").peer))
+        channel.say(Placed("r", 0, [Leg("prefill", ready("a").peer)]))
         await until(lambda: isinstance(asked.answers["r"], Placed))
         assert isinstance(asked.answers["gone"], Queued)
 
@@ -249,12 +250,12 @@ def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
 def test_an_answer_to_an_earlier_question_is_none():
     async def scenario(placement, channel, clock, asked):
         placement.ask(place(generation=1))
-        channel.say(Placed("r", 0, ready("a").peer))
-        channel.say(Placed("nobody", 0, ready("a").peer))
-        channel.say(Placed("r", 1, ready("b").peer))
-        channel.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
+        channel.say(Placed("r", 0, [Leg("prefill", ready("a").peer)]))
+        channel.say(Placed("nobody", 0, [Leg("prefill", ready("a").peer)]))
+        channel.say(Placed("r", 1, [Leg("prefill", ready("b").peer)]))
+        channel.say(Placed("r", 1, [Leg("prefill", ready("c").peer)]))  # asked twice, answered twice
         await until(lambda: channel.silent)
-        assert asked.answers["r"].prefill.name == "b"
+        assert asked.answers["r"].route[0].peer.name == "b"
         assert list(asked.answers) == ["r"]
 
     run_scripted(scenario)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from penstock.core.wire import engine
 from penstock.core.wire.engine import Role
 from penstock.sched.steptime import StepTime
 
-Stage = Literal["prefill", "decode"]
+Stage = engine.Stage
 Key = tuple[str, str]  # of a sequence: its frontend, and its id there
 T = TypeVar("T")
 

@@ -100,7 +100,7 @@ class Intake:
         owner = self._owner.get(request.id)
         if owner is not None and owner.frontend == frontend and owner.generation < generation:
             self._drop(frontend, [request.id])
-        decode = command.decode
+        decode = command.route[0].peer if command.route else None
         stays = "" if decode is None else self._stays(request, decode)
         if stays:
             decode = None

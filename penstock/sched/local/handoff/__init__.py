@@ -1,9 +1,9 @@
 """Hand-offs: requests that change instances after their prompt or while they decode (HFX and xLLM 3.2's migration;
 RTP-LLM's allocate, load, generate; Llumnix's live migration).
 
-A request that decodes already moves in stages: its full blocks are pushed while it goes on; when nearly all of them
-have arrived it pauses after its next token, and the rest follows with the commit. Of one that is still to be prefilled,
-the prefill is the only stage. So there is one state machine for both.
+A request that decodes already moves in a few rounds: its full blocks are pushed while it goes on; when nearly all of
+them have arrived it pauses after its next token, and the rest follows with the commit. Of one that is still to be
+prefilled, the prefill is the only round. So there is one state machine for both.
 
 Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a transport
 that may lose, delay, duplicate and reorder them. Invariants:
@@ -25,6 +25,7 @@ from penstock.core.plan import StepPlan
 from penstock.core.request import Request
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Missing,
@@ -34,8 +35,7 @@ from penstock.core.wire.handoff import (
     Renew,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
@@ -115,11 +115,11 @@ class Handoffs:
                 self.decode_side.on_reserve(now, peer, reserve)
             case Renew(leases=leases):
                 self.decode_side.on_renew(now, peer, leases)
-            case Stage() as stage:
-                self.decode_side.on_stage(now, peer, stage)
+            case Sent() as sent:
+                self.decode_side.on_sent(now, peer, sent)
             case Commit() as commit:
                 self.decode_side.on_commit(now, peer, commit)
-            case Waiting() | Reserved() | Staged() | Missing() | Committed() as answer:
+            case Waiting() | Reserved() | Arrived() | Missing() | Committed() as answer:
                 self.prefill_side.on_answer(now, peer, answer)
             case Release(lease=lease, reason=reason) | Rejected(lease=lease, reason=reason):
                 if not self.decode_side.on_release(now, peer, lease) and not self.prefill_side.on_refusal(

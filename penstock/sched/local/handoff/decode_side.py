@@ -9,6 +9,7 @@ from math import inf
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Lease,
@@ -18,8 +19,7 @@ from penstock.core.wire.handoff import (
     Release,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.sched.local.handoff.migration_queue import MigrationQueue
@@ -199,12 +199,12 @@ class DecodeSide:
         incoming.pulling[index] = push.key
         self._pulls[self._transport.pull(message, r.blocks[index])] = incoming, index
 
-    def on_stage(self, now: float, peer: Peer, stage: Stage) -> None:
-        if incoming := self._heard(now, stage.lease, peer):
+    def on_sent(self, now: float, peer: Peer, sent: Sent) -> None:
+        if incoming := self._heard(now, sent.lease, peer):
             have = incoming.reservation.have
             while have in incoming.arrived:
                 have += 1
-            self._transport.send(peer, Staged(incoming.lease, have))
+            self._transport.send(peer, Arrived(incoming.lease, have))
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:

@@ -11,6 +11,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Lease,
@@ -20,8 +21,7 @@ from penstock.core.wire.handoff import (
     Renew,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, same_incarnation
@@ -30,7 +30,7 @@ from penstock.sched.local.sequence import Sequence, blocks_for
 
 RETRIES = 10  # parts of a lease from the first question to the second; then doubled
 HOLD = 5  # parts of a lease: how long what can run no further here waits for room there, before it goes on here
-STAGES = 3  # in which what decodes on may be sent; as many as Llumnix allows
+ROUNDS = 3  # in which blocks of what decodes on may be sent; as many as Llumnix allows
 LAST = 4  # full blocks that may be on their way when it pauses
 
 
@@ -51,7 +51,7 @@ class _Outgoing:
         heard: when it last answered; before that, when it was asked.
         pushed: blocks that the decode side has or was sent.
         arrived: leading ones that it has, as far as is known.
-        stages: that were begun; `staging`: whether the answer to the last is awaited.
+        rounds: in which blocks were sent while it decodes on; `in_round`: whether the end of the last is awaited.
         lacking: blocks that the decode side asked for last, after the commit.
         deadline: by which an answer must have come, once prefill is over.
     """
@@ -68,8 +68,8 @@ class _Outgoing:
     heard: float = 0.0
     pushed: int = 0
     arrived: int = 0
-    stages: int = 0
-    staging: bool = False
+    rounds: int = 0
+    in_round: bool = False
     lacking: int = 0
     deadline: float | None = None
 
@@ -145,7 +145,7 @@ class PrefillSide:
 
     # --- messages of the decode side
 
-    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Staged | Missing | Committed) -> None:
+    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Arrived | Missing | Committed) -> None:
         out = self._of(message.lease, peer)
         if out is None:
             return
@@ -157,9 +157,9 @@ class PrefillSide:
                 if out.state is _State.ASKING:
                     out.state, out.pushed, out.arrived = _State.STREAMING, have, have
                     self._look_at(now, out)
-            case Staged(have=have):
-                if out.state is _State.STREAMING and out.staging:
-                    out.staging, out.arrived = False, have
+            case Arrived(have=have):
+                if out.state is _State.STREAMING and out.in_round:
+                    out.in_round, out.arrived = False, have
                     out.pushed = min(out.pushed, have)  # what was sent before is there, or lost
                     self._look_at(now, out)
             case Missing(indices=indices):
@@ -214,8 +214,8 @@ class PrefillSide:
             while out.pushed < sequence.settled // BLOCK_TOKENS:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
-            if not sequence.migrates and not out.staging:
-                self._stage(now, out)
+            if not sequence.migrates and not out.in_round:
+                self._send_on(now, out)
                 if out.lease.request_id not in self._outgoing:
                     return
         if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
@@ -231,19 +231,19 @@ class PrefillSide:
             out.deadline, out.pause = now + self._lease, 0.0
             self._commit(now, out, sequence)
 
-    def _stage(self, now: float, out: _Outgoing) -> None:
+    def _send_on(self, now: float, out: _Outgoing) -> None:
         """It decodes on: pause it if little is on its way, else find out how much of this arrives."""
         if out.pushed - out.arrived <= LAST:
             self._scheduler.leave(out.lease.request_id)
-        elif out.stages == STAGES:
+        elif out.rounds == ROUNDS:
             self._stay(out, "its blocks do not arrive as fast as it decodes")
         else:
-            out.stages, out.staging, out.pause = out.stages + 1, True, 0.0
-            self._ask_staged(now, out)
+            out.rounds, out.in_round, out.pause = out.rounds + 1, True, 0.0
+            self._ask_arrived(now, out)
 
-    def _ask_staged(self, now: float, out: _Outgoing) -> None:
+    def _ask_arrived(self, now: float, out: _Outgoing) -> None:
         self._wait_longer(now, out)
-        self._transport.send(out.peer, Stage(out.lease))
+        self._transport.send(out.peer, Sent(out.lease))
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
         self._scheduler.begin_transfer(sequence, index + 1)
@@ -298,8 +298,8 @@ class PrefillSide:
                 self._stay(out, "no answer")
             elif out.state is _State.ASKING and now >= out.retry_at:
                 self._ask(now, out)
-            elif out.staging and now >= out.retry_at:
-                self._ask_staged(now, out)
+            elif out.in_round and now >= out.retry_at:
+                self._ask_arrived(now, out)
 
     def _renew(self) -> None:
         """The decode side answers each, so that a failure is noticed before the commit."""
