@@ -277,7 +277,7 @@ class EngineClient:
         flight.owner.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
 
     def _take_place(self, flight: Flight[Generation], answer: Placed) -> None:
-        missing = [leg.peer.name for leg in answer.route if not self._reaches(leg.peer)]
+        missing = [peer.name for peer in answer.peers if not self._reaches(peer)]
         if missing:  # the master does not know of the loss yet
             flight.avoid += missing
             flight.again()
@@ -336,8 +336,8 @@ class EngineClient:
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         flight.owner.routed(flight.index, flight.route)
-        first, *rest = flight.legs
-        self._channels.send(first.peer.name, Enqueue(first.peer.incarnation, request, flight.attempt, rest))
+        first = flight.here
+        self._channels.send(first.name, Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:]))
 
     # --- going on elsewhere
 

@@ -194,8 +194,9 @@ class Flight(Generic[Owner]):
         # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
         stays = self.request.params.use_beam_search or self.request.pooling is not None
         self.legs = placed.route[:1] if stays else placed.route
-        self._stays = [_Stay(leg.peer, self.received) for leg in self.legs]
-        self._names = [leg.peer.name for leg in self.legs]
+        peers = placed.peers[: len(self.legs)]
+        self._stays = [_Stay(peer, self.received) for peer in peers]
+        self._names = [peer.name for peer in peers]
         self.launches += 1
         if self.first is None:
             self.launched = now
@@ -211,10 +212,11 @@ class Flight(Generic[Owner]):
         self._lost, self._early, self.deadline = [], {}, None
 
     def move(self, peer: Peer) -> Peer | None:
-        """It is to go on at `peer`. Returns who is to hand it over; None when this cannot be now."""
-        if len(self._stays) != 1 or self.stranded or self._early or peer.name == self.here.name:
+        """It is to go on at `peer`. Returns who is to hand it over, or to keep it; None when this cannot be now."""
+        if len(self._stays) != 1 or self.stranded or self._early:
             return None
-        self._stays.append(_Stay(peer, self.received))
+        if peer != self.here:
+            self._stays.append(_Stay(peer, self.received))
         return self.here
 
     def stayed(self, name: str, said: Stayed, now: float) -> bool:

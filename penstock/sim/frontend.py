@@ -242,8 +242,7 @@ class SimFrontend:
         return [self._ask(now, flight)] if flight is not None and flight.attempt == attempt else []
 
     def _launch(self, now: float, flight: _Flight, placed: Placed) -> list[Due]:
-        peers = [leg.peer for leg in placed.route]
-        missing = [peer.name for peer in peers if self._lives.get(peer.name) != peer.incarnation]
+        missing = [peer.name for peer in placed.peers if self._lives.get(peer.name) != peer.incarnation]
         if missing:
             flight.avoid += missing
             flight.again()
@@ -253,11 +252,11 @@ class SimFrontend:
         record = flight.owner
         record.attempts += 1
         record.launched = flight.launched
-        first, *rest = flight.legs
-        record.prefill, record.reason = first.peer.name, placed.reason
-        record.decode = placed.route[-1].peer.name
-        enqueue = Enqueue(first.peer.incarnation, request, flight.attempt, rest)
-        return [self._post.frontend_to_engine(now, first.peer.name, enqueue)]
+        first = flight.here
+        record.prefill, record.reason = first.name, placed.reason
+        record.decode = placed.peers[-1].name
+        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:])
+        return [self._post.frontend_to_engine(now, first.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         flight = self._flights.get(refused.request_id)

@@ -137,7 +137,7 @@ class Deployment:
             others = [i.peer for i in self.instances.values() if i.peer.name != flight.at]
             if others and (source := flight.move(self.rng.choice(others))) is not None:
                 migrate = Migrate(source.incarnation, request_id, flight.attempt, flight.next)
-                self.instances[source.name].intake.migrate("f", migrate)
+                self.instances[source.name].intake.migrate(0.0, "f", migrate)
 
     def kill(self, name):
         gone = self.instances.pop(name)
@@ -249,7 +249,7 @@ def test_a_beam_search_stays_and_says_why(tmp_path):
         instance.turn(deployment.hear, deployment.stayed)
         other = next(i.peer for i in deployment.instances.values() if i is not instance)
         deployment.flights["r0"].move(other)
-        instance.intake.migrate("f", Migrate(instance.peer.incarnation, "r0", 0, other))
+        instance.intake.migrate(0.0, "f", Migrate(instance.peer.incarnation, "r0", 0, other))
         while not deployment.over:
             instance.turn(deployment.hear, deployment.stayed)
         assert deployment.reasons == ["beam searches are not handed over"]

@@ -158,7 +158,7 @@ def test_a_prefiller_that_goes_on_alone_says_so():
 def test_it_moves_on_and_back_one_hand_off_after_the_other():
     f = flight(None)
     feed(f, P, out(0, 10))
-    assert f.move(P) is None
+    assert (f.move(P), f.peers) == (P, [P]), "it is there"
     assert f.move(D) == P
     assert f.move(E) is None, "one hand-off at a time"
     assert f.peers == [P, D]

@@ -64,7 +64,7 @@ class Days:
             del self.places[message.request_id]
         elif isinstance(message, Placed):
             place = self.places.pop(message.request_id)
-            chosen = [leg.peer for leg in message.route]
+            chosen = message.peers
             for peer in chosen:
                 assert self.lives[peer.name] == peer.incarnation
             self.running[place.request_id] = [

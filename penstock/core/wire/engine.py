@@ -25,10 +25,10 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Leg(msgspec.Struct, frozen=True):
-    """Of a request's route: a stage of it, and who runs that."""
+    """Of a request's route: a stage of it, and who runs that; None where it is open until the stage before it ends."""
 
     stage: Stage
-    peer: Peer
+    peer: Peer | None
 
 
 # --- commands
@@ -49,6 +49,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 class Enqueue(msgspec.Struct, tag=True, frozen=True):
     """Run a request here, up to the first stage of `route`, for which it is handed over.
+
+    Where that is open, `Migrate` says to whom, or that it stays. Until then an instance of role "prefill" holds it,
+    though not for long, and others run it on.
 
     Attributes:
         to: incarnation of the engine it is meant for.
@@ -75,7 +78,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 class Migrate(msgspec.Struct, tag=True, frozen=True):
     """Hand a request over to a peer, wherever it stands: its blocks follow while it goes on here. `Stayed` says when
-    nothing comes of it.
+    nothing comes of it. To the engine itself it says that a request goes on here.
 
     Attributes:
         generation: the attempt that is meant.

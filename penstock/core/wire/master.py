@@ -210,6 +210,11 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         """Who takes it over for a stage, or begins with it."""
         return next((leg.peer for leg in self.route if leg.stage == stage), None)
 
+    @property
+    def peers(self) -> list[Peer]:
+        """Those of the route that are known."""
+        return [leg.peer for leg in self.route if leg.peer is not None]
+
 
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
     """No instance can take it now."""
@@ -253,7 +258,8 @@ ToLauncher = StartInstance | StopInstance | HostRefused
 
 
 class Relocate(msgspec.Struct, tag=True, frozen=True):
-    """Have it handed over to `peer`, wherever it runs now. `Settled` says what came of it.
+    """Have it handed over to `peer`, wherever it runs now, or go on there if that is where it is. `Settled` says what
+    came of it.
 
     Attributes:
         reason: a class of reasons, and after a colon the details, if any.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.sched.cluster.base import (
+    Balancer,
     ClusterView,
     Decision,
     Demand,
@@ -14,10 +15,13 @@ from penstock.sched.cluster.base import (
     InstanceLoad,
     Key,
     Later,
+    Migration,
+    MigrationPolicy,
     Move,
     PrioritySLO,
     Random,
     Rates,
+    Resident,
     RolePolicy,
     ScalingPolicy,
     Stage,
@@ -45,6 +49,8 @@ DISPATCH: dict[str, Callable[[], DispatchPolicy]] = {
 
 __all__ = [
     "DISPATCH",
+    "HFX",
+    "Balancer",
     "ClusterView",
     "Colocated",
     "ColocatedRoles",
@@ -58,10 +64,13 @@ __all__ = [
     "Instances",
     "Key",
     "Later",
+    "Migration",
+    "MigrationPolicy",
     "Move",
     "PrioritySLO",
     "Random",
     "Rates",
+    "Resident",
     "RolePolicy",
     "ScalingPolicy",
     "Stage",

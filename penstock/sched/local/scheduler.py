@@ -330,10 +330,11 @@ class Scheduler:
         length = len(context)
         if not 0 < length < self.limits.max_model_len:
             raise PromptTooLong.of(length, self.limits.max_model_len)
+        computed = length - bool(sampled)  # the last token's KV perhaps will not be
         keys: list[bytes] = []
-        extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS, request.media)
+        extend_keys(keys, salted(self.root, request.cache_salt), context, computed // BLOCK_TOKENS, request.media)
         hit = self.pool.match(keys) if self._prefix_cache else []
-        missing = blocks_for(length) - len(hit)
+        missing = blocks_for(computed) - len(hit)
         standing = standing_of(request)
         # waiting sequences come first
         ahead = sum(s.demand for s in self._waiting if s.standing <= standing)

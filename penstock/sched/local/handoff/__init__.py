@@ -64,9 +64,17 @@ class Handoffs:
 
     # --- called by the engine
 
-    def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        """Hand over a request to `peer`: one that was added with `migrates`, or runs and is not being handed over."""
-        self.prefill_side.begin(request, generation, frontend, peer)
+    def begin(self, now: float, request: Request, generation: int, frontend: str, peer: Peer) -> None:
+        """Hand over a request to `peer`: one that was added with `migrates`, is held, or runs and is not leaving."""
+        self.prefill_side.begin(now, request, generation, frontend, peer)
+
+    def hold(self, request: Request, generation: int, frontend: str) -> None:
+        """A request, added with `migrates`, that is to be handed over after its prompt; to whom is not known."""
+        self.prefill_side.hold(request, generation, frontend)
+
+    def go_on(self, request_id: str) -> None:
+        """If it is held, it goes on here."""
+        self.prefill_side.go_on(request_id)
 
     def started(self, now: float, plan: StepPlan) -> None:
         """A step is about to run: have blocks reserved for those in it that are to leave."""

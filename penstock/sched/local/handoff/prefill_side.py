@@ -16,6 +16,7 @@ from penstock.core.wire.handoff import (
     Committed,
     Lease,
     Missing,
+    PeerMessage,
     Push,
     Release,
     Renew,
@@ -35,6 +36,7 @@ LAST = 4  # full blocks that may be on their way when it pauses
 
 
 class _State(Enum):
+    OPEN = auto()  # nobody has said to whom
     QUEUED = auto()  # it has not run since: no reservation yet
     ASKING = auto()
     STREAMING = auto()  # blocks are reserved
@@ -59,7 +61,7 @@ class _Outgoing:
     lease: Lease
     request: Request
     frontend: str
-    peer: Peer
+    peer: Peer | None
     state: _State = _State.QUEUED
     retry_at: float = 0.0
     pause: float = 0.0
@@ -91,7 +93,8 @@ class PrefillSide:
 
     def leaving(self, request_id: str) -> bool:
         """Whether a request is being handed over."""
-        return request_id in self._outgoing
+        out = self._outgoing.get(request_id)
+        return out is not None and out.state is not _State.OPEN
 
     def promised(self, request_id: str) -> bool:
         """Whether the decode side has reserved blocks for a request."""
@@ -100,11 +103,24 @@ class PrefillSide:
 
     # --- called by the engine
 
-    def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        assert request.id not in self._outgoing
-        sequence = self._scheduler.sequence(request.id)
+    def begin(self, now: float, request: Request, generation: int, frontend: str, peer: Peer) -> None:
+        assert not self.leaving(request.id)
+        known, sequence = self._outgoing.get(request.id), self._scheduler.sequence(request.id)
         assert sequence is not None
-        self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer)
+        out = self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer)
+        if known is not None and self._scheduler.migrating(request.id):  # it was held
+            self._advance(now, out, sequence)
+
+    def hold(self, request: Request, generation: int, frontend: str) -> None:
+        """It is not to run on after its prompt until it is said where, but not for long."""
+        out = _Outgoing(Lease(request.id, generation), request, frontend, None, _State.OPEN)
+        self._outgoing[request.id] = out
+
+    def go_on(self, request_id: str) -> None:
+        """It was held, and stays."""
+        out = self._outgoing.get(request_id)
+        if out is not None and out.state is _State.OPEN:
+            self._stay(out, "it is here")
 
     def started(self, now: float, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -130,7 +146,7 @@ class PrefillSide:
             self.cancel(request_id, frontend)
 
     def lost(self, peer: Peer, for_good: bool) -> None:
-        for out in [o for o in self._outgoing.values() if same_incarnation(o.peer, peer)]:
+        for out in [o for o in self._outgoing.values() if o.peer is not None and same_incarnation(o.peer, peer)]:
             if out.state is not _State.COMMITTING:
                 self._stay(out, "link lost")
             elif for_good:
@@ -183,7 +199,13 @@ class PrefillSide:
 
     def _of(self, lease: Lease, peer: Peer) -> _Outgoing | None:
         out = self._outgoing.get(lease.request_id)
-        return out if out is not None and out.lease == lease and same_incarnation(out.peer, peer) else None
+        if out is None or out.peer is None or out.lease != lease or not same_incarnation(out.peer, peer):
+            return None
+        return out
+
+    def _tell(self, out: _Outgoing, message: PeerMessage) -> None:
+        assert out.peer is not None
+        self._transport.send(out.peer, message)
 
     def _ask(self, now: float, out: _Outgoing) -> None:
         if out.state is _State.QUEUED:
@@ -194,7 +216,7 @@ class PrefillSide:
         sampled = _sampled(sequence)
         if sampled and sampled[-1] < 0:  # it is still being computed
             sampled.pop()
-        self._transport.send(out.peer, Reserve(out.lease, out.request, out.frontend, sampled))
+        self._tell(out, Reserve(out.lease, out.request, out.frontend, sampled))
 
     def _wait_longer(self, now: float, out: _Outgoing) -> None:
         out.pause = min(2 * out.pause or self._lease / RETRIES, self._lease)
@@ -243,7 +265,7 @@ class PrefillSide:
 
     def _ask_arrived(self, now: float, out: _Outgoing) -> None:
         self._wait_longer(now, out)
-        self._transport.send(out.peer, Sent(out.lease))
+        self._tell(out, Sent(out.lease))
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
         self._scheduler.begin_transfer(sequence, index + 1)
@@ -255,14 +277,14 @@ class PrefillSide:
             sequence.extend_keys(index + 1)
         generation, checksum = self._transport.stamp(block)
         key = sequence.keys[index] if full else b""
-        self._transport.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
+        self._tell(out, Push(out.lease, index, key, block, generation, checksum))
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         assert sequence.answered is not None
         blocks, cached = blocks_for(sequence.computed), sequence.cached_tokens or 0
         decode = max(0.0, now - sequence.answered)
-        self._transport.send(out.peer, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
+        self._tell(out, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of
@@ -288,6 +310,9 @@ class PrefillSide:
                 sequence = self._scheduler.sequence(out.lease.request_id)
                 assert sequence is not None
                 self._commit(now, out, sequence)
+        elif out.state is _State.OPEN:
+            if out.deadline is not None and now >= out.deadline:
+                self._stay(out, "nobody said where it is to go on")
         elif out.state is not _State.QUEUED:
             sequence = self._scheduler.sequence(out.lease.request_id)
             decodes = sequence is not None and not sequence.migrates
@@ -305,7 +330,7 @@ class PrefillSide:
         """The decode side answers each, so that a failure is noticed before the commit."""
         by_peer: dict[Peer, list[Lease]] = {}
         for out in self._outgoing.values():
-            if out.state in (_State.STREAMING, _State.COMMITTING):
+            if out.peer is not None and out.state in (_State.STREAMING, _State.COMMITTING):
                 by_peer.setdefault(out.peer, []).append(out.lease)
         for peer, leases in by_peer.items():
             self._transport.send(peer, Renew(leases))
@@ -329,8 +354,8 @@ class PrefillSide:
         del self._outgoing[out.lease.request_id]
         self._scheduler.end_transfer(out.lease.request_id)
         self.abandoned += 1
-        if out.state is not _State.QUEUED:
-            self._transport.send(out.peer, Release(out.lease, reason))
+        if out.state not in (_State.OPEN, _State.QUEUED):
+            self._tell(out, Release(out.lease, reason))
 
     def check(self) -> None:
         """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
