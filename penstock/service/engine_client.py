@@ -32,7 +32,7 @@ from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Placed, Queued
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import Channels, EngineChannel
-from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
+from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
 from penstock.service.generation import Generation
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
 from penstock.service.placement import Answer, Placement
@@ -277,7 +277,7 @@ class EngineClient:
         flight.owner.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
 
     def _take_place(self, flight: Flight[Generation], answer: Placed) -> None:
-        missing = [peer.name for peer in answer.peers if not self._reaches(peer)]
+        missing = [peer.name for peer in peers_of(answer.route) if not self._reaches(peer)]
         if missing:  # the master does not know of the loss yet
             flight.avoid += missing
             flight.again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic, TypeVar
@@ -21,6 +22,11 @@ SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other sid
 
 
 Owner = TypeVar("Owner")
+
+
+def peers_of(route: Iterable[Leg]) -> list[Peer]:
+    """Those that are known."""
+    return [leg.peer for leg in route if leg.peer is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +200,7 @@ class Flight(Generic[Owner]):
         # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
         stays = self.request.params.use_beam_search or self.request.pooling is not None
         self.legs = placed.route[:1] if stays else placed.route
-        peers = placed.peers[: len(self.legs)]
+        peers = peers_of(self.legs)
         self._stays = [_Stay(peer, self.received) for peer in peers]
         self._names = [peer.name for peer in peers]
         self.launches += 1

@@ -478,7 +478,7 @@ class Master:
     def _residents(self, now: float, name: str) -> Sequence[Resident]:
         """What decodes on an instance and is not being handed over."""
         session = self._sessions[name]
-        flights = (self._in_flight[key] for key in session.begun if key not in self._prefilled)
+        flights = (self._in_flight[k] for k in session.homes if k in session.begun and k not in self._prefilled)
         return [flight.resident for flight in flights if flight.moving < now]
 
     def _relocate(self, now: float, flight: Tracked, migration: Migration) -> Action:

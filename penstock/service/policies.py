@@ -18,7 +18,9 @@ from penstock.sched.cluster import (
     PrioritySLO,
     RolePolicy,
     ScalingPolicy,
+    Unified,
 )
+from penstock.sched.cluster.balance import Balance
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
@@ -109,7 +111,8 @@ def _hfx(at: Circumstances) -> Policies:
 
 
 def _unified(at: Circumstances) -> Policies:
-    return Policies(dispatch=DISPATCH["unified"](), roles=Everywhere(), priorities=at.mapping())
+    unified = Unified()
+    return Policies(dispatch=unified, migration=unified, balance=Balance(), roles=Everywhere(), priorities=at.mapping())
 
 
 _HFX = Bundle(make=_hfx)

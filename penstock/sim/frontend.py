@@ -25,7 +25,7 @@ from penstock.core.wire.master import (
     Relocate,
     Settled,
 )
-from penstock.service.flight import ATTEMPTS, Flight
+from penstock.service.flight import ATTEMPTS, Flight, peers_of
 from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
 from penstock.sim.instance import OutputBatch
@@ -242,7 +242,7 @@ class SimFrontend:
         return [self._ask(now, flight)] if flight is not None and flight.attempt == attempt else []
 
     def _launch(self, now: float, flight: _Flight, placed: Placed) -> list[Due]:
-        missing = [peer.name for peer in placed.peers if self._lives.get(peer.name) != peer.incarnation]
+        missing = [peer.name for peer in peers_of(placed.route) if self._lives.get(peer.name) != peer.incarnation]
         if missing:
             flight.avoid += missing
             flight.again()
@@ -254,7 +254,7 @@ class SimFrontend:
         record.launched = flight.launched
         first = flight.here
         record.prefill, record.reason = first.name, placed.reason
-        record.decode = placed.peers[-1].name
+        record.decode = flight.places[-1].name
         enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:])
         return [self._post.frontend_to_engine(now, first.name, enqueue)]
 

@@ -210,11 +210,6 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         """Who takes it over for a stage, or begins with it."""
         return next((leg.peer for leg in self.route if leg.stage == stage), None)
 
-    @property
-    def peers(self) -> list[Peer]:
-        """Those of the route that are known."""
-        return [leg.peer for leg in self.route if leg.peer is not None]
-
 
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
     """No instance can take it now."""

@@ -76,6 +76,7 @@ __all__ = [
     "Stage",
     "Start",
     "Stop",
+    "Unified",
     "ViewQueue",
     "fitting",
     "hands_over",
