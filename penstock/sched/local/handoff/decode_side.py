@@ -38,6 +38,7 @@ class _Incoming:
         pulling: indices of blocks that are under way, and their keys.
         arrived: of those that came and could be believed.
         quiet: no block has arrived since the commit.
+        asked: whether the prefill side waits to hear what has arrived.
     """
 
     lease: Lease
@@ -49,6 +50,7 @@ class _Incoming:
     arrived: dict[int, bytes] = field(default_factory=dict)
     commit: Commit | None = None
     quiet: bool = False
+    asked: bool = False
 
 
 class DecodeSide:
@@ -201,10 +203,17 @@ class DecodeSide:
 
     def on_sent(self, now: float, peer: Peer, sent: Sent) -> None:
         if incoming := self._heard(now, sent.lease, peer):
-            have = incoming.reservation.have
-            while have in incoming.arrived:
-                have += 1
-            self._transport.send(peer, Arrived(incoming.lease, have))
+            incoming.asked = True
+            self._tell_arrived(incoming)
+
+    def _tell_arrived(self, incoming: _Incoming) -> None:
+        """Once nothing is under way, if that was asked."""
+        if not incoming.asked or incoming.pulling:
+            return
+        incoming.asked, have = False, incoming.reservation.have
+        while have in incoming.arrived:
+            have += 1
+        self._transport.send(incoming.sender, Arrived(incoming.lease, have))
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
@@ -288,8 +297,10 @@ class DecodeSide:
             self._scheduler.pool.replace(into, blocks[0])
         if self._incoming.get(incoming.lease.request_id) is not incoming:
             self._scheduler.end_quarantine(into, *blocks)
-        elif blocks:
+            return
+        if blocks:
             self._arrived(incoming, index, key, *blocks)
+        self._tell_arrived(incoming)
 
     def _arrived(self, incoming: _Incoming, index: int, key: bytes, block: int) -> None:
         """A block of the reservation has its contents, and is held once for it."""
