@@ -495,6 +495,8 @@ class Master:
         for session in self._sessions.values():
             if not session.leaving or not session.begun:
                 continue
+            for key in session.begun & self._prefilled.keys():  # the policy sees no instance that drains
+                del self._prefilled[key]
             for resident in self._residents(now, session.name):
                 able = [s for s in self._roster.able(now) if s.name in session.peers]
                 if able := [s for s in able if self._takes(s, resident.demand)]:

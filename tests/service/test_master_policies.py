@@ -215,6 +215,15 @@ def test_an_instance_that_drains_hands_over_what_it_runs():
     assert [m.request_id for m in messages(cluster.did())] == ["t"]
 
 
+def test_what_waits_for_a_decoder_leaves_a_draining_instance_too():
+    cluster = Cluster("a", "b", roles=Scripted())
+    cluster.policy.to, cluster.policy.open = "a", True
+    cluster.place("r"), cluster.say(Begun(["r"]))
+    cluster.engine("b", snapshot(1, 1, free_blocks=4, num_blocks=4))
+    cluster.engine("a", snapshot(1, 1, draining=True, running=1, num_blocks=4))
+    assert [(m.request_id, m.peer.name) for m in messages(cluster.did())] == [("r", "b")]
+
+
 def test_what_was_decided_before_a_policy_fails_is_not_lost():
     cluster = Cluster("a")
     for name in ("r", "s"):
