@@ -289,7 +289,7 @@ class EngineServer:
             case Cancel() | SetRole() | Drain():
                 self._intake.obey(client, command)
             case Migrate():
-                self._intake.migrate(client, command)
+                self._intake.migrate(self._clock.now(), client, command)
             case LinkPeer(peer=peer):
                 if self._transport is not None:
                     self._transport.connect(peer)

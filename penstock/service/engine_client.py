@@ -33,7 +33,7 @@ from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import Channels, EngineChannel
 from penstock.service.fallback import least_loaded
-from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight
+from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
 from penstock.service.generation import Generation
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
 from penstock.service.placement import Answer, Placement
@@ -288,7 +288,7 @@ class EngineClient:
         flight.owner.fail(EngineFailure(f"the request could not be placed: {type(error).__name__}"))
 
     def _take_place(self, flight: Flight[Generation], answer: Placed) -> None:
-        missing = [p.name for p in (answer.prefill, answer.decode) if p is not None and not self._reaches(p)]
+        missing = [peer.name for peer in peers_of(answer.route) if not self._reaches(peer)]
         if missing:  # the master does not know of the loss yet
             flight.avoid += missing
             flight.again()
@@ -347,9 +347,8 @@ class EngineClient:
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         flight.owner.routed(flight.index, flight.route)
-        self._channels.send(
-            placed.prefill.name, Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.next)
-        )
+        first = flight.here
+        self._channels.send(first.name, Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:]))
 
     # --- going on elsewhere
 

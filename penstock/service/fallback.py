@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.core.wire.engine import Ready
+from penstock.core.wire.engine import Leg, Ready
 from penstock.core.wire.master import Place, Placed
 
 POLICY, REASON = "fallback", "no-master"
@@ -26,10 +26,9 @@ def least_loaded(place: Place, serving: Sequence[Ready], loads: Mapping[str, int
     def least(candidates: Sequence[Ready]) -> Ready:
         return min(candidates, key=lambda ready: (loads.get(ready.peer.name, 0), ready.peer.name))
 
-    prefill, decode = least([ready for ready in able if ready.role != "decode"] or able), None
+    prefill = least([ready for ready in able if ready.role != "decode"] or able)
+    route = [Leg("prefill", prefill.peer)]
     decoders = [ready for ready in able if ready.role != "prefill"]
     if prefill.role == "prefill" and place.max_tokens and decoders:
-        decode = least(decoders).peer
-    return Placed(
-        place.request_id, place.generation, prefill.peer, decode, POLICY, REASON, place.ttft_ms, place.tpot_ms
-    )
+        route.append(Leg("decode", least(decoders).peer))
+    return Placed(place.request_id, place.generation, route, POLICY, REASON, place.ttft_ms, place.tpot_ms)

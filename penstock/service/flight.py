@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic, TypeVar
@@ -10,7 +11,7 @@ from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
-from penstock.core.wire.engine import LEASE, Peer, Stayed
+from penstock.core.wire.engine import LEASE, Leg, Peer, Stayed
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.kv.keys import extend_keys, salted
 
@@ -21,6 +22,11 @@ SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other sid
 
 
 Owner = TypeVar("Owner")
+
+
+def peers_of(route: Iterable[Leg]) -> list[Peer]:
+    """Those that are known."""
+    return [leg.peer for leg in route if leg.peer is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class Flight(Generic[Owner]):
         request: as its client sent it, with the targets that it was given with its place.
         attempt: `generation` of the wire: what belongs to another one is dropped.
         launches: places that it was sent to.
+        legs: of the last.
         keys: prefix keys of the tokens to prefill, where the master wants them.
         tokens: that have left here.
         launched, first: when it was sent to an engine, and when its first token left here.
@@ -77,6 +84,7 @@ class Flight(Generic[Owner]):
         self.arrival = arrival
         self.chat = chat
         self.attempt = self.launches = self.heard = 0
+        self.legs: list[Leg] = []
         self.keys: list[bytes] = []
         self.tokens: list[int] = []
         self.launched = arrival
@@ -191,8 +199,10 @@ class Flight(Generic[Owner]):
         """Start an attempt at this placement; returns the command."""
         # a beam search stays where its prompt is prefilled, and an embedding needs no more than that
         stays = self.request.params.use_beam_search or self.request.pooling is not None
-        peers = [placed.prefill] if stays or placed.decode is None else [placed.prefill, placed.decode]
-        self._stays, self._names = [_Stay(peer, self.received) for peer in peers], [peer.name for peer in peers]
+        self.legs = placed.route[:1] if stays else placed.route
+        peers = peers_of(self.legs)
+        self._stays = [_Stay(peer, self.received) for peer in peers]
+        self._names = [peer.name for peer in peers]
         self.launches += 1
         if self.first is None:
             self.launched = now
@@ -208,10 +218,11 @@ class Flight(Generic[Owner]):
         self._lost, self._early, self.deadline = [], {}, None
 
     def move(self, peer: Peer) -> Peer | None:
-        """It is to go on at `peer`. Returns who is to hand it over; None when this cannot be now."""
-        if len(self._stays) != 1 or self.stranded or self._early or peer.name == self.here.name:
+        """It is to go on at `peer`. Returns who is to hand it over, or to keep it; None when this cannot be now."""
+        if len(self._stays) != 1 or self.stranded or self._early:
             return None
-        self._stays.append(_Stay(peer, self.received))
+        if peer != self.here:
+            self._stays.append(_Stay(peer, self.received))
         return self.here
 
     def stayed(self, name: str, said: Stayed, now: float) -> bool:

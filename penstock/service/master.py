@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 
 import msgspec
@@ -20,6 +21,7 @@ from penstock.core.wire.engine import (
     Drain,
     Event,
     Failed,
+    Leg,
     LinkFailed,
     Ready,
     Role,
@@ -38,6 +40,7 @@ from penstock.core.wire.master import (
     Place,
     Placed,
     Queued,
+    Relocate,
     Settled,
     StartInstance,
     StopInstance,
@@ -48,8 +51,10 @@ from penstock.sched.cluster import (
     Decision,
     Demand,
     Later,
+    Migration,
     Move,
     Random,
+    Resident,
     Start,
     Stop,
 )
@@ -72,6 +77,7 @@ from penstock.service.session import SUSPECT_AFTER, FleetLimits, InstanceSession
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
+SETTLES = 10.0  # seconds after which a hand-off counts as over although nothing was said of it
 SHOWN = 256  # offline sequences that policies see, of however many wait
 
 
@@ -116,6 +122,7 @@ class Master:
         self._unplaceable: dict[Key, Tracked] = {}  # that no instance can take now, of which policies are not told
         self._untold: list[Key] = []  # queued ones, whose frontends have not been sent `Queued`
         self._in_flight: dict[Key, Tracked] = {}
+        self._prefilled: dict[Key, Tracked] = {}  # of those, whose prompts have ended and who decodes them is open
         self._rates = RateWindow()
         self._roles: dict[str, Role] = {}  # that it decided on
         self._scaler: Scaler | None = None
@@ -149,6 +156,7 @@ class Master:
                 actions = self._by_the_clock(now)
         try:
             self._decide(now, actions)
+            self._decide_homes(now, actions)
         except Exception:
             if not actions:
                 raise
@@ -162,6 +170,11 @@ class Master:
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
+        if self._policies.balance is not None and self._in_flight:
+            for migration in self._policies.balance.balance(self._view(now), partial(self._residents, now)):
+                actions += self._move(now, migration.moves)
+                actions.append(self._relocate(now, self._in_flight[migration.key], migration))
+        actions += self._evacuate(now)
         if self._scaler is not None and self._scaler.is_due(now):
             actions += self._scale(now, self._scaler)
         return actions + self._retire(now)
@@ -377,6 +390,7 @@ class Master:
     def _decide(self, now: float, actions: list[Action]) -> None:
         """Ask the policy for decisions until it returns none, and add their actions."""
         if not (self._queue or self._backlog):
+            self.wake = inf
             return
         while self._queue or self._backlog:
             view = self._view(now)
@@ -400,11 +414,14 @@ class Master:
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
+        legs = [Leg("prefill", prefiller.peer)]
+        sequence.open = decision.open and demand.max_tokens > 1
+        if home is not prefiller or sequence.open:
+            legs.append(Leg("decode", None if sequence.open else home.peer))
         placed = sequence.placed = Placed(
             place.request_id,
             place.generation,
-            prefiller.peer,
-            None if decision.decode is None else home.peer,
+            legs,
             decision.policy,
             decision.reason,
             _milliseconds(demand.ttft),
@@ -437,11 +454,68 @@ class Master:
         if flight is not None:
             flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
+            flight.since = now
+            if flight.open:
+                self._prefilled[key] = flight
+
+    # --- who decodes, and where what runs goes on
+
+    def _decide_homes(self, now: float, actions: list[Action]) -> None:
+        """Ask who decodes what is prefilled, until there is no answer now."""
+        policy = self._policies.migration
+        while self._prefilled and policy is not None:
+            prefilled = [flight.resident for flight in self._prefilled.values() if self._is_there(flight)]
+            verdict = policy.migrate(self._view(now), prefilled) if prefilled else Later()
+            actions += self._move(now, verdict.moves)
+            if isinstance(verdict, Later):
+                self.wake = min(self.wake, verdict.at)
+                return
+            actions.append(self._relocate(now, self._prefilled.pop(verdict.key), verdict))
+
+    def _is_there(self, flight: Tracked) -> bool:
+        return self._sessions.get(flight.home.name) is flight.home
+
+    def _residents(self, now: float, name: str) -> Sequence[Resident]:
+        """What decodes on an instance and is not being handed over."""
+        session = self._sessions[name]
+        flights = (self._in_flight[k] for k in session.homes if k in session.begun and k not in self._prefilled)
+        return [flight.resident for flight in flights if flight.moving < now]
+
+    def _relocate(self, now: float, flight: Tracked, migration: Migration) -> Action:
+        key, session = flight.demand.key, self._sessions[migration.to]
+        flight.open = False
+        if session is not flight.home:
+            flight.moving = now + SETTLES
+        self._rehouse(key, flight, session)
+        return ToFrontend(key[0], Relocate(key[1], flight.place.generation, session.peer, migration.reason))
+
+    def _evacuate(self, now: float) -> list[Action]:
+        """Have others take over what instances that drain still run: those with the most room first."""
+        actions: list[Action] = []
+        for session in self._sessions.values():
+            if not session.leaving or not session.begun:
+                continue
+            for key in session.begun & self._prefilled.keys():  # the policy sees no instance that drains
+                del self._prefilled[key]
+            for resident in self._residents(now, session.name):
+                able = [s for s in self._roster.able(now) if s.name in session.peers]
+                if able := [s for s in able if self._takes(s, resident.demand)]:
+                    to = max(able, key=lambda s: (s.view().free_blocks / s.view().num_blocks, s.name)).name
+                    migration = Migration(key=resident.demand.key, to=to, reason=f"drain: {session.name} is to stop")
+                    actions.append(self._relocate(now, self._in_flight[migration.key], migration))
+        return actions
+
+    @staticmethod
+    def _takes(session: InstanceSession, demand: Demand) -> bool:
+        load = session.view()
+        fits = demand.tokens <= load.max_model_len and demand.prompt_tokens < load.free_blocks * BLOCK_TOKENS
+        return fits and load.requests < load.max_sequences and session.name not in demand.exclude
 
     def _settle(self, key: Key, settled: Settled) -> None:
         """It is said where a sequence is."""
         flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
         if flight is not None and session is not None and flight.place.generation == settled.generation:
+            flight.moving = -inf
             self._rehouse(key, flight, session)
 
     def _rehouse(self, key: Key, flight: Tracked, session: InstanceSession) -> None:
@@ -457,6 +531,7 @@ class Master:
     def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
         queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
         over = self._in_flight.pop(key, None)
+        self._prefilled.pop(key, None)
         if self._recorder is not None and (over or (queued and queued.counted)):
             self._recorder.ended(now, key[1], key[0], outcome)
         if over is None:
@@ -575,6 +650,7 @@ class Master:
         self._queue.check()
         self._backlog.check()
         self._mesh.check()
+        assert all(self._in_flight.get(key) is flight for key, flight in self._prefilled.items()), "it is over"
         held = [*self._queue, *self._backlog, *self._unplaceable, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"
 

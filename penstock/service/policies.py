@@ -8,14 +8,19 @@ from dataclasses import dataclass, field, replace
 
 from penstock.sched.cluster import (
     DISPATCH,
+    HFX,
+    Balancer,
     Colocated,
     ColocatedRoles,
     DispatchPolicy,
     Everywhere,
+    MigrationPolicy,
     PrioritySLO,
     RolePolicy,
     ScalingPolicy,
+    Unified,
 )
+from penstock.sched.cluster.balance import Balance
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
@@ -28,10 +33,14 @@ class Policies:
     """The policies of a cluster.
 
     Attributes:
+        migration: decides who decodes, where `dispatch` leaves that open; None where it never does.
+        balance: moves what runs; None moves only what instances that drain have.
         priorities: targets by priority, for requests without any; None leaves them without.
     """
 
     dispatch: DispatchPolicy
+    migration: MigrationPolicy | None = None
+    balance: Balancer | None = None
     roles: RolePolicy | None = None
     scaling: ScalingPolicy | None = None
     priorities: PrioritySLO | None = None
@@ -89,15 +98,24 @@ def _xllm(at: Circumstances) -> Policies:
     dispatch, roles = make_xllm()
     colocation = LatencyRoles()
     return Policies(
-        dispatch=Colocated(dispatch, colocation), roles=ColocatedRoles(roles, colocation), priorities=at.mapping()
+        dispatch=Colocated(dispatch, colocation),
+        migration=dispatch,
+        roles=ColocatedRoles(roles, colocation),
+        priorities=at.mapping(),
     )
 
 
+def _hfx(at: Circumstances) -> Policies:
+    hfx = HFX()
+    return Policies(dispatch=hfx, migration=hfx, priorities=at.mapping())
+
+
 def _unified(at: Circumstances) -> Policies:
-    return Policies(dispatch=DISPATCH["unified"](), roles=Everywhere(), priorities=at.mapping())
+    unified = Unified()
+    return Policies(dispatch=unified, migration=unified, balance=Balance(), roles=Everywhere(), priorities=at.mapping())
 
 
-_HFX = dispatched(DISPATCH["hfx"])
+_HFX = Bundle(make=_hfx)
 _UNIFIED = Bundle(make=_unified, local_policy="slack", moves=True)
 
 # policies for comparison, which only the simulator has, are in `sim/baselines`

@@ -7,9 +7,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.core.wire.master import Outcome, Place, Placed
-from penstock.sched.cluster import Demand, Key, Rates, ViewQueue
+from penstock.sched.cluster import Demand, Key, Rates, Resident, ViewQueue
 from penstock.service.session import InstanceSession
 
 REMEMBERED = 8  # length of the history: changes for each waiting sequence, and at least MEMORY
@@ -25,6 +26,9 @@ class Tracked:
         demand, place: as policies see it; the question that brought it.
         placed: the answer; None while it waits.
         prefiller, home: where it is prefilled, and where it stays after that; set when it is placed.
+        open: whether it is still to be decided who decodes.
+        since: when its first token was heard of; None before.
+        moving: until when it counts as being handed over, so that it is not told again to go elsewhere.
         until: how long it waits when no instance can take it.
         counted: whether it was queued, and counted as an arrival.
     """
@@ -34,8 +38,17 @@ class Tracked:
     until: float
     counted: bool = False
     placed: Placed | None = None
+    open: bool = False
+    since: float | None = None
+    moving: float = -inf
     prefiller: InstanceSession = field(init=False)
     home: InstanceSession = field(init=False)
+
+    @property
+    def resident(self) -> Resident:
+        """Of one that has its first token."""
+        assert self.since is not None
+        return Resident(demand=self.demand, at=self.home.name, since=self.since)
 
 
 class WaitQueue(dict[Key, Tracked]):

@@ -25,7 +25,7 @@ from penstock.core.wire.master import (
     Relocate,
     Settled,
 )
-from penstock.service.flight import ATTEMPTS, Flight
+from penstock.service.flight import ATTEMPTS, Flight, peers_of
 from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
 from penstock.sim.instance import OutputBatch
@@ -242,8 +242,7 @@ class SimFrontend:
         return [self._ask(now, flight)] if flight is not None and flight.attempt == attempt else []
 
     def _launch(self, now: float, flight: _Flight, placed: Placed) -> list[Due]:
-        peers = [peer for peer in (placed.prefill, placed.decode) if peer is not None]
-        missing = [peer.name for peer in peers if self._lives.get(peer.name) != peer.incarnation]
+        missing = [peer.name for peer in peers_of(placed.route) if self._lives.get(peer.name) != peer.incarnation]
         if missing:
             flight.avoid += missing
             flight.again()
@@ -253,10 +252,11 @@ class SimFrontend:
         record = flight.owner
         record.attempts += 1
         record.launched = flight.launched
-        record.prefill, record.reason = placed.prefill.name, placed.reason
-        record.decode = placed.prefill.name if placed.decode is None else placed.decode.name
-        enqueue = Enqueue(placed.prefill.incarnation, request, flight.attempt, flight.next)
-        return [self._post.frontend_to_engine(now, placed.prefill.name, enqueue)]
+        first = flight.here
+        record.prefill, record.reason = first.name, placed.reason
+        record.decode = flight.places[-1].name
+        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:])
+        return [self._post.frontend_to_engine(now, first.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         flight = self._flights.get(refused.request_id)

@@ -1,8 +1,9 @@
 """A simulated engine: the real scheduler, blocks and hand-offs, with modelled step times.
 
 It sends what an engine's server sends: outputs to frontends, snapshots and cache deltas to the master. Messages are
-read between steps. Of a request's outputs only the first and the last are sent, the last with all tokens in between, as
-no simulated client streams; and all while it is being handed over, since others know nothing of those before.
+read between steps, but for those about sequences that wait to leave, which no step concerns. Of a request's outputs
+only the first and the last are sent, the last with all tokens in between, as no simulated client streams; and all while
+it is being handed over, since others know nothing of those before.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from penstock.core.wire.engine import (
     Stayed,
     UnlinkPeer,
 )
-from penstock.core.wire.handoff import PeerMessage, Push
+from penstock.core.wire.handoff import Committed, Missing, PeerMessage, Push, Reserved, Waiting
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sim.events import Due, Priority
@@ -186,6 +187,14 @@ class SimInstance:
         if now >= self._stopped:
             return []
         self._now = now
+        if self._stride is not None and (beside := [letter for letter in letters if self._is_beside(letter)]):
+            for letter in beside:
+                self._handle(now, letter)
+            self._changed, self._load = True, None
+            self._send_peers(now)
+            told, self._news = self._news, []
+            rest = [letter for letter in letters if letter not in beside]
+            return [*told, *self.deliver(now, rest)] if rest else told
         self._inbox += letters
         while self._says_so_at < now:  # an idle report is on its way to the master
             self._looked_at = self._told_at = self._says_so_at
@@ -426,23 +435,36 @@ class SimInstance:
         self._changed, self._load = True, None
         letters, self._inbox = self._inbox, []
         for letter in letters:
-            match letter:
-                case PeerArrival():
-                    self.handoffs.on(now, letter)
-                case LoadedBlocks():
-                    self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
-                case PeerLost(peer=peer, reason=reason):
-                    self.handoffs.lost(peer, for_good=False)
-                    self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))
-                case ClientCommand(frontend=frontend, command=Enqueue() as enqueue):
-                    if refused := self.intake.enqueue(now, frontend, enqueue):
-                        self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
-                case ClientCommand(frontend=frontend, command=Cancel() as cancel):
-                    self.intake.obey(frontend, cancel)
-                case ClientCommand(frontend=frontend, command=Migrate() as migrate):
-                    self.intake.migrate(frontend, migrate)
-                case _ if getattr(letter, "to", None) == self._incarnation:
-                    self._obey(now, letter)
+            self._handle(now, letter)
+
+    def _is_beside(self, letter: Letter) -> bool:
+        """Whether it is about a sequence that waits to leave: an engine reads all messages beside its steps, and of
+        these the order does not matter."""
+        match letter:
+            case PeerArrival(message=Waiting() | Reserved() | Missing() | Committed() as answer):
+                return self.scheduler.migrating(answer.lease.request_id)
+            case ClientCommand(command=Migrate(request_id=request_id)):
+                return self.scheduler.migrating(request_id)
+        return False
+
+    def _handle(self, now: float, letter: Letter) -> None:
+        match letter:
+            case PeerArrival():
+                self.handoffs.on(now, letter)
+            case LoadedBlocks():
+                self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
+            case PeerLost(peer=peer, reason=reason):
+                self.handoffs.lost(peer, for_good=False)
+                self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))
+            case ClientCommand(frontend=frontend, command=Enqueue() as enqueue):
+                if refused := self.intake.enqueue(now, frontend, enqueue):
+                    self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
+            case ClientCommand(frontend=frontend, command=Cancel() as cancel):
+                self.intake.obey(frontend, cancel)
+            case ClientCommand(frontend=frontend, command=Migrate() as migrate):
+                self.intake.migrate(now, frontend, migrate)
+            case _ if getattr(letter, "to", None) == self._incarnation:
+                self._obey(now, letter)
 
     def _obey(self, now: float, command: Letter) -> None:
         """The master."""

@@ -2,7 +2,7 @@
 
 A `PeerConnection` is one socket of a link: a stream of bytes becomes frames, and frames a stream of bytes. A `PeerLink`
 has all of them and chooses the one a message goes over. Everything here belongs to the carrier's I/O thread, except
-that `Staged.release` may be called from anywhere.
+that `Arrived.release` may be called from anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from zlib import crc32
 
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, PeerMessage, Push, Stage
+from penstock.core.wire.handoff import Commit, PeerMessage, Push, Sent
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame, Handshake, Header, read_header
 
 _SCRATCH_BYTES = 16 << 10  # read ahead, for headers and small bodies
@@ -28,7 +28,7 @@ RETRY_SECONDS = 0.05  # before dialling again, then doubled
 PeerKey = tuple[str, int]  # an instance's name and incarnation
 
 
-class Staged:
+class Arrived:
     """A received payload until it is landed. Its memory is returned when it is released or collected."""
 
     def __init__(self, buffer: bytearray, home: Staging) -> None:
@@ -60,7 +60,7 @@ class Staging:
         self._wanted = False
         self._freed = freed
 
-    def take(self) -> Staged | None:
+    def take(self) -> Arrived | None:
         self._wanted = True  # before looking: a buffer that comes back from here on is announced
         if self._free:
             buffer = self._free.pop()
@@ -70,7 +70,7 @@ class Staging:
         else:
             return None
         self._wanted = False
-        return Staged(buffer, self)
+        return Arrived(buffer, self)
 
     def put(self, buffer: bytearray) -> None:
         self._free.append(buffer)
@@ -82,7 +82,7 @@ class Staging:
 class ReceivedFrame:
     header: Header
     body: bytearray
-    payload: Staged | None
+    payload: Arrived | None
 
 
 class PeerConnection:
@@ -109,7 +109,7 @@ class PeerConnection:
         self._start = self._end = 0  # unread bytes of scratch
         self._header: Header | None = None
         self._body = bytearray()
-        self._payload: Staged | None = None
+        self._payload: Arrived | None = None
         self._target = _NOTHING  # what is still to be filled of the body or the payload
         self._out: deque[tuple[memoryview, int]] = deque()  # and how much of the backlog that is
 
@@ -216,7 +216,7 @@ class ReceivedMessage:
 
     peer: Peer
     message: PeerMessage
-    payload: Staged | None = None
+    payload: Arrived | None = None
     checksum: int = 0
     memory: str = ""
 
@@ -283,7 +283,7 @@ class PeerLink:
     def connection_for(self, message: object) -> PeerConnection:
         """The connection that a message goes over."""
         index = 0
-        if isinstance(message, Push | Stage | Commit) and len(self.connections) > 1:
+        if isinstance(message, Push | Sent | Commit) and len(self.connections) > 1:
             index = 1 + crc32(message.lease.request_id.encode()) % (len(self.connections) - 1)
         connection = self.connections[index]
         assert connection is not None

@@ -13,7 +13,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.structured_outputs import StructuredOutputs
-from penstock.core.wire.engine import Enqueue, Migrate, Peer
+from penstock.core.wire.engine import Enqueue, Leg, Migrate, Peer
 from penstock.core.wire.master import Placed
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.sched.local.intake import Intake
@@ -109,7 +109,7 @@ class Deployment:
 
     def place(self, flight):
         instance = self.rng.choice(list(self.instances.values()))
-        placed = Placed(flight.id, flight.attempt, instance.peer)
+        placed = Placed(flight.id, flight.attempt, [Leg("prefill", instance.peer)])
         request = flight.launch(placed, 0.0)
         refused = instance.intake.enqueue(0.0, "f", Enqueue(instance.peer.incarnation, request, flight.attempt))
         assert refused is None
@@ -138,7 +138,7 @@ class Deployment:
             others = [i.peer for i in self.instances.values() if i.peer.name != flight.at]
             if others and (source := flight.move(self.rng.choice(others))) is not None:
                 migrate = Migrate(source.incarnation, request_id, flight.attempt, flight.next)
-                self.instances[source.name].intake.migrate("f", migrate)
+                self.instances[source.name].intake.migrate(0.0, "f", migrate)
 
     def kill(self, name):
         gone = self.instances.pop(name)
@@ -264,7 +264,7 @@ def test_a_beam_search_stays_and_says_why(tmp_path):
         instance.turn(deployment.hear, deployment.stayed)
         other = next(i.peer for i in deployment.instances.values() if i is not instance)
         deployment.flights["r0"].move(other)
-        instance.intake.migrate("f", Migrate(instance.peer.incarnation, "r0", 0, other))
+        instance.intake.migrate(0.0, "f", Migrate(instance.peer.incarnation, "r0", 0, other))
         while not deployment.over:
             instance.turn(deployment.hear, deployment.stayed)
         assert deployment.reasons == ["beam searches are not handed over"]

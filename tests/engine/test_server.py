@@ -426,7 +426,7 @@ def test_time_passes_for_a_hand_off_in_progress_and_only_then(tmp_path, busy):
         if busy:
             request = make_request("r", [1])
             engine.scheduler.add(request, migrates=True)
-            server._handoffs.begin(request, 0, "f", Peer("other", 1, ""))
+            server._handoffs.begin(0.0, request, 0, "f", Peer("other", 1, ""))
             engine.scheduler.cancel("r")
         assert server._patience(stalled=False) == pytest.approx((lease / 20 if busy else REPORT_INTERVAL) - SNAPSHOT)
     master.socket.close()

@@ -208,9 +208,9 @@ class Chaos:
     def _troubles_of_master(self) -> list[str]:
         """Whether it would have a request handed over, between lives that are there."""
         placed = self._place()
-        if placed is None or (placed.decode is None and self._roles > 1):
+        if placed is None or (len(placed.route) < 2 and self._roles > 1):
             return [f"master: {placed}"]
-        lives = [(peer.name, peer.incarnation) for peer in (placed.prefill, placed.decode) if peer is not None]
+        lives = [(peer.name, peer.incarnation) for peer in (leg.peer for leg in placed.route)]
         right = [(name, (self.inspect(name) or Inspection(0, {})).incarnation) for name, _ in lives]
         return [f"master: {lives}, right is {right}"] * (lives != right)
 

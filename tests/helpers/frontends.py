@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.core.clock import ManualClock
 from penstock.core.sampling import SamplingParams
+from penstock.core.wire.engine import Leg
 from penstock.core.wire.master import Endpoint, NoPlace, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
@@ -66,7 +67,8 @@ class ScriptedPlacement:
         prefill = next((p for p in self.prefill if p.name not in place.exclude), None)
         if prefill is None:
             return NoPlace(place.request_id, place.generation, "all are excluded")
-        return Placed(place.request_id, place.generation, prefill, self.decode, "scripted", "because: it says so")
+        route = [Leg("prefill", prefill), *([Leg("decode", self.decode)] if self.decode is not None else [])]
+        return Placed(place.request_id, place.generation, route, "scripted", "because: it says so")
 
     def settled(self, settled):
         self.settlements.append(settled)

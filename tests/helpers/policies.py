@@ -23,7 +23,9 @@ from penstock.sched.cluster import (
     InstanceLoad,
     Instances,
     Later,
+    Move,
     Rates,
+    Resident,
     hands_over,
 )
 from penstock.sched.cluster.hfx import HFX
@@ -148,6 +150,7 @@ class ToyMaster:
         self._events: list = []
         self._order = count()
         self._wake = inf
+        self._prefilled: dict = {}  # key -> who waits to be told where it decodes
 
     def run(self, demands: list[Demand]) -> dict:
         """Until nothing happens any more; each demand comes at its `arrived`."""
@@ -161,6 +164,7 @@ class ToyMaster:
             if now >= self._wake:
                 self._wake = inf
             self._ask(now)
+            self._ask_homes(now)
             happened += 1
             assert happened < 200 * (len(demands) + 10), "the policy asks to be woken again and again"
         left = [*self.online, *self.offline]
@@ -191,6 +195,36 @@ class ToyMaster:
                     self._at(verdict.at, lambda: None)
                 return
             self._apply(now, verdict)
+
+    @property
+    def _migration(self) -> Any:
+        return self.policy
+
+    def _change_roles(self, moves: Sequence[Move]) -> None:
+        assert not moves, "roles are fixed"
+
+    def _ask_homes(self, now: float) -> None:
+        while self._prefilled:
+            rates = Rates(output_tokens=float(OUTPUT))
+            view = ClusterView(now=now, instances=self._instances(), rates=rates)
+            verdict = self._migration.migrate(view, list(self._prefilled.values()))
+            self._change_roles(verdict.moves)
+            if isinstance(verdict, Later):
+                assert verdict.at > now, "it would be asked for ever"
+                if verdict.at < min(self._wake, inf):
+                    self._wake = verdict.at
+                    self._at(verdict.at, lambda: None)
+                return
+            resident = self._prefilled.pop(verdict.key)
+            source, target, one = self.machines[resident.at], self.machines[verdict.to], resident.demand
+            if target is not source:
+                assert target.load.name in source.load.peers, "not linked"
+                assert hands_over(source.load.role, target.load.role), "the wrong role"
+                self._check_room(one, target.view())
+                target.homes[one.key] = source.homes.pop(one.key)
+                source.begun.discard(one.key)
+                target.begun.add(one.key)
+                source.seen = target.seen = None
 
     def _instances(self) -> Instances:
         loads = [m.view() for m in self.machines.values()]
@@ -229,6 +263,9 @@ class ToyMaster:
             assert hands_over(prefiller.role, home.role), "the wrong role"
         assert decision.prefill in decision.costs["prefill"], "what did it cost?"
         assert decision.decode is None or decision.decode in decision.costs["decode"], "what did it cost?"
+        self._check_room(one, home)
+
+    def _check_room(self, one: Demand, home: InstanceLoad) -> None:
         online = home.requests - home.offline_requests
         if self.subject.minds_memory and online:
             held = home.held_tokens - home.offline_tokens + one.prompt_tokens
@@ -239,9 +276,14 @@ class ToyMaster:
         del prefiller.prompts[one.key]
         home.begun.add(one.key)
         prefiller.seen = home.seen = None
-        self._at(prefiller.free_at + one.max_tokens * TOKEN_SECONDS, lambda: self._end(one, home))
+        if self.placed[one.key][1].open:
+            since = self._events[0][0] if self._events else prefiller.free_at
+            self._prefilled[one.key] = Resident(demand=one, at=prefiller.load.name, since=min(since, prefiller.free_at))
+        self._at(prefiller.free_at + one.max_tokens * TOKEN_SECONDS, lambda: self._end(one))
 
-    def _end(self, one: Demand, home: Machine) -> None:
+    def _end(self, one: Demand) -> None:
+        home = next(m for m in self.machines.values() if one.key in m.homes)
+        self._prefilled.pop(one.key, None)
         del home.homes[one.key]
         home.begun.discard(one.key)
         home.seen = None

@@ -229,6 +229,7 @@ class World:
         decoder_room=None,
         local=0.0,
         begun=0.0,
+        held=0.0,
         ahead=False,
         windows=WHOLE,
     ):
@@ -259,6 +260,7 @@ class World:
             if self.rng.random() < begun:  # elsewhere, where it was interrupted
                 generated = expected(request)[: self.rng.randrange(request.max_tokens)]
                 self.requests[name] = replace(request, generated=generated)
+        self.held = {name for name in self.requests if self.rng.random() < held}  # at first nobody says where they go
         self.local = {name for name in self.requests if self.rng.random() < local}  # they never leave
         self.texts = {name: list(request.generated) for name, request in self.requests.items()}
         self.ended = {}
@@ -278,8 +280,10 @@ class World:
         prefiller, decoder = self.nodes["prefiller"], self.nodes["decoder"]
         for name, request in self.requests.items():
             prefiller.scheduler.add(request, migrates=name not in self.local)
-            if name not in self.local:
-                prefiller.handoffs.begin(request, 0, "frontend", decoder.peer)
+            if name in self.held - self.local:
+                prefiller.handoffs.hold(request, 0, "frontend")
+            elif name not in self.local:
+                prefiller.handoffs.begin(0.0, request, 0, "frontend", decoder.peer)
         network, faults = self.network, self.network.faults
         while network.now < 25 * LEASE:
             for node in self.nodes.values():
@@ -308,7 +312,7 @@ class World:
         sequence = node.scheduler.sequence(self.rng.choice(here))
         if not sequence.generated:
             node.scheduler.leave(sequence.id)
-        node.handoffs.begin(sequence.request, 0, "frontend", self.rng.choice(others).peer)
+        node.handoffs.begin(self.network.now, sequence.request, 0, "frontend", self.rng.choice(others).peer)
 
     def hear(self, name):
         for _, _, arrival in self.network.deliver(name):
@@ -366,13 +370,32 @@ def test_every_request_moves_and_none_changes(shared, prefix_cache, begun, ahead
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("last", [0, 4])
-def test_what_runs_moves_as_often_as_it_is_told(shared, ahead, last, monkeypatch):
+def test_what_runs_or_is_held_moves_as_often_as_it_is_told(shared, ahead, last, monkeypatch):
     monkeypatch.setattr("penstock.sched.local.handoff.prefill_side.LAST", last)
-    world = World(1, Faults(move=0.5), shared=shared, ahead=ahead, requests=12, local=0.5)
+    world = World(1, Faults(move=0.5), shared=shared, ahead=ahead, requests=12, local=0.5, held=0.5)
     world.run()
     world.check_end()
     assert set(world.ended.values()) == {"full"}
     assert sum(node.joins for node in world.nodes.values()) > 2 * len(world.requests)
+
+
+def test_what_is_held_goes_on_here_when_nobody_says_where():
+    world = World(4, Faults(), shared=False, held=1.0)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    assert world.nodes["decoder"].joins == 0
+    world = World(4, Faults(), shared=False, requests=0)
+    world.receive = lambda *_: None
+    node, request = world.nodes["prefiller"], make_request("r", list(range(64)), max_tokens=4)
+    node.scheduler.add(request, migrates=True)
+    node.handoffs.hold(request, 0, "frontend")
+    node.step()
+    assert node.scheduler.migrating("r")
+    assert not node.handoffs.leaving("r")
+    node.handoffs.go_on("r")
+    assert not node.handoffs.busy
+    assert node.scheduler.has_work
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
@@ -408,6 +431,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
     room=st.sampled_from([10, 14, 40]),
     local=st.sampled_from([0.0, 0.5]),
     begun=st.sampled_from([0.0, 0.5]),
+    held=st.sampled_from([0.0, 0.7]),
     ahead=st.booleans(),
     windows=st.sampled_from([WHOLE, MIXED]),
 )
@@ -585,7 +609,7 @@ def prefiller(blocks, prefix_cache=True):
 
 def migrate(node, request):
     node.scheduler.add(request, migrates=True)
-    node.handoffs.begin(request, 0, "frontend", DECODER)
+    node.handoffs.begin(0.0, request, 0, "frontend", DECODER)
 
 
 def test_blocks_in_transfer_do_not_keep_a_more_urgent_request_out():

@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Drain, Enqueue, Peer, SetRole
+from penstock.core.wire.engine import Cancel, Drain, Enqueue, Leg, Peer, SetRole
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler, make_local_policy
 from penstock.sched.local.intake import Intake
@@ -305,7 +305,7 @@ def test_weights_that_do_not_fit_leave_no_blocks():
 def test_a_beam_search_is_not_handed_over(intake):
     intake.hand_off(None, 1.0)  # a carrier that would be missed
     asked = replace(request(), params=SamplingParams(n=2, use_beam_search=True))
-    assert enqueue(intake, "a", asked, decode=Peer("other", 1, "")) is None
+    assert enqueue(intake, "a", asked, route=[Leg("decode", Peer("other", 1, ""))]) is None
     assert not intake.scheduler.sequence("r").migrates
     assert not intake.handoffs.busy
     assert not intake.owner("r").migrates

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.cluster import ClusterView, InstanceLoad, Later, Rates, fitting
+from penstock.sched.cluster import ClusterView, InstanceLoad, Later, Rates, Resident, fitting
 from penstock.sched.cluster.colocation import (
     AHEAD,
     PASSED,
@@ -57,6 +57,18 @@ def decide(instances, *queue, policy=None):
     return (policy or make_xllm()[0]).decide(view(instances, queue), RNG)
 
 
+def settle(instances, one, at, policy=None):
+    """Where one decodes whose prompt has ended at an instance, of which that is counted."""
+    there = [
+        replace(i, requests=i.requests + 1, decoding=i.decoding + 1, held_tokens=i.held_tokens + one.prompt_tokens)
+        if i.name == at
+        else i
+        for i in instances
+    ]
+    resident = Resident(demand=one, at=at, since=NOW)
+    return (policy or make_xllm()[0]).migrate(view(there), [resident])
+
+
 def moved(instances, moves):
     roles = {move.name: move.role for move in moves}
     return [replace(i, role=roles.get(i.name, i.role)) for i in instances]
@@ -65,11 +77,18 @@ def moved(instances, moves):
 class ElasticMaster(ToyMaster):
     """Pools may change, and a decoder may prefill a prompt that it keeps."""
 
+    @property
+    def _migration(self):
+        return getattr(self.policy, "_dispatch", self.policy)
+
     def _apply(self, now, decision):
-        for move in decision.moves:
+        self._change_roles(decision.moves)
+        super()._apply(now, decision)
+
+    def _change_roles(self, moves):
+        for move in moves:
             machine = self.machines[move.name]
             machine.load, machine.seen = replace(machine.load, role=move.role), None
-        super()._apply(now, decision)
 
     def _check(self, one, decision, prefiller, home):
         super()._check(one, decision, replace(prefiller, role="any") if decision.decode is None else prefiller, home)
@@ -169,39 +188,44 @@ def test_when_nobody_is_in_time_it_is_prefilled_where_that_is_soonest():
 
 def test_it_decodes_where_it_was_prefilled_while_that_keeps_its_pace():
     idle = cluster(p0={}, p1=prefilling(0.3), d0={}, d1={})
-    assert decide(idle, online(prompt_tokens=500)).decode is None
-    assert decide(idle, online(prompt_tokens=500, tpot=0.01)).decode == "d0"
+    decision = decide(idle, online(prompt_tokens=500))
+    assert (decision.prefill, decision.decode, decision.open) == ("p0", None, True)
+    assert settle(idle, online(prompt_tokens=500), "p0").to == "p0"
+    assert settle(idle, online(prompt_tokens=500, tpot=0.01), "p0").to == "d0"
     # with as much again it would not
-    assert decide(idle, online(prompt_tokens=4000)).decode == "d0"
+    assert settle(idle, online(prompt_tokens=4000), "p0").to == "d0"
 
 
 def test_it_decodes_where_the_fewest_tokens_are_and_its_pace_is_kept():
     one = online(prompt_tokens=4000)
     light, heavy = BUSY | {"held_tokens": 5_000}, BUSY | {"held_tokens": 9_000}
-    assert decide(cluster(p0={}, d0=heavy, d1=light), one).decode == "d1"
-    assert decide(cluster(p0={}, d0=heavy, d1=light | {"interval": 0.06}), one).decode == "d0"
+    assert settle(cluster(p0={}, d0=heavy, d1=light), one, "p0").to == "d1"
+    assert settle(cluster(p0={}, d0=heavy, d1=light | {"interval": 0.06}), one, "p0").to == "d0"
     crowded = light | {"requests": 250, "held_tokens": 5_000}
-    assert decide(cluster(p0={}, d0=heavy, d1=crowded), one).decode == "d0"
+    assert settle(cluster(p0={}, d0=heavy, d1=crowded), one, "p0").to == "d0"
 
 
 def test_memory_counts_what_comes_and_not_what_offline_work_holds():
     one, capacity = online(prompt_tokens=4000), 8192 * BLOCK_TOKENS
     full = BUSY | {"held_tokens": int(capacity * 0.9)}
     instances = cluster(p0={}, d0=full, d1=BUSY | {"held_tokens": capacity // 2, "tpot": inf, "interval": 0.06})
-    assert decide(instances, one).decode == "d1"
+    assert settle(instances, one, "p0").to == "d1"
     offline = {"offline_tokens": capacity // 2, "offline_requests": 10, "tpot": inf}
-    assert decide(cluster(p0={}, d0=full | offline, d1=full), replace(one, tpot=0.1)).decode == "d0"
+    assert settle(cluster(p0={}, d0=full | offline, d1=full), replace(one, tpot=0.1), "p0").to == "d0"
 
 
 def test_a_prefiller_becomes_a_decoder_when_no_decoder_keeps_the_pace():
     slow = BUSY | {"interval": 0.08}
     loads = cluster(p0=prefilling(0.02), p1=BUSY | {"pending_tokens": 0}, d0=slow)
-    decision = decide(loads, online(prompt_tokens=4000))
-    assert (decision.prefill, decision.decode) == ("p0", "p1")
-    assert [(move.name, move.role) for move in decision.moves] == [("p1", "decode")]
+    migration = settle(loads, online(prompt_tokens=4000), "p0")
+    assert migration.to == "p1"
+    assert [(move.name, move.role) for move in migration.moves] == [("p1", "decode")]
     # unless the prefillers that stay would be late
-    decision = decide(cluster(p0=prefilling(3.0), p1=BUSY, d0=slow), online(prompt_tokens=4000))
-    assert not decision.moves
+    assert not settle(cluster(p0=prefilling(3.0), p1=BUSY, d0=slow), online(prompt_tokens=4000), "p0").moves
+
+
+def test_whose_instance_has_gone_waits():
+    assert make_xllm()[0].migrate(view(cluster(d0={})), [Resident(demand=online(), at="p0", since=NOW)]) == Later()
 
 
 def test_without_roles_pools_stay_as_they_are():

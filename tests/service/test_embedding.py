@@ -127,7 +127,7 @@ def test_it_runs_where_prompts_are_prefilled_and_again_elsewhere_after_a_loss(to
         with embed(frontend, [[1, 2]], "mean") as generation:
             await until(channels["a"].enqueued)
             (command,) = (c for c in channels["a"].sent if isinstance(c, Enqueue))
-            assert command.decode is None
+            assert not command.route
             channels["a"].say(Failed("out of memory"))
             await until(channels["b"].enqueued)
             (again,) = channels["b"].enqueued()

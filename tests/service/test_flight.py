@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import EngineFailure
 from penstock.core.request import FinishReason, Hypothesis, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import LEASE, Peer, Stayed
+from penstock.core.wire.engine import LEASE, Leg, Peer, Stayed
 from penstock.core.wire.master import Placed
 from penstock.kv.keys import extend_keys
 from penstock.service.flight import SIGN_OF_LIFE, Flight
@@ -29,9 +29,8 @@ def flight(decode=D, attempt=0, request=REQUEST):
 def launch(flight, prefill, decode=None, now=0.0):
     """Sent there, with the targets it asked with; what is sent."""
     asked = flight.question(now)
-    return flight.launch(
-        Placed("r", flight.attempt, prefill, decode, ttft_ms=asked.ttft_ms, tpot_ms=asked.tpot_ms), now
-    )
+    route = [Leg("prefill", prefill), *([Leg("decode", decode)] if decode is not None else [])]
+    return flight.launch(Placed("r", flight.attempt, route, ttft_ms=asked.ttft_ms, tpot_ms=asked.tpot_ms), now)
 
 
 def out(start, *tokens, finish=None, attempt=0, error=""):
@@ -159,7 +158,7 @@ def test_a_prefiller_that_goes_on_alone_says_so():
 def test_it_moves_on_and_back_one_hand_off_after_the_other():
     f = flight(None)
     feed(f, P, out(0, 10))
-    assert f.move(P) is None
+    assert (f.move(P), f.peers) == (P, [P]), "it is there"
     assert f.move(D) == P
     assert f.move(E) is None, "one hand-off at a time"
     assert f.peers == [P, D]

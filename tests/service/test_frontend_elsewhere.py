@@ -9,7 +9,7 @@ from penstock.core.errors import EngineFailure, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Migrate, Peer, Refused, Stayed, StepReport
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Leg, Migrate, Peer, Refused, Stayed, StepReport
 from penstock.core.wire.master import Endpoint, Relocate
 from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
@@ -149,7 +149,7 @@ def test_tokens_come_in_order_from_both_instances(tokenizer):
     async def scenario(frontend, channels, clock):
         generation, (name,) = await submit(frontend)
         command = next(c for c in channels["p"].sent if isinstance(c, Enqueue))
-        assert command.decode == ready("d").peer
+        assert command.route == [Leg("decode", ready("d").peer)]
         assert not channels["d"].enqueued()
         channels["d"].report(TokenOutput(name, ids[1:], start=1, finish=FinishReason.LENGTH))
         await until(lambda: channels["d"].silent)
@@ -441,7 +441,7 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         await until(lambda: any(channel.enqueued() for channel in channels.values()))
         home, other = sorted(("p", "q"), key=lambda name: not channels[name].enqueued())
         (sent,) = [command for command in channels[home].sent if isinstance(command, Enqueue)]
-        assert (sent.decode, sent.request.params.n) == (None, 3)
+        assert (sent.route, sent.request.params.n) == ([], 3)
         channels[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
         await until(lambda: frontend.engine_client.flights[sent.request.id].heard)
         assert frontend.engine_client.queued_tokens == 0, "its prompt was prefilled"

@@ -74,16 +74,16 @@ def test_who_hands_over_is_connected_to_whom_it_hands_over_to():
 def test_a_new_incarnation_is_connected_anew_and_the_old_one_is_taken_off():
     cluster = Cluster("p0", "d0")
     assert cluster.engine("d0", ChannelLost("gone")) == [ToEngine("p0", UnlinkPeer(1, peer("d0")))]
-    assert cluster.place().decode is None
+    assert cluster.place().at("decode") is None
     assert cluster.start("d0", life=2) == [ToEngine("p0", LinkPeer(1, peer("d0", 2)))]
-    assert cluster.place().decode == peer("d0", 2)
+    assert cluster.place().at("decode") == peer("d0", 2)
     assert cluster.start("p0", life=2) == [ToEngine("p0", LinkPeer(2, peer("d0", 2)))]  # its loss was not noticed
 
 
 def test_instances_without_a_transport_are_left_alone():
     cluster = Cluster("p0", "d0", address="")
     assert cluster.started == {"p0": [], "d0": []}
-    assert cluster.place().decode is None
+    assert cluster.place().at("decode") is None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_not_paired_and_the_reason_says_why(changes, says):
     cluster.engine("d0", ChannelLost("gone"))
     assert cluster.start("d0", life=2, **changes) == []
     placed = cluster.place()
-    assert placed.decode is None
+    assert placed.at("decode") is None
     assert placed.reason == f"no-decode: {says}"
 
 
@@ -111,22 +111,22 @@ def test_a_failed_link_is_not_used_until_it_holds_again():
     for name in ("p0", "d0", "d1"):
         cluster.snap(name)
     cluster.engine("p0", LinkFailed(1, peer("d0"), "refused"))
-    assert {cluster.place().decode.name for _ in range(6)} == {"d1"}
+    assert {cluster.place().at("decode").name for _ in range(6)} == {"d1"}
     cluster.engine("p0", LinkFailed(1, peer("d1", 9), "of another life"))
-    assert cluster.place().decode.name == "d1"
+    assert cluster.place().at("decode").name == "d1"
     assert cluster.tick(RELINK_AFTER) == [ToEngine("p0", LinkPeer(1, peer("d0")))]
     assert cluster.tick() == []
     for name in ("p0", "d0", "d1"):
         cluster.snap(name, 2)
-    assert {cluster.place().decode.name for _ in range(6)} == {"d1"}  # on probation
+    assert {cluster.place().at("decode").name for _ in range(6)} == {"d1"}  # on probation
     cluster.tick(PROBATION)
-    assert cluster.place().decode.name == "d0"  # the one with less to hold
+    assert cluster.place().at("decode").name == "d0"  # the one with less to hold
 
 
 def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
     cluster = Cluster("a0", "a1")
     cluster.snap("a0"), cluster.snap("a1")
-    burst = [cluster.place(tokens=10).prefill.name for _ in range(10)]
+    burst = [cluster.place(tokens=10).route[0].peer.name for _ in range(10)]
     assert burst.count("a0") == burst.count("a1") == 5
     cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
     session = cluster.master._sessions["a0"]
@@ -138,21 +138,21 @@ def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
 
 def test_a_decoder_is_charged_before_it_hears_of_the_request():
     cluster = Cluster("p0", "d0", "d1")
-    names = [cluster.place(tokens=10).decode.name for _ in range(8)]
+    names = [cluster.place(tokens=10).at("decode").name for _ in range(8)]
     assert names.count("d0") == 4
     cluster.snap("d0", running_tokens=500)
-    assert {cluster.place().decode.name for _ in range(3)} == {"d1"}
+    assert {cluster.place().at("decode").name for _ in range(3)} == {"d1"}
 
 
 def test_silent_and_draining_instances_get_no_work():
     cluster = Cluster("a0", "a1")
     cluster.now = SUSPECT_AFTER + 0.1
     cluster.snap("a1")
-    assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
     assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
     cluster.snap("a0")
     cluster.snap("a1", 2, draining=True)
-    assert {cluster.place().prefill.name for _ in range(4)} == {"a0"}
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}
     cluster.snap("a0", 2, draining=True)
     answer = cluster.place()
     assert isinstance(answer, NoPlace)
@@ -162,29 +162,29 @@ def test_silent_and_draining_instances_get_no_work():
 def test_when_all_are_silent_they_are_all_there_is_but_not_for_ever():
     cluster = Cluster("a0")
     cluster.now = SUSPECT_AFTER + 1
-    assert cluster.place().prefill.name == "a0"
+    assert cluster.place().route[0].peer.name == "a0"
     cluster.now = DEAD_AFTER + 1
     assert isinstance(cluster.place(), NoPlace)
     cluster.snap("a0")
-    assert cluster.place().prefill.name == "a0"
+    assert cluster.place().route[0].peer.name == "a0"
 
 
 def test_an_instance_that_is_lost_fails_or_is_excluded_gets_nothing():
     for event in (ChannelLost("gone"), Failed("out of memory")):
         cluster = Cluster("a0", "a1")
         cluster.engine("a0", event)
-        assert {cluster.place().prefill.name for _ in range(4)} == {"a1"}
+        assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
         assert isinstance(cluster.place(exclude=["a1"]), NoPlace)
         cluster.snap("a0")  # late, of the incarnation that is over
-        assert cluster.place().prefill.name == "a1"
+        assert cluster.place().route[0].peer.name == "a1"
 
 
 def test_the_same_question_has_the_same_answer_and_a_new_attempt_a_new_one():
     cluster = Cluster("a0", "a1")
     first = cluster.place("r", name="f")
     assert cluster.place("r", name="f") == first
-    other = cluster.place("r", name="f", generation=1, exclude=[first.prefill.name])
-    assert other.prefill != first.prefill
+    other = cluster.place("r", name="f", generation=1, exclude=[first.route[0].peer.name])
+    assert other.route[0] != first.route[0]
     assert isinstance(other, Placed)
 
 
@@ -217,10 +217,10 @@ def test_an_instance_whose_role_changes_is_connected_anew():
     cluster = Cluster("p0", "d0")
     moved = snapshot(1, 1, "prefill")
     assert cluster.engine("d0", moved) == []
-    assert cluster.place().decode is None
+    assert cluster.place().at("decode") is None
     assert cluster.engine("p0", snapshot(1, 1, "decode")) == [ToEngine("d0", LinkPeer(1, peer("p0")))]
     placed = cluster.place()
-    assert (placed.prefill.name, placed.decode.name) == ("d0", "p0")
+    assert tuple(leg.peer.name for leg in placed.route) == ("d0", "p0")
 
 
 def test_frontends_are_told_whether_keys_are_wanted():
@@ -295,8 +295,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert not self.incarnations
             self.placed.pop(request, None)
         elif known is None or known.generation != generation:
-            for chosen in (answer.prefill, answer.decode):
-                assert chosen is None or self.incarnations[chosen.name] == chosen.incarnation
+            for leg in answer.route:
+                assert self.incarnations[leg.peer.name] == leg.peer.incarnation
             self.placed[request] = answer
         else:
             assert answer == known
@@ -325,8 +325,8 @@ def test_a_long_sequence_goes_where_there_is_room_for_it():
     cluster = Cluster("a0", "a1", "a2")
     cluster.start("a0", life=2, max_model_len=50)
     cluster.start("a2", life=2, max_model_len=70)
-    assert [cluster.place(tokens=80).prefill for _ in range(4)] == [peer("a1")] * 4
-    assert {cluster.place(tokens=10).prefill.name for _ in range(12)} == {"a0", "a2"}
+    assert [cluster.place(tokens=80).route[0].peer for _ in range(4)] == [peer("a1")] * 4
+    assert {cluster.place(tokens=10).route[0].peer.name for _ in range(12)} == {"a0", "a2"}
 
 
 def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
@@ -341,7 +341,7 @@ def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
     cluster.engine("a0", ChannelLost("gone"))
     ready_now = cluster.start("a0", life=2, max_model_len=100)  # this incarnation has failed none of them
     (placed,) = [a.message for a in ready_now if isinstance(a, ToFrontend)]
-    assert (placed.request_id, placed.prefill) == ("short", peer("a0", 2))
+    assert (placed.request_id, placed.route[0].peer) == ("short", peer("a0", 2))
     cluster.snap("a0", life=2)
     assert cluster.tick(4.0) == []
     cluster.snap("a0", 2, life=2)

@@ -10,6 +10,7 @@ from penstock.core.wire.master import Begun, Ended, Endpoint, Join, NoPlace, Out
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
+from penstock.service.flight import peers_of
 from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.policies import BUNDLES, STEADY, Circumstances
@@ -64,7 +65,7 @@ class Days:
             del self.places[message.request_id]
         elif isinstance(message, Placed):
             place = self.places.pop(message.request_id)
-            chosen = [peer for peer in (message.prefill, message.decode) if peer is not None]
+            chosen = peers_of(message.route)
             for peer in chosen:
                 assert self.lives[peer.name] == peer.incarnation
             self.running[place.request_id] = [

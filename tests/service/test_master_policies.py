@@ -6,8 +6,20 @@ from math import inf
 import pytest
 
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, UnlinkPeer
-from penstock.core.wire.master import Begun, Ended, Endpoint, Join, NoPlace, Outcome, Place, Placed, Queued
-from penstock.sched.cluster import Decision, Later, Move, Start, Stop
+from penstock.core.wire.master import (
+    Begun,
+    Ended,
+    Endpoint,
+    Join,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+    Relocate,
+    Settled,
+)
+from penstock.sched.cluster import Decision, Later, Migration, Move, Start, Stop
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -24,6 +36,7 @@ class Held:
     def __init__(self):
         self.to, self.at, self.moves, self.seen = None, inf, [], []
         self.breaks_at = None  # so many that wait
+        self.open, self.home, self.prefilled, self.running, self.relieved = False, None, [], {}, []
 
     def decide(self, view, rng):
         self.seen.append(view)
@@ -41,7 +54,19 @@ class Held:
             reason="told",
             costs={},
             moves=self.moves,
+            open=self.open,
         )
+
+    def migrate(self, view, prefilled):
+        self.prefilled.append([(resident.demand.key[1], resident.at, resident.since) for resident in prefilled])
+        if self.home is None:
+            return Later(self.at)
+        return Migration(key=prefilled[0].demand.key, to=self.home, reason="told: so")
+
+    def balance(self, view, residents):
+        self.running = {i.name: [r.demand.key[1] for r in residents(i.name)] for i in view.instances}
+        relieved, self.relieved = self.relieved, []
+        return relieved
 
 
 class Scripted:
@@ -79,7 +104,8 @@ class Recorder:
 class Cluster:
     def __init__(self, *names, roles=None, scaling=None, standby=()):
         self.policy, self.recorder, self.now = Held(), Recorder(), 0.0
-        policies = Policies(dispatch=self.policy, roles=roles, scaling=scaling)
+        policy = self.policy
+        policies = Policies(dispatch=policy, migration=policy, balance=policy, roles=roles, scaling=scaling)
         endpoints = [Endpoint(n, "") for n in (*names, *standby)]
         fleet = FleetLimits(least=1, most=len(endpoints), start_seconds=2.0) if scaling is not None else None
         self.master = Master(endpoints, policies, random.Random(0), fleet=fleet, recorder=self.recorder)
@@ -116,11 +142,86 @@ def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
     cluster.policy.to = "b"
     (placed,) = messages(cluster.did())
     assert isinstance(placed, Placed)
-    assert placed.prefill.name == "b"
+    assert placed.route[0].peer.name == "b"
     assert cluster.master.wake == inf
     assert cluster.recorder.told == [("held", "r", 3.0), ("decided", "r", "b")]
     cluster.place("s")
     assert not cluster.master._untold
+
+
+def homes(cluster):
+    return {s.name: sorted(key[1] for key in s.homes) for s in cluster.master._sessions.values() if s.homes}
+
+
+def test_who_decodes_is_asked_when_the_prompt_has_ended_and_until_there_is_an_answer():
+    cluster = Cluster("a", "b")
+    cluster.policy.to, cluster.policy.open = "a", True
+    (placed,) = messages(cluster.place("r"))
+    assert [(leg.stage, leg.peer and leg.peer.name) for leg in placed.route] == [("prefill", "a"), ("decode", None)]
+    assert not cluster.policy.prefilled
+    cluster.now, cluster.policy.at = 1.0, 2.0
+    assert messages(cluster.say(Begun(["r"]))) == []
+    assert cluster.policy.prefilled == [[("r", "a", 1.0)]]
+    assert cluster.master.wake == 2.0
+    cluster.policy.home = "b"
+    (told,) = messages(cluster.did())
+    assert (told.request_id, told.generation, told.peer.name, told.reason) == ("r", 0, "b", "told: so")
+    assert homes(cluster) == {"b": ["r"]}
+    assert cluster.master.wake == inf
+    assert messages(cluster.did()) == [], "it was told once"
+    assert messages(cluster.say(Settled("r", 1, "a"))) == []
+    assert homes(cluster) == {"b": ["r"]}, "that is another attempt"
+    cluster.say(Settled("r", 0, "a"))
+    assert homes(cluster) == {"a": ["r"]}, "it stayed, after all"
+    cluster.place("s")
+    cluster.policy.home = None
+    cluster.say(Begun(["s"]))
+    cluster.say(Ended(["s"]))
+    cluster.did()
+    assert cluster.policy.prefilled[-1] == [("s", "a", 1.0)], "it is over"
+
+
+def test_what_runs_is_moved_once_at_a_time():
+    cluster = Cluster("a", "b")
+    cluster.policy.to = "a"
+    cluster.place("r"), cluster.say(Begun(["r"])), cluster.did()
+    assert cluster.policy.running == {"a": ["r"], "b": []}
+    cluster.policy.relieved = [Migration(key=("f", "r"), to="b", reason="slow")]
+    (told,) = messages(cluster.did())
+    assert isinstance(told, Relocate)
+    cluster.did()
+    assert cluster.policy.running == {"a": [], "b": []}, "it is on its way"
+    cluster.say(Settled("r", 0, "b"))
+    cluster.did()
+    assert cluster.policy.running == {"a": [], "b": ["r"]}
+
+
+def test_an_instance_that_drains_hands_over_what_it_runs():
+    cluster = Cluster("a", "b", "c", roles=Scripted())  # all are linked with all
+    cluster.policy.to = "a"
+    for name in ("r", "s"):
+        cluster.place(name), cluster.say(Begun([name]))
+    cluster.place("t")
+    cluster.engine("b", snapshot(1, 1, free_blocks=2, num_blocks=4))
+    cluster.engine("c", snapshot(1, 1, free_blocks=4, num_blocks=4))
+    cluster.engine("a", snapshot(1, 1, draining=True, running=3, num_blocks=4))
+    told = [(m.request_id, m.peer.name, m.reason) for m in messages(cluster.did())]
+    assert told == [("r", "c", "drain: a is to stop"), ("s", "c", "drain: a is to stop")]
+    assert messages(cluster.did()) == []
+    cluster.say(Settled("r", 0, "c"))
+    cluster.say(Settled("s", 0, "a"))
+    assert [m.request_id for m in messages(cluster.did())] == ["s"], "it stayed, and is asked for again"
+    cluster.say(Begun(["t"]))
+    assert [m.request_id for m in messages(cluster.did())] == ["t"]
+
+
+def test_what_waits_for_a_decoder_leaves_a_draining_instance_too():
+    cluster = Cluster("a", "b", roles=Scripted())
+    cluster.policy.to, cluster.policy.open = "a", True
+    cluster.place("r"), cluster.say(Begun(["r"]))
+    cluster.engine("b", snapshot(1, 1, free_blocks=4, num_blocks=4))
+    cluster.engine("a", snapshot(1, 1, draining=True, running=1, num_blocks=4))
+    assert [(m.request_id, m.peer.name) for m in messages(cluster.did())] == [("r", "b")]
 
 
 def test_what_was_decided_before_a_policy_fails_is_not_lost():

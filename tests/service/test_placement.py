@@ -10,7 +10,7 @@ import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.wire.codec import encode
-from penstock.core.wire.engine import LEASE, LinkPeer
+from penstock.core.wire.engine import LEASE, Leg, LinkPeer
 from penstock.core.wire.master import Endpoint, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
 from penstock.service.channel import master_channel
@@ -67,7 +67,8 @@ def test_a_master_in_the_same_process():
         await until(lambda: channels["prefill-0"].sent)
         assert isinstance(channels["prefill-0"].sent[0], LinkPeer)
         placed = await asked.place()
-        assert (placed.prefill.name, placed.decode.name, placed.policy) == ("prefill-0", "decode-1", "least-loaded")
+        assert [leg.peer.name for leg in placed.route] == ["prefill-0", "decode-1"]
+        assert placed.policy == "least-loaded"
         assert not placement.wants_keys
         placement.ended(["r"])
         assert not pump.master._in_flight
@@ -124,7 +125,7 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             deployment.start_master()
             await until(lambda: not placement.trouble)
             await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
-            assert (await asked.place("a")).prefill.name == "any-0"
+            assert (await asked.place("a")).route[0].peer.name == "any-0"
             placement.ended(["a"])
             await until(lambda: not deployment.pump.master._in_flight)
             await deployment.stop_master()
@@ -218,7 +219,7 @@ def test_what_was_queued_is_asked_again_by_its_true_age_when_the_master_is_back(
         (again,) = (message for message in channel.sent if isinstance(message, Place))
         assert (again.request_id, again.waited) == ("r", 62.5)
         channel.say(Queued("r", 0))
-        channel.say(Placed("r", 0, ready("a").peer))
+        channel.say(Placed("r", 0, [Leg("prefill", ready("a").peer)]))
         await until(lambda: isinstance(asked.answers["r"], Placed))
         assert isinstance(asked.answers["gone"], Queued)
 
@@ -245,11 +246,11 @@ def test_while_no_master_leads_a_frontend_decides_by_itself():
         assert "late" not in asked.answers, "it may be back at once"
         pass_time(placement, clock, SILENT_AFTER + 0.5)
         assert not placement.trouble
-        placed = [(p.prefill.name, p.decode.name, p.policy) for p in map(asked.answers.get, ("early", "late"))]
-        assert placed == [("p", "e", "fallback")] * 2
-        assert asked.answers["avoids"].decode.name == "d"
+        placed = [([leg.peer.name for leg in p.route], p.policy) for p in map(asked.answers.get, ("early", "late"))]
+        assert placed == [(["p", "e"], "fallback")] * 2
+        assert asked.answers["avoids"].at("decode").name == "d"
         placement.ask(place("next", max_tokens=0))
-        assert asked.answers["next"].decode is None, "at once, and nothing is left to do after a prompt to embed"
+        assert len(asked.answers["next"].route) == 1, "at once, and nothing is left to do after a prompt to embed"
         placement.ask(place("long", prompt_tokens=1000))
         assert "long" not in asked.answers
         channel.sent.clear()
@@ -288,12 +289,12 @@ def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():
 def test_an_answer_to_an_earlier_question_is_none():
     async def scenario(placement, channel, clock, asked):
         placement.ask(place(generation=1))
-        channel.say(Placed("r", 0, ready("a").peer))
-        channel.say(Placed("nobody", 0, ready("a").peer))
-        channel.say(Placed("r", 1, ready("b").peer))
-        channel.say(Placed("r", 1, ready("c").peer))  # asked twice, answered twice
+        channel.say(Placed("r", 0, [Leg("prefill", ready("a").peer)]))
+        channel.say(Placed("nobody", 0, [Leg("prefill", ready("a").peer)]))
+        channel.say(Placed("r", 1, [Leg("prefill", ready("b").peer)]))
+        channel.say(Placed("r", 1, [Leg("prefill", ready("c").peer)]))  # asked twice, answered twice
         await until(lambda: channel.silent)
-        assert asked.answers["r"].prefill.name == "b"
+        assert asked.answers["r"].route[0].peer.name == "b"
         assert list(asked.answers) == ["r"]
 
     run_scripted(scenario)

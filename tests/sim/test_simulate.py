@@ -2,12 +2,16 @@
 
 import gc
 import json
+import random
 from itertools import accumulate
 
 import pytest
 from msgspec.structs import replace
 
+from penstock.sched.cluster import Everywhere, Migration, Unified
 from penstock.sched.local import Scheduler
+from penstock.service.policies import Bundle, Policies
+from penstock.sim.baselines import POLICIES
 from penstock.sim.result import request_rows
 from tests.sim.scenarios import COLOCATED, REQUESTS, SPLIT, WORKLOAD, read, run, work
 
@@ -53,6 +57,39 @@ def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     assert result["handed_over"] == (sum(r.received > 1 for r in cluster.records) if "pre" in SHAPES[shape] else 0)
     assert result["reused_tokens"] > 0
     assert (result["loaded_tokens"] > 0) == (shape == "tiered")
+
+
+class Restless:
+    """Has a sequence moved from every instance in every tick."""
+
+    name = "restless"
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def balance(self, view, residents):
+        for load in view.instances:
+            others = [i.name for i in view.instances if i.name in load.peers]
+            if (there := residents(load.name)) and others:
+                yield Migration(key=self.rng.choice(there).demand.key, to=self.rng.choice(others), reason="restless")
+
+
+@pytest.mark.parametrize("transport", ["", SHARED], ids=["copied", "shared"])
+@pytest.mark.parametrize("shape", ["colocated", "failing"])
+def test_what_is_moved_again_and_again_ends_as_it_would_have(shape, transport, monkeypatch):
+    def make(at):
+        unified = Unified()
+        return Policies(dispatch=unified, migration=unified, balance=Restless(5), roles=Everywhere())
+
+    monkeypatch.setitem(POLICIES, "restless", Bundle(make=make, moves=True))
+    failure = FAILURE_OF_ONE if shape == "failing" else ""
+    result, cluster = run(read(WORKLOAD, COLOCATED, transport, failure), "restless")  # runs every check
+    assert result["failed"] == 0
+    for record in cluster.records:
+        assert record.received == min(record.output_tokens, 600)
+    assert sum(record.handoffs for record in cluster.records) > REQUESTS / 4
+    assert max(record.handoffs for record in cluster.records) > 2
+    assert shape == "failing" or not any(record.recoveries for record in cluster.records)
 
 
 @pytest.mark.parametrize("shape", ["colocated", "shared"])

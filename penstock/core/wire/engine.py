@@ -13,6 +13,7 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 
 Role = Literal["any", "prefill", "decode"]
+Stage = Literal["prefill", "decode"]  # of a request
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -21,6 +22,13 @@ class Peer(msgspec.Struct, frozen=True):
     name: str
     incarnation: int
     address: str  # of its transport, such as unix:/run/a.sock or tcp:10.0.0.7:7001
+
+
+class Leg(msgspec.Struct, frozen=True):
+    """Of a request's route: a stage of it, and who runs that; None where it is open until the stage before it ends."""
+
+    stage: Stage
+    peer: Peer | None
 
 
 # --- commands
@@ -40,17 +48,21 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Enqueue(msgspec.Struct, tag=True, frozen=True):
-    """Run a request here; with `decode`, prefill it here and hand it over to that instance.
+    """Run a request here, up to the first stage of `route`, for which it is handed over.
+
+    Where that is open, `Migrate` says to whom, or that it stays. Until then an instance of role "prefill" holds it,
+    though not for long, and others run it on.
 
     Attributes:
         to: incarnation of the engine it is meant for.
         generation: which attempt this is.
+        route: where it is to go on; empty where it stays.
     """
 
     to: int
     request: Request
     generation: int = 0
-    decode: Peer | None = None
+    route: list[Leg] = []
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -66,7 +78,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 class Migrate(msgspec.Struct, tag=True, frozen=True):
     """Hand a request over to a peer, wherever it stands: its blocks follow while it goes on here. `Stayed` says when
-    nothing comes of it.
+    nothing comes of it. To the engine itself it says that a request goes on here.
 
     Attributes:
         generation: the attempt that is meant.
@@ -118,7 +130,7 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Stop now; running requests are lost."""
+    """Leg now; running requests are lost."""
 
 
 Command = Hello | Enqueue | Cancel | Migrate | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown

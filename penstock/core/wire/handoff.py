@@ -5,8 +5,8 @@
                        <-        Waiting        once there is room, in the order of asking; repeated until answered
                        <-        Reserved | Rejected
     Push, Push, ...    ->                       each block as it fills, while the next ones are computed
-    Stage              ->                       of one that decodes on meanwhile: how much of that is there?
-                       <-        Staged
+    Sent              ->                       of one that decodes on meanwhile: how much of that is there?
+                       <-        Arrived
     Renew              ->                       periodically, to extend the lease
     Commit             ->                       everything is there; repeated until it is answered
                        <-        Committed | Missing | Rejected
@@ -95,13 +95,13 @@ class Push(msgspec.Struct, tag=True, frozen=True):
     checksum: int
 
 
-class Stage(msgspec.Struct, tag=True, frozen=True):
+class Sent(msgspec.Struct, tag=True, frozen=True):
     """All full blocks so far were pushed; it does not overtake them."""
 
     lease: Lease
 
 
-class Staged(msgspec.Struct, tag=True, frozen=True):
+class Arrived(msgspec.Struct, tag=True, frozen=True):
     """The first `have` blocks are there."""
 
     lease: Lease
@@ -152,7 +152,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 PeerMessage = (
-    Reserve | Waiting | Reserved | Rejected | Push | Stage | Staged | Renew | Commit | Missing | Committed | Release
+    Reserve | Waiting | Reserved | Rejected | Push | Sent | Arrived | Renew | Commit | Missing | Committed | Release
 )
 
 decode_peer = decoder(PeerMessage).decode

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
-from penstock.core.wire.engine import Peer, Role
+from penstock.core.wire.engine import Leg, Peer, Role, Stage
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -189,22 +189,26 @@ class Members(msgspec.Struct, tag=True, frozen=True):
 
 
 class Placed(msgspec.Struct, tag=True, frozen=True):
-    """Run it on `prefill`; with `decode`, that instance takes over after the prompt.
+    """Its stages run where its route says, each until the next takes over.
 
     Attributes:
+        route: of one leg at least, no two of which are at the same instance.
         ttft_ms, tpot_ms: its targets from now on: its own, or those of its priority.
         predicted_ttft: seconds from its client's request to its first token; None when the policy does not predict.
     """
 
     request_id: str
     generation: int
-    prefill: Peer
-    decode: Peer | None = None
+    route: list[Leg]
     policy: str = ""
     reason: str = ""
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     predicted_ttft: float | None = None
+
+    def at(self, stage: Stage) -> Peer | None:
+        """Who takes it over for a stage, or begins with it."""
+        return next((leg.peer for leg in self.route if leg.stage == stage), None)
 
 
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
@@ -249,7 +253,8 @@ ToLauncher = StartInstance | StopInstance | HostRefused
 
 
 class Relocate(msgspec.Struct, tag=True, frozen=True):
-    """Have it handed over to `peer`, wherever it runs now. `Settled` says what came of it.
+    """Have it handed over to `peer`, wherever it runs now, or go on there if that is where it is. `Settled` says what
+    came of it.
 
     Attributes:
         reason: a class of reasons, and after a colon the details, if any.

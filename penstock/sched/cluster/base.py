@@ -6,16 +6,17 @@ dispatch, not from the next report. Times are seconds of the view's own clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from penstock.core.wire import engine
 from penstock.core.wire.engine import Role
 from penstock.sched.steptime import StepTime
 
-Stage = Literal["prefill", "decode"]
+Stage = engine.Stage
 Key = tuple[str, str]  # of a sequence: its frontend, and its id there
 T = TypeVar("T")
 
@@ -223,6 +224,7 @@ class Decision(Struct, frozen=True, kw_only=True):
         key: of the demand.
         prefill: the instance that prefills the prompt.
         decode: the one that takes over after it; None without a hand-off.
+        open: who decodes is decided when the prompt ends, by a `MigrationPolicy`; `decode` is None.
         reason: a class of reasons, and after a colon the details, if any: "no-decode: d0 is not linked".
         costs: what the policy held against each candidate, the chosen one included, by stage and name; lower is
             better.
@@ -238,6 +240,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     costs: Mapping[Stage, Mapping[str, float]]
     predicted_ttft: float | None = None
     moves: Sequence[Move] = ()
+    open: bool = False
 
 
 class Later(Struct, frozen=True):
@@ -266,6 +269,67 @@ class DispatchPolicy(Protocol):
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
         """Decide over a non-empty queue. At least one instance is long enough for each demand in it, besides those that
         it excludes; see `fitting`."""
+
+
+class Resident(Struct, frozen=True, kw_only=True):
+    """A sequence that has its first token.
+
+    Attributes:
+        at: the instance that it is at, which may be given no work now. It is counted there as one that decodes.
+        since: when the master heard of its first token.
+    """
+
+    demand: Demand
+    at: str
+    since: float
+
+    @property
+    def due(self) -> float:
+        """The deadline of its second token."""
+        return self.since + self.demand.tpot
+
+
+class Migration(Struct, frozen=True, kw_only=True):
+    """Where a sequence goes on.
+
+    Attributes:
+        key: of the demand.
+        to: an instance, perhaps the one that it is at.
+        reason: as of `Decision`.
+        moves: done before.
+    """
+
+    key: Key
+    to: str
+    reason: str
+    moves: Sequence[Move] = ()
+
+
+class MigrationPolicy(Protocol):
+    """Decides where sequences decode whose prompts have ended and whose `Decision` left that open. Asked like a
+    `DispatchPolicy`, so that it sees what it has decided; what was decided is counted at its new place at once."""
+
+    name: str
+
+    def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
+        """
+        Args:
+            prefilled: at least one, in order of their first tokens.
+        """
+        ...
+
+
+class Balancer(Protocol):
+    """Moves what runs, away from where it does badly. Asked on every tick of the master."""
+
+    name: str
+
+    def balance(self, view: ClusterView, residents: Callable[[str], Sequence[Resident]]) -> Sequence[Migration]:
+        """
+        Args:
+            residents: of an instance, those that are not being handed over.
+        """
+        ...
 
 
 class PrioritySLO(Protocol):

@@ -10,13 +10,13 @@ is:
 
 Faithful: the instance that matured first is filled up with the most urgent sequences that fit (deadline less predicted
 prefill); disaggregated, an instance that prefills is mature when its batch ends, and its budget is what the strictest
-waiting target leaves; one that decodes takes whatever keeps its strictest TPOT. Saved slack is not counted.
+waiting target leaves. When a prompt has ended the migrator takes the decoder that matured first, which it does with
+every iteration, and gives it the most urgent of those whose prompts have ended that keep its strictest TPOT. Saved
+slack is not counted.
 
 Not in the paper, or not as it is there:
 - p is the step model's, as of one prompt of so many tokens, and not linear in n: that overstates attention between
   prompts a little, and does not understate long ones.
-- Who decodes is decided together with who prefills, because our decoders reserve before a prompt is prefilled. An
-  iteration's end as the decoder's maturity is left to its engine, which takes newcomers in exactly there.
 - An iteration is not split, so a batch takes at least one: max(p S / (S - d), p beside the decodes).
 - T is the strictest among what waits and can still be kept and what is in flight. Without any a batch is what one step
   prefills.
@@ -30,7 +30,7 @@ Not in the paper, or not as it is there:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
@@ -40,12 +40,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Random, Stage
+from penstock.sched.cluster.base import (
+    ClusterView,
+    Decision,
+    Demand,
+    InstanceLoad,
+    Later,
+    Migration,
+    Random,
+    Resident,
+    Stage,
+)
 from penstock.sched.cluster.columns import QueueColumns
 from penstock.sched.cluster.foresight import Foresight, Prompts, Refusals, has_room, most_tokens, prefill_seconds_alone
-from penstock.sched.cluster.stages import Candidates, why
+from penstock.sched.cluster.stages import Candidates, hands_over, why
 from penstock.sched.cluster.turns import Turns, fill_gap
 
+SHORTEST = 1e-3  # seconds that an iteration takes at least
 TRIED = 4  # instances, for a sequence that goes by itself
 
 _Values = npt.NDArray[np.float64]
@@ -66,6 +77,19 @@ class PromptBatch:
     opened: float
     since: float
     tokens: int
+    mature_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIteration:
+    """Of a decoder that was given sequences.
+
+    Attributes:
+        opened: when; it is open for more until time goes on.
+        mature_at: when the iteration that takes them in has ended.
+    """
+
+    opened: float
     mature_at: float
 
 
@@ -95,6 +119,7 @@ class HFX:
         self.batches: dict[str, PromptBatch] = {}  # the newest of each instance
         self.foresight = Foresight()
         self.prompts = Prompts()
+        self._iterations: dict[str, DecodeIteration] = {}  # the newest of each decoder that was given something
         self._turns = Turns()
         self._columns = QueueColumns(
             lambda d: d.deadline,
@@ -126,7 +151,7 @@ class HFX:
             lively = view.now <= self._latest_start(due) < inf
             if (decision := moment.place(due, lively, owed=True)) is not None:
                 return self._given(due, decision)
-        barred = None if due is None else self._turns.kept_for(candidates, due)
+        barred = None if due is None else self._kept_for(candidates, due)
         for places, lively in ((in_time, True), (others, False)):
             for demand in moment.able(places, barred):
                 if demand is not due and (decision := moment.place(demand, lively, barred=barred)) is not None:
@@ -134,9 +159,46 @@ class HFX:
         # what becomes late no longer asks for its TPOT
         return Later(min(soonest, nextafter(starts[in_time].min(initial=inf), inf)))
 
+    def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
+        """The D-stage migrator. What no decoder can take waits for the end of an iteration, or of a sequence."""
+        candidates, loads = self.foresight.candidates(view), {i.name: i for i in view.instances}
+        self._iterations = {name: last for name, last in self._iterations.items() if last.mature_at > view.now}
+        mature: list[tuple[float, float, str]] = []
+        soonest = inf
+        for load in view.instances:
+            last = self._iterations.get(load.name)
+            if last is None or last.opened == view.now:
+                mature.append((-inf if last is None else last.opened, self.foresight.pace(load).step, load.name))
+            else:
+                soonest = min(soonest, last.mature_at)
+        line = sorted((r for r in prefilled if r.at in loads), key=lambda r: (r.demand.offline, r.due))
+        for _, step, name in sorted(mature):
+            for resident in line:
+                if self._may_take(candidates, resident, loads[resident.at], loads[name]):
+                    self._iterations[name] = DecodeIteration(view.now, view.now + max(step, SHORTEST))
+                    return Migration(key=resident.demand.key, to=name, reason="migrator")
+        return Later(soonest)
+
+    def _may_take(self, candidates: Candidates, resident: Resident, source: InstanceLoad, load: InstanceLoad) -> bool:
+        demand = resident.demand
+        if load.name not in source.peers or not hands_over(source.role, load.role):
+            return False
+        if demand.tokens > load.max_model_len or load.name in demand.exclude:
+            return False
+        if not has_room(load, demand, candidates.view.rates.output_tokens):
+            return False
+        return self.foresight.keeps_pace(load, demand, resident.since <= demand.deadline)
+
     def _latest_start(self, demand: Demand) -> float:
         """Of an instance that has nothing else to do, for the TTFT to be kept."""
         return demand.arrived + demand.ttft - self.prompts.seconds(demand.prompt_tokens)
+
+    def _kept_for(self, candidates: Candidates, due: Demand) -> str:
+        """The instance that is reserved for one that is due: where others decode, one that prefills."""
+        able = candidates.prefillers(due)
+        if able[0].role == "prefill" and candidates.hands_over(due, able[0]):
+            return max(able, key=lambda i: (most_tokens(i, 0.0), -i.requests)).name
+        return self._turns.kept_for(candidates, due)
 
     def _given(self, demand: Demand, decision: Decision) -> Decision:
         self._turns.took(demand)
@@ -380,8 +442,9 @@ class _Moment:
             seconds: until all that the instance is given at this moment is prefilled and paid for.
         """
         load, now = prefiller.load, self._view.now
-        home, steps = self._home(load, demand, lively, barred)
-        if home is None:
+        staged = self._candidates.hands_over(demand, load) and load.role == "prefill"
+        home, steps = (load, {}) if staged else self._home(load, demand, lively, barred)
+        if home is None or (staged and demand.prompt_tokens > most_tokens(load, 0.0)):
             return None
         self._policy.batches[load.name] = PromptBatch(
             now, prefiller.since, prefiller.tokens + demand.prompt_tokens, now + seconds
@@ -395,9 +458,10 @@ class _Moment:
             prefill=load.name,
             decode=decode,
             policy=self._policy.name,
-            reason=why(load, decode),
+            reason="open" if staged else why(load, decode),
             costs=costs,
             predicted_ttft=now + seconds - demand.arrived,
+            open=staged,
         )
 
     def _home(

@@ -11,8 +11,9 @@ Until then it waits in one queue. The rules:
 - A prompt goes where it keeps its deadline, and of these where it is prefilled soon and with little computing, so to
   its prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to
   where it is prefilled first.
-- It stays there to decode unless its tokens would come too slowly or there is no room: then to the instance whose
-  steps stay shortest. Pools are not looked at: engines that pace their steps by slack prefill and decode at once.
+- It stays there to decode unless its tokens would come too slowly or there is no room: then who decodes is decided
+  when its prompt has ended, the instance whose steps stay shortest. Pools are not looked at: engines that pace their
+  steps by slack prefill and decode at once. What runs moves on when that turns out badly (`balance`).
 - Offline work is given out only as far as it fits beside that: a little to prefill, and decodes while steps stay well
   under the strictest target and memory is left.
 """
@@ -34,8 +35,10 @@ from penstock.sched.cluster.base import (
     InstanceLoad,
     Key,
     Later,
+    Migration,
     Move,
     Random,
+    Resident,
     Stage,
     fitting,
 )
@@ -132,12 +135,22 @@ class Unified:
         return Decision(
             key=demand.key,
             prefill=best.name,
-            decode=decode,
+            decode=None,
             policy=self.name,
-            reason="stays" if decode is None else "hand-off",
+            reason="stays" if decode is None else "open",
             costs=stages,
             predicted_ttft=best_done - demand.arrived,
+            open=decode is not None,
         )
+
+    def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
+        """The first of them: where it is, if that keeps its pace by now, else where steps stay shortest."""
+        loads = {i.name: i for i in view.instances}
+        for resident in prefilled:
+            if (here := loads.get(resident.at)) is not None:
+                to = _home_now(view, resident.demand, here)
+                return Migration(key=resident.demand.key, to=to, reason="stays" if to == here.name else "hand-off")
+        return Later()
 
     def _kept_for(self, view: ClusterView, demand: Demand) -> str | None:
         """The instance reserved for the first in order until there is room: the one with the most room when first
@@ -245,6 +258,16 @@ def _home(
     best = min(others, key=lambda i: (costs[i.name], i.name))
     worse = costs[best.name] >= costs[prefiller.name] and _holds(prefiller, demand)
     return (None if worse else best.name), costs
+
+
+def _home_now(view: ClusterView, demand: Demand, here: InstanceLoad) -> str:
+    """The same once it has been prefilled `here`, and is counted there."""
+    step = here.decode_seconds
+    if step <= MARGIN * min(here.tpot, demand.tpot) and here.free_blocks > 0:
+        return here.name
+    others = [i for i in fitting(view, demand) if i.name in here.peers and _holds(i, demand)]
+    best = min(others, key=lambda i: (_step_with(i, demand), i.name), default=here)
+    return best.name if best is not here and _step_with(best, demand) < step else here.name
 
 
 def _step_with(instance: InstanceLoad, demand: Demand) -> float:

@@ -1,8 +1,8 @@
 """Greedy under predicted latency, over roles that change while it decides (xLLM, section 3.2).
 
 A prompt goes to the prefiller (role P) with the earliest first token; where that is late, to one that still decodes
-(D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. It decodes where it was
-prefilled if that keeps its target, else on the decoder with the fewest tokens.
+(D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. When its prompt has ended, it
+decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
 Not in the paper:
 - "Late" is long before the target (`SOON`): help requested when the target is about to be missed comes too late.
@@ -18,11 +18,20 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
 
-from msgspec.structs import replace
-
 from penstock.core.wire.engine import Role
-from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Later, Move, Random, Stage
-from penstock.sched.cluster.stages import prefillers, takers, why
+from penstock.sched.cluster.base import (
+    ClusterView,
+    Decision,
+    Demand,
+    InstanceLoad,
+    Later,
+    Migration,
+    Move,
+    Random,
+    Resident,
+    Stage,
+)
+from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
 from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
@@ -76,21 +85,37 @@ class Xllm:
         moves: list[Move] = []
         if prefiller.help == "converted":
             moves.append(Move(name=prefiller.instance.name, role="prefill", reason="late-prompts"))
-        taker = self._taker(view, demand, prefiller, costs["decode"], moves)
         if self._roles is not None:
             for move in moves:
                 self._roles.moved(move.name, view)
-        decode = None if taker.name == prefiller.instance.name else taker.name
+        here = prefiller.instance
+        role: Role = "prefill" if moves else here.role
+        open_ = any(i.name in here.peers and hands_over(role, i.role) for i in view.instances)
         return Decision(
             key=demand.key,
-            prefill=prefiller.instance.name,
-            decode=decode,
+            prefill=here.name,
+            decode=None,
             policy=self.name,
-            reason=_reason(demand, prefiller, decode),
+            reason=_reason(demand, prefiller, open_),
             costs=costs,
             predicted_ttft=prefiller.ttft,
             moves=moves,
+            open=open_,
         )
+
+    def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
+        """Decode dispatch: first come, first served, and never left waiting."""
+        loads = {i.name: i for i in view.instances}
+        for resident in prefilled:
+            if (here := loads.get(resident.at)) is not None:
+                moves: list[Move] = []
+                taker = self._taker(view, resident.demand, here, moves)
+                if self._roles is not None:
+                    for move in moves:
+                        self._roles.moved(move.name, view)
+                reason = "stays: it keeps its target where it is prefilled" if taker is here else "hand-off"
+                return Migration(key=resident.demand.key, to=taker.name, reason=reason, moves=moves)
+        return Later()
 
     # --- the prompt
 
@@ -122,31 +147,33 @@ class Xllm:
 
     # --- the tokens after it
 
-    def _taker(
-        self, view: ClusterView, demand: Demand, prefiller: _Prefiller, costs: dict[str, float], moves: list[Move]
-    ) -> InstanceLoad:
-        """The instance that decodes; a role change that this needs is added to `moves`."""
-        here = prefiller.instance
-        role: Role = "prefill" if moves else here.role
+    def _taker(self, view: ClusterView, demand: Demand, here: InstanceLoad, moves: list[Move]) -> InstanceLoad:
+        """The instance that decodes; a role change that this needs is added to `moves`.
+
+        Args:
+            here: where it was prefilled, and is counted.
+        """
+        costs: dict[str, float] = {}
         tokens = demand.prompt_tokens + min(demand.max_tokens, round(view.rates.output_tokens) or OUTPUT)
         # as if as much again came to be prefilled while it decodes
         again = 2 * demand.to_compute(here.name)
-        costs[here.name] = 1e3 * step_seconds(here, sequences=1, kv_tokens=demand.prompt_tokens, prompt=again)
-        if _bears(demand, here, tokens, costs[here.name]):
+        costs[here.name] = 1e3 * step_seconds(here, prompt=again)
+        if _bears(demand, here, tokens - demand.prompt_tokens, costs[here.name], sequences=0):
             return here
-        able = [i for i in takers(view, demand, replace(here, role=role)) if i.name != here.name]
+        able = [i for i in takers(view, demand, here) if i.name != here.name]
         compared = nsmallest(COMPARED, able, key=lambda i: (i.held_tokens, i.name))
         for taker in compared:
             costs[taker.name] = 1e3 * step_seconds(taker, sequences=1, kv_tokens=demand.prompt_tokens)
             if _bears(demand, taker, tokens, costs[taker.name]):
                 return taker
-        if self._roles is not None and not moves and role == "prefill":
+        if self._roles is not None and here.role == "prefill":
             helper = self._roles.to_decode(view, missing=True)
             if helper is not None and helper is not here and helper.name in here.peers and _may_hold(demand, helper):
                 costs[helper.name] = 1e3 * step_seconds(helper, sequences=1, kv_tokens=demand.prompt_tokens)
                 moves.append(Move(name=helper.name, role="decode", reason="decode-short"))
                 return helper
         # no instance meets the target: one with room and the shortest steps
+        # (here it is counted already, which does not matter much where nothing fits)
         roomy = [i for i in (here, *compared) if fullness(i, sequences=1, tokens=tokens) <= FULL]
         return min(roomy or compared or [here], key=lambda i: (costs[i.name], i.name))
 
@@ -182,19 +209,17 @@ def _can_spare(demand: Demand, instance: InstanceLoad) -> bool:
     return step_seconds(instance, sequences=1, prompt=demand.to_compute(instance.name)) <= limit
 
 
-def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float) -> bool:
+def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float, sequences: int = 1) -> bool:
     """Whether its memory and its steps, predicted and measured, bear one more sequence of so many tokens."""
     measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
     if max(step_ms / 1e3, measured) > MARGIN * min(instance.tpot, demand.tpot):
         return False
-    return fullness(instance, sequences=1, tokens=tokens) <= FULL
+    return fullness(instance, sequences=sequences, tokens=tokens) <= FULL
 
 
-def _reason(demand: Demand, prefiller: _Prefiller, decode: str | None) -> str:
+def _reason(demand: Demand, prefiller: _Prefiller, open_: bool) -> str:
     if prefiller.help:
         return prefiller.help
     if prefiller.ttft > demand.ttft:
         return "late: nobody can prefill it in time"
-    if decode is None and prefiller.instance.role == "prefill":
-        return "stays: it keeps its target where it is prefilled"
-    return why(prefiller.instance, decode)
+    return "open" if open_ else why(prefiller.instance, None)

@@ -100,24 +100,26 @@ class Intake:
         owner = self._owner.get(request.id)
         if owner is not None and owner.frontend == frontend and owner.generation < generation:
             self._drop(frontend, [request.id])
-        decode = command.decode
-        stays = "" if decode is None else self._stays(request, decode)
-        if stays:
-            decode = None
+        follows = command.route[0] if command.route else None
+        stays = "" if follows is None else self._stays(request, follows.peer)
+        if stays or (follows is not None and follows.peer is None and self.role != "prefill"):
+            follows = None
         try:
-            self._add(request, migrates=decode is not None, now=now)
+            self._add(request, migrates=follows is not None, now=now)
         except UserError as error:
             return Refused(incarnation, request.id, str(error))
-        self._owner[request.id] = RequestOwner(frontend, generation, migrates=decode is not None)
+        self._owner[request.id] = RequestOwner(frontend, generation, migrates=follows is not None)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
-            if decode is not None:
-                self.handoffs.begin(request, generation, frontend, decode)
+            if follows is not None and follows.peer is None:
+                self.handoffs.hold(request, generation, frontend)
+            elif follows is not None and follows.peer is not None:
+                self.handoffs.begin(now, request, generation, frontend, follows.peer)
         if stays:
             self._stay(frontend, request.id, generation, stays)
         return None
 
-    def migrate(self, frontend: str, command: Migrate) -> None:
+    def migrate(self, now: float, frontend: str, command: Migrate) -> None:
         """Hand over a request that is here, or have its frontend told why not."""
         request_id, generation, peer = command.request_id, command.generation, command.peer
         owner, sequence = self._owner.get(request_id), self.scheduler.sequence(request_id)
@@ -125,6 +127,8 @@ class Intake:
             return
         if owner is None or sequence is None or (owner.frontend, owner.generation) != (frontend, generation):
             self._stay(frontend, request_id, generation, "it is not here")
+        elif peer.name == self.peer.name and self.handoffs is not None:
+            self.handoffs.go_on(request_id)
         elif stays := self._stays(sequence.request, peer):
             self._stay(frontend, request_id, generation, stays)
         elif self.handoffs is not None and not self.handoffs.leaving(request_id):
@@ -132,17 +136,17 @@ class Intake:
                 self.scheduler.leave(request_id)
             owner.migrates = True
             self.news.pop(request_id, None)
-            self.handoffs.begin(sequence.request, generation, frontend, peer)
+            self.handoffs.begin(now, sequence.request, generation, frontend, peer)
 
-    def _stays(self, request: Request, peer: Peer) -> str:
-        """Why it can never go on at a peer; "" when it can."""
+    def _stays(self, request: Request, peer: Peer | None) -> str:
+        """Why it can never go on at a peer, any by default; "" when it can."""
         if request.params.use_beam_search:
             return "beam searches are not handed over"
         if request.pooling is not None:
             return "nothing is left to do after a prompt to embed"
         if self.handoffs is None:
             return "this instance takes no part in hand-offs"
-        return "it is here" if peer.name == self.peer.name else ""
+        return "it is here" if peer is not None and peer.name == self.peer.name else ""
 
     def _stay(self, frontend: str, request_id: str, generation: int, reason: str) -> None:
         self._stayed.append((frontend, Stayed(self.peer.incarnation, request_id, generation, reason)))

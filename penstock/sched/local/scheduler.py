@@ -337,12 +337,12 @@ class Scheduler:
         length = len(context)
         if not 0 < length < self.limits.max_model_len:
             raise PromptTooLong.of(length, self.limits.max_model_len)
+        computed = length - bool(sampled)  # the last token's KV perhaps will not be
         keys: list[bytes] = []
-        extend_keys(keys, salted(self.root, request.cache_salt), context, length // BLOCK_TOKENS, request.media)
+        extend_keys(keys, salted(self.root, request.cache_salt), context, computed // BLOCK_TOKENS, request.media)
         hit = self.kv.match(keys)
-        total, groups = blocks_for(length), len(self._windows)
-        # the KV of the last of what was sampled is still to be computed
-        dropped = [first_seen(window, length - bool(sampled)) for window in self._windows]
+        total, groups = blocks_for(computed), len(self._windows)
+        dropped = [first_seen(window, computed) for window in self._windows]
         blocks = [*hit.blocks, *[-1] * (total * groups - len(hit.blocks))]
         reservation = Reservation(request, context, keys, blocks, len(hit.blocks), dropped)
         found = [blocks[i] for i in range(reservation.have) if i // groups >= dropped[i % groups]]

@@ -1,9 +1,9 @@
 """Hand-offs: requests that change instances after their prompt or while they decode (HFX and xLLM 3.2's migration;
 RTP-LLM's allocate, load, generate; Llumnix's live migration).
 
-A request that decodes already moves in stages: its full blocks are pushed while it goes on; when nearly all of them
-have arrived it pauses after its next token, and the rest follows with the commit. Of one that is still to be prefilled,
-the prefill is the only stage. So there is one state machine for both.
+A request that decodes already moves in a few rounds: its full blocks are pushed while it goes on; when nearly all of
+them have arrived it pauses after its next token, and the rest follows with the commit. Of one that is still to be
+prefilled, the prefill is the only round. So there is one state machine for both.
 
 Two state machines, `prefill_side` and `decode_side`, that exchange messages of `core.wire.handoff` over a transport
 that may lose, delay, duplicate and reorder them. Invariants:
@@ -25,6 +25,7 @@ from penstock.core.plan import StepPlan
 from penstock.core.request import Request
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Missing,
@@ -34,8 +35,7 @@ from penstock.core.wire.handoff import (
     Renew,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
@@ -64,9 +64,17 @@ class Handoffs:
 
     # --- called by the engine
 
-    def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        """Hand over a request to `peer`: one that was added with `migrates`, or runs and is not being handed over."""
-        self.prefill_side.begin(request, generation, frontend, peer)
+    def begin(self, now: float, request: Request, generation: int, frontend: str, peer: Peer) -> None:
+        """Hand over a request to `peer`: one that was added with `migrates`, is held, or runs and is not leaving."""
+        self.prefill_side.begin(now, request, generation, frontend, peer)
+
+    def hold(self, request: Request, generation: int, frontend: str) -> None:
+        """A request, added with `migrates`, that is to be handed over after its prompt; to whom is not known."""
+        self.prefill_side.hold(request, generation, frontend)
+
+    def go_on(self, request_id: str) -> None:
+        """If it is held, it goes on here."""
+        self.prefill_side.go_on(request_id)
 
     def started(self, now: float, plan: StepPlan) -> None:
         """A step is about to run: have blocks reserved for those in it that are to leave."""
@@ -115,11 +123,11 @@ class Handoffs:
                 self.decode_side.on_reserve(now, peer, reserve)
             case Renew(leases=leases):
                 self.decode_side.on_renew(now, peer, leases)
-            case Stage() as stage:
-                self.decode_side.on_stage(now, peer, stage)
+            case Sent() as sent:
+                self.decode_side.on_sent(now, peer, sent)
             case Commit() as commit:
                 self.decode_side.on_commit(now, peer, commit)
-            case Waiting() | Reserved() | Staged() | Missing() | Committed() as answer:
+            case Waiting() | Reserved() | Arrived() | Missing() | Committed() as answer:
                 self.prefill_side.on_answer(now, peer, answer)
             case Release(lease=lease, reason=reason) | Rejected(lease=lease, reason=reason):
                 if not self.decode_side.on_release(now, peer, lease) and not self.prefill_side.on_refusal(

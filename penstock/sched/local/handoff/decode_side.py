@@ -9,6 +9,7 @@ from math import inf
 from penstock.core.errors import UserError
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Lease,
@@ -18,8 +19,7 @@ from penstock.core.wire.handoff import (
     Release,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.kv.groups import key_of
@@ -39,6 +39,7 @@ class _Incoming:
         pulling: indices of blocks that are under way, and their keys.
         arrived: of those that came and could be believed.
         quiet: no block has arrived since the commit.
+        asked: whether the prefill side waits to hear what has arrived.
     """
 
     lease: Lease
@@ -50,6 +51,7 @@ class _Incoming:
     arrived: dict[int, bytes] = field(default_factory=dict)
     commit: Commit | None = None
     quiet: bool = False
+    asked: bool = False
 
 
 class DecodeSide:
@@ -201,13 +203,20 @@ class DecodeSide:
         incoming.pulling[index] = push.key
         self._pulls[self._transport.pull(message, r.blocks[index])] = incoming, index
 
-    def on_stage(self, now: float, peer: Peer, stage: Stage) -> None:
-        if incoming := self._heard(now, stage.lease, peer):
-            r = incoming.reservation
-            have = r.have
-            while have in incoming.arrived or (have < len(r.blocks) and not r.needs(have)):
-                have += 1
-            self._transport.send(peer, Staged(incoming.lease, have))
+    def on_sent(self, now: float, peer: Peer, sent: Sent) -> None:
+        if incoming := self._heard(now, sent.lease, peer):
+            incoming.asked = True
+            self._tell_arrived(incoming)
+
+    def _tell_arrived(self, incoming: _Incoming) -> None:
+        """Once nothing is under way, if that was asked."""
+        if not incoming.asked or incoming.pulling:
+            return
+        incoming.asked, r = False, incoming.reservation
+        have = r.have
+        while have in incoming.arrived or (have < len(r.blocks) and not r.needs(have)):
+            have += 1
+        self._transport.send(incoming.sender, Arrived(incoming.lease, have))
 
     def on_renew(self, now: float, peer: Peer, leases: list[Lease]) -> None:
         for lease in leases:
@@ -291,8 +300,10 @@ class DecodeSide:
             self._scheduler.pool.replace(into, blocks[0])
         if self._incoming.get(incoming.lease.request_id) is not incoming:
             self._scheduler.end_quarantine(into, *blocks)
-        elif blocks:
+            return
+        if blocks:
             self._arrived(incoming, index, key, *blocks)
+        self._tell_arrived(incoming)
 
     def _arrived(self, incoming: _Incoming, index: int, key: bytes, block: int) -> None:
         """A block of the reservation has its contents, and is held once for it."""

@@ -11,17 +11,18 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import (
+    Arrived,
     Commit,
     Committed,
     Lease,
     Missing,
+    PeerMessage,
     Push,
     Release,
     Renew,
     Reserve,
     Reserved,
-    Stage,
-    Staged,
+    Sent,
     Waiting,
 )
 from penstock.kv.groups import key_of
@@ -31,11 +32,12 @@ from penstock.sched.local.sequence import Sequence, blocks_for
 
 RETRIES = 10  # parts of a lease from the first question to the second; then doubled
 HOLD = 5  # parts of a lease: how long what can run no further here waits for room there, before it goes on here
-STAGES = 3  # in which what decodes on may be sent; as many as Llumnix allows
+ROUNDS = 3  # in which blocks of what decodes on may be sent; as many as Llumnix allows
 LAST = 4  # full blocks that may be on their way when it pauses
 
 
 class _State(Enum):
+    OPEN = auto()  # nobody has said to whom
     QUEUED = auto()  # it has not run since: no reservation yet
     ASKING = auto()
     STREAMING = auto()  # blocks are reserved
@@ -53,7 +55,7 @@ class _Outgoing:
         seen: for each group of layers, its first block that is still seen where the request goes on.
         pushed: blocks that the decode side has or was sent.
         arrived: leading ones that it has, as far as is known.
-        stages: that were begun; `staging`: whether the answer to the last is awaited.
+        rounds: in which blocks were sent while it decodes on; `in_round`: whether the end of the last is awaited.
         lacking: blocks that the decode side asked for last, after the commit.
         deadline: by which an answer must have come, once prefill is over.
     """
@@ -61,7 +63,7 @@ class _Outgoing:
     lease: Lease
     request: Request
     frontend: str
-    peer: Peer
+    peer: Peer | None
     seen: list[int]
     state: _State = _State.QUEUED
     retry_at: float = 0.0
@@ -71,8 +73,8 @@ class _Outgoing:
     heard: float = 0.0
     pushed: int = 0
     arrived: int = 0
-    stages: int = 0
-    staging: bool = False
+    rounds: int = 0
+    in_round: bool = False
     lacking: int = 0
     deadline: float | None = None
 
@@ -94,7 +96,8 @@ class PrefillSide:
 
     def leaving(self, request_id: str) -> bool:
         """Whether a request is being handed over."""
-        return request_id in self._outgoing
+        out = self._outgoing.get(request_id)
+        return out is not None and out.state is not _State.OPEN
 
     def promised(self, request_id: str) -> bool:
         """Whether the decode side has reserved blocks for a request."""
@@ -103,13 +106,27 @@ class PrefillSide:
 
     # --- called by the engine
 
-    def begin(self, request: Request, generation: int, frontend: str, peer: Peer) -> None:
-        assert request.id not in self._outgoing
-        sequence = self._scheduler.sequence(request.id)
+    def begin(self, now: float, request: Request, generation: int, frontend: str, peer: Peer) -> None:
+        assert not self.leaving(request.id)
+        known, sequence = self._outgoing.get(request.id), self._scheduler.sequence(request.id)
         assert sequence is not None
         sequence.moving = not sequence.migrates
         seen = sequence.seen_from(max(len(request.context), sequence.settled))
-        self._outgoing[request.id] = _Outgoing(_new_lease(sequence, generation), request, frontend, peer, seen)
+        out = _Outgoing(_new_lease(sequence, generation), request, frontend, peer, seen)
+        self._outgoing[request.id] = out
+        if known is not None and self._scheduler.migrating(request.id):  # it was held
+            self._advance(now, out, sequence)
+
+    def hold(self, request: Request, generation: int, frontend: str) -> None:
+        """It is not to run on after its prompt until it is said where, but not for long."""
+        out = _Outgoing(Lease(request.id, generation), request, frontend, None, [], _State.OPEN)
+        self._outgoing[request.id] = out
+
+    def go_on(self, request_id: str) -> None:
+        """It was held, and stays."""
+        out = self._outgoing.get(request_id)
+        if out is not None and out.state is _State.OPEN:
+            self._stay(out, "it is here")
 
     def started(self, now: float, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -135,7 +152,7 @@ class PrefillSide:
             self.cancel(request_id, frontend)
 
     def lost(self, peer: Peer, for_good: bool) -> None:
-        for out in [o for o in self._outgoing.values() if same_incarnation(o.peer, peer)]:
+        for out in [o for o in self._outgoing.values() if o.peer is not None and same_incarnation(o.peer, peer)]:
             if out.state is not _State.COMMITTING:
                 self._stay(out, "link lost")
             elif for_good:
@@ -150,7 +167,7 @@ class PrefillSide:
 
     # --- messages of the decode side
 
-    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Staged | Missing | Committed) -> None:
+    def on_answer(self, now: float, peer: Peer, message: Waiting | Reserved | Arrived | Missing | Committed) -> None:
         out = self._of(message.lease, peer)
         if out is None:
             return
@@ -162,9 +179,9 @@ class PrefillSide:
                 if out.state is _State.ASKING:
                     out.state, out.pushed, out.arrived = _State.STREAMING, have, have
                     self._look_at(now, out)
-            case Staged(have=have):
-                if out.state is _State.STREAMING and out.staging:
-                    out.staging, out.arrived = False, have
+            case Arrived(have=have):
+                if out.state is _State.STREAMING and out.in_round:
+                    out.in_round, out.arrived = False, have
                     out.pushed = min(out.pushed, have)  # what was sent before is there, or lost
                     self._look_at(now, out)
             case Missing(indices=indices):
@@ -188,7 +205,13 @@ class PrefillSide:
 
     def _of(self, lease: Lease, peer: Peer) -> _Outgoing | None:
         out = self._outgoing.get(lease.request_id)
-        return out if out is not None and out.lease == lease and same_incarnation(out.peer, peer) else None
+        if out is None or out.peer is None or out.lease != lease or not same_incarnation(out.peer, peer):
+            return None
+        return out
+
+    def _tell(self, out: _Outgoing, message: PeerMessage) -> None:
+        assert out.peer is not None
+        self._transport.send(out.peer, message)
 
     def _ask(self, now: float, out: _Outgoing) -> None:
         if out.state is _State.QUEUED:
@@ -199,7 +222,7 @@ class PrefillSide:
         sampled = _sampled(sequence)
         if sampled and sampled[-1] < 0:  # it is still being computed
             sampled.pop()
-        self._transport.send(out.peer, Reserve(out.lease, out.request, out.frontend, sampled))
+        self._tell(out, Reserve(out.lease, out.request, out.frontend, sampled))
 
     def _wait_longer(self, now: float, out: _Outgoing) -> None:
         out.pause = min(2 * out.pause or self._lease / RETRIES, self._lease)
@@ -216,8 +239,8 @@ class PrefillSide:
             while out.pushed < sequence.settled // BLOCK_TOKENS * sequence.groups:
                 self._push(out, sequence, out.pushed)
                 out.pushed += 1
-            if not sequence.migrates and not out.staging:
-                self._stage(now, out)
+            if not sequence.migrates and not out.in_round:
+                self._send_on(now, out)
                 if out.lease.request_id not in self._outgoing:
                     return
         if out.state is _State.COMMITTING or not self._scheduler.migrating(sequence.id):
@@ -233,19 +256,19 @@ class PrefillSide:
             out.deadline, out.pause = now + self._lease, 0.0
             self._commit(now, out, sequence)
 
-    def _stage(self, now: float, out: _Outgoing) -> None:
+    def _send_on(self, now: float, out: _Outgoing) -> None:
         """It decodes on: pause it if little is on its way, else find out how much of this arrives."""
         if out.pushed - out.arrived <= LAST * len(out.seen):
             self._scheduler.leave(out.lease.request_id)
-        elif out.stages == STAGES:
+        elif out.rounds == ROUNDS:
             self._stay(out, "its blocks do not arrive as fast as it decodes")
         else:
-            out.stages, out.staging, out.pause = out.stages + 1, True, 0.0
-            self._ask_staged(now, out)
+            out.rounds, out.in_round, out.pause = out.rounds + 1, True, 0.0
+            self._ask_arrived(now, out)
 
-    def _ask_staged(self, now: float, out: _Outgoing) -> None:
+    def _ask_arrived(self, now: float, out: _Outgoing) -> None:
         self._wait_longer(now, out)
-        self._transport.send(out.peer, Stage(out.lease))
+        self._tell(out, Sent(out.lease))
 
     def _push(self, out: _Outgoing, sequence: Sequence, index: int) -> None:
         """Unless no row to come sees the block."""
@@ -261,14 +284,14 @@ class PrefillSide:
             sequence.extend_keys(place + 1)
         generation, checksum = self._transport.stamp(block)
         key = key_of(sequence.keys[place], group) if full else b""
-        self._transport.send(out.peer, Push(out.lease, index, key, block, generation, checksum))
+        self._tell(out, Push(out.lease, index, key, block, generation, checksum))
 
     def _commit(self, now: float, out: _Outgoing, sequence: Sequence) -> None:
         out.retry_at = now + self._lease / RETRIES
         assert sequence.answered is not None
         blocks, cached = sequence.blocks_until(sequence.computed), sequence.cached_tokens or 0
         decode = max(0.0, now - sequence.answered)
-        self._transport.send(out.peer, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
+        self._tell(out, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of
@@ -294,6 +317,9 @@ class PrefillSide:
                 sequence = self._scheduler.sequence(out.lease.request_id)
                 assert sequence is not None
                 self._commit(now, out, sequence)
+        elif out.state is _State.OPEN:
+            if out.deadline is not None and now >= out.deadline:
+                self._stay(out, "nobody said where it is to go on")
         elif out.state is not _State.QUEUED:
             sequence = self._scheduler.sequence(out.lease.request_id)
             decodes = sequence is not None and not sequence.migrates
@@ -304,14 +330,14 @@ class PrefillSide:
                 self._stay(out, "no answer")
             elif out.state is _State.ASKING and now >= out.retry_at:
                 self._ask(now, out)
-            elif out.staging and now >= out.retry_at:
-                self._ask_staged(now, out)
+            elif out.in_round and now >= out.retry_at:
+                self._ask_arrived(now, out)
 
     def _renew(self) -> None:
         """The decode side answers each, so that a failure is noticed before the commit."""
         by_peer: dict[Peer, list[Lease]] = {}
         for out in self._outgoing.values():
-            if out.state in (_State.STREAMING, _State.COMMITTING):
+            if out.peer is not None and out.state in (_State.STREAMING, _State.COMMITTING):
                 by_peer.setdefault(out.peer, []).append(out.lease)
         for peer, leases in by_peer.items():
             self._transport.send(peer, Renew(leases))
@@ -337,8 +363,8 @@ class PrefillSide:
         if (sequence := self._scheduler.sequence(out.lease.request_id)) is not None:
             sequence.moving = False
         self.abandoned += 1
-        if out.state is not _State.QUEUED:
-            self._transport.send(out.peer, Release(out.lease, reason))
+        if out.state not in (_State.OPEN, _State.QUEUED):
+            self._tell(out, Release(out.lease, reason))
 
     def check(self) -> None:
         """Raise AssertionError unless every transferring block and every leaving sequence belongs to a hand-off."""
