@@ -745,4 +745,4 @@ def test_those_who_wait_here_come_before_those_who_come_from_elsewhere():
     node.scheduler.cancel("waits")
     reservation = node.scheduler.reserve(small)
     assert reservation is not None
-    node.scheduler.unreserve(reservation)
+    node.scheduler.reservations.cancel(reservation)

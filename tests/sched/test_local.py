@@ -134,7 +134,7 @@ def test_who_takes_a_request_over_must_have_its_frontend(intake):
 
 def test_what_hand_offs_tell_is_kept(intake):
     reservation = intake.scheduler.reserve(request())
-    assert intake.scheduler.complete(reservation, [4])
+    assert intake.scheduler.reservations.complete(reservation, [4])
     sequence = intake.scheduler.resume(reservation, 0, 10.0, (1.0, 0.5, "waited"))
     intake.joined(request(), "a", 2)
     intake.check()

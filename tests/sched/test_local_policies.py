@@ -192,7 +192,7 @@ def test_who_came_by_hand_off_has_one_tpot_for_its_next_token():
     )
     reservation = device.scheduler.reserve(request)
     device.now = 5.0
-    assert device.scheduler.complete(reservation, [7])
+    assert device.scheduler.reservations.complete(reservation, [7])
     sequence = device.scheduler.resume(reservation, 0, device.now)
     device.plan()
     assert sequence.due == pytest.approx(5.020)

@@ -60,7 +60,7 @@ def test_reserved_room_finds_blocks_of_its_own_salt_only():
         reservation = scheduler.reserve(replace(mine, id="b", cache_salt=salt))
         assert reservation is not None
         assert reservation.have == have
-        scheduler.unreserve(reservation)
+        scheduler.reservations.cancel(reservation)
 
 
 def test_everything_about_a_request_crosses_the_wire():

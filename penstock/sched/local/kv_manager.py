@@ -40,7 +40,7 @@ class KVManager:
     ) -> None:
         self.pool, self.offload, self.limits = pool, offload, limits
         self._prefix_cache, self._in_flight = prefix_cache, in_flight
-        self._windows, self._windowed = windows, windows != (None,) * len(windows)
+        self.windows, self._windowed = windows, windows != (None,) * len(windows)
         self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
         assert self._largest, "the longest sequence does not fit the pool"
         self._most = most_held(windows, limits.max_model_len, min(limits.token_budget, self._largest))
@@ -57,11 +57,11 @@ class KVManager:
 
     def kept_blocks(self, blocks: int) -> int:
         """The same in sequences that give none back, such as a beam search."""
-        return blocks // len(self._windows)
+        return blocks // len(self.windows)
 
     def match(self, keys: Items[bytes]) -> Hit:
         """What is cached of the prefix that these keys name."""
-        return self.pool.find(keys if self._prefix_cache else (), self._windows)
+        return self.pool.find(keys if self._prefix_cache else (), self.windows)
 
     def prefix_hit(self, sequence: Sequence) -> Hit:
         """What is cached of its tokens."""

@@ -21,7 +21,6 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
-from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
 from penstock.sched.local.kv_manager import KVManager
@@ -29,7 +28,8 @@ from penstock.sched.local.limits import Limits, SchedulerCounters
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
-from penstock.sched.local.sequence import Reservation, Sequence, WaitingQueue, blocks_for, standing_of
+from penstock.sched.local.reservations import Reservation, Reservations
+from penstock.sched.local.sequence import Sequence, WaitingQueue, standing_of
 from penstock.sched.local.speculation import Speculation
 from penstock.sched.local.steps import InFlightSteps, Measurements
 from penstock.sched.steptime import StepTime
@@ -122,8 +122,7 @@ class Scheduler:
         self._loading: Mapping[str, Sequence] = {} if offload is None else offload.waiting  # unknown to the policy
         self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._sequences: dict[str, Sequence] = {}  # all of them
-        self._reserved: list[Reservation] = []  # for those that are still to come from other instances
-        self._quarantine: list[int] = []  # blocks that something may still write to
+        self.reservations = Reservations(self.kv, root, self._running)
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
         self._arrivals = 0
@@ -154,7 +153,7 @@ class Scheduler:
     @property
     def num_reserved_blocks(self) -> int:
         """Of requests that are still to come from other instances, and in quarantine."""
-        return sum(len(r.held) for r in self._reserved) + len(self._quarantine)
+        return self.reservations.num_blocks
 
     @property
     def has_work(self) -> bool:
@@ -333,79 +332,19 @@ class Scheduler:
 
         Raises InvalidRequest or PromptTooLong when there never will be.
         """
-        context = [*request.context, *sampled]
-        length = len(context)
-        if not 0 < length < self.limits.max_model_len:
-            raise PromptTooLong.of(length, self.limits.max_model_len)
-        computed = length - bool(sampled)  # the last token's KV perhaps will not be
-        keys: list[bytes] = []
-        extend_keys(keys, salted(self.root, request.cache_salt), context, computed // BLOCK_TOKENS, request.media)
-        hit = self.kv.match(keys)
-        total, groups = blocks_for(computed), len(self._windows)
-        dropped = [first_seen(window, computed) for window in self._windows]
-        blocks = [*hit.blocks, *[-1] * (total * groups - len(hit.blocks))]
-        reservation = Reservation(request, context, keys, blocks, len(hit.blocks), dropped)
-        found = [blocks[i] for i in range(reservation.have) if i // groups >= dropped[i % groups]]
+        reservation, hit = self.reservations.sized(request, sampled)
         standing = standing_of(request)
         # waiting sequences come first
         chunk = self.kv.chunk
         ahead = sum(s.missing(chunk) for s in self._waiting if s.standing <= standing)
         offline = (s for s in self._running if s.offline and not request.offline)
-        victims = self._victims(len(reservation.coming) + ahead, found, offline)
+        victims = self._victims(len(reservation.coming) + ahead, hit, offline)
         if victims is None or (victims and self._in_flight.hold_back()):
             return None
         for victim in victims:
             self._preempt(victim)
-        self.pool.hold(found)
-        for place, block in zip(reservation.coming, self.pool.allocate(len(reservation.coming)), strict=True):
-            blocks[place] = block
-        self._reserved.append(reservation)
+        self.reservations.add(reservation, hit)
         return reservation
-
-    def extend(self, reservation: Reservation, blocks: int) -> bool:
-        """Have it hold so many blocks at least, as many of each group of layers; False when there is no room for more
-        beside what others need."""
-        missing = -(-blocks // len(self._windows)) * len(self._windows) - len(reservation.blocks)
-        if missing > 0:
-            if missing > self.pool.available - self.kv.promised(self._running):
-                return False
-            reservation.blocks += self.pool.allocate(missing)
-        return True
-
-    def complete(self, reservation: Reservation, sampled: Items[int]) -> bool:
-        """All that was sampled elsewhere is known; the KV of the last token is not computed there. False when that does
-        not go on from what was known, or there is no room for it."""
-        tokens, known = [*reservation.request.context, *sampled], reservation.tokens
-        if not sampled or tokens[: len(known)] != known or len(tokens) > self.limits.max_model_len:
-            return False
-        computed = len(tokens) - 1
-        blocks = blocks_for(computed) * len(self._windows)
-        if len(reservation.blocks) > blocks or not self.extend(reservation, blocks):
-            return False
-        reservation.tokens, request = tokens, reservation.request
-        root = salted(self.root, request.cache_salt)
-        extend_keys(reservation.keys, root, tokens, computed // BLOCK_TOKENS, request.media)
-        return True
-
-    def unreserve(self, reservation: Reservation, quarantined: Items[int] = ()) -> None:
-        """Cancel a reservation.
-
-        Args:
-            quarantined: blocks of it that something may still write to; they are held until `end_quarantine`.
-        """
-        self._reserved.remove(reservation)
-        self.pool.hold(quarantined)
-        self._quarantine += quarantined
-        self.pool.release(reservation.held)
-
-    def end_quarantine(self, block: int, now: int | None = None) -> None:
-        """Nothing writes to a block any longer.
-
-        Args:
-            now: the block that it was exchanged for, if it was.
-        """
-        self._quarantine.remove(block)
-        self.pool.release([block if now is None else now])
 
     def resume(
         self,
@@ -421,7 +360,7 @@ class Scheduler:
             spent: see `Sequence.spent`; `decode`: seconds since.
         """
         assert reservation.request.id not in self._sequences
-        self._reserved.remove(reservation)
+        self.reservations.open.remove(reservation)
         sequence = self._make(reservation.request, 0.0)
         sequence.tokens = reservation.tokens
         sequence.computed = len(sequence.tokens) - 1
@@ -469,7 +408,7 @@ class Scheduler:
             self.counters.prompt_tokens += prompt_tokens
         self.counters.steps += 1
         if not builder.grants:
-            held = self._migrating or self._reserved or self._quarantine or self._in_flight
+            held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
             moves = self.offload is not None and not self.offload.idle
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
@@ -774,7 +713,7 @@ class Scheduler:
     def _crowd(self) -> int:
         """Sequences that run here or soon will, or that may yet stay; of a beam search as many as it is wide."""
         here = sum([s.rows for s in self._running]) + len(self._in_flight.ending)
-        return here + len(self._migrating) + len(self._reserved)
+        return here + len(self._migrating) + len(self.reservations.open)
 
     def _preempt(self, victim: Sequence) -> None:
         """Preempt it: free its blocks, and queue it."""
@@ -805,8 +744,8 @@ class Scheduler:
         assert {*holding, *self._waiting, *self._loading.values()} == set(self._sequences.values())
         self._waiting.check()
         self._in_flight.check()
-        owners: list[Sequence | Reservation] = [*holding, *self._reserved]
-        held = [*(owner.held for owner in owners), *self._in_flight.kept, self._quarantine]
+        owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]
+        held = [*(owner.held for owner in owners), *self._in_flight.kept, self.reservations.quarantine]
         holders = Counter(block for blocks in held for block in blocks)
         transfers = Counter(block for s in holding for block in s.transferring.values())
         if self.offload is not None:

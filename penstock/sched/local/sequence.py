@@ -350,45 +350,6 @@ class Sequence:
         self.first = now if self.tpot == inf else now - self.tpot * (self.generated - 1)
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Blocks set aside for a request that comes from another instance.
-
-    Attributes:
-        tokens: its prompt and what was generated, as far as that is known.
-        keys: prefix keys of the full blocks of these.
-        blocks: for all of them, as a sequence has them, and for what was computed since; those before `have` hold its
-            KV already, or are not needed.
-        dropped: for each group, how many leading blocks are not needed.
-    """
-
-    request: Request
-    tokens: list[int]
-    keys: list[bytes]
-    blocks: list[int]
-    have: int
-    dropped: list[int]
-
-    @property
-    def held(self) -> list[int]:
-        return held_of(self.blocks, self.dropped)
-
-    def needs(self, place: int) -> bool:
-        """Whether the block at a place is one that is to be sent."""
-        block, group = divmod(place, len(self.dropped))
-        return place >= self.have and block >= self.dropped[group]
-
-    @property
-    def coming(self) -> list[int]:
-        """Places in `blocks` of those that are to be sent."""
-        return [place for place in range(self.have, len(self.blocks)) if self.needs(place)]
-
-    @property
-    def num_coming(self) -> int:
-        had = self.have // len(self.dropped)
-        return len(self.blocks) - self.have - sum([gone - had for gone in self.dropped if gone > had])
-
-
 class WaitingQueue:
     """Waiting sequences hold no blocks. Turns are unique, and change only through `move`."""
 

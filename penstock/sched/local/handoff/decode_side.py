@@ -25,8 +25,9 @@ from penstock.core.wire.handoff import (
 from penstock.kv.groups import key_of
 from penstock.sched.local.handoff.migration_queue import MigrationQueue
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
+from penstock.sched.local.reservations import Reservation
 from penstock.sched.local.scheduler import Scheduler
-from penstock.sched.local.sequence import Reservation, blocks_for
+from penstock.sched.local.sequence import blocks_for
 
 TWICE = "this request is here already"
 REMEMBER = 8  # in leases: how long the end of one is remembered
@@ -194,7 +195,7 @@ class DecodeSide:
         groups = len(r.dropped)
         if not r.needs(index) or index >= groups * blocks_for(self._scheduler.limits.max_model_len):
             return
-        if not self._scheduler.extend(r, index + 1):
+        if not self._scheduler.reservations.extend(r, index + 1):
             self._end(incoming, "no room for what came since")
             return
         if self._transport.shares and self._scheduler.pool.owns(push.block):
@@ -299,7 +300,7 @@ class DecodeSide:
         if blocks and blocks[0] != into:
             self._scheduler.pool.replace(into, blocks[0])
         if self._incoming.get(incoming.lease.request_id) is not incoming:
-            self._scheduler.end_quarantine(into, *blocks)
+            self._scheduler.reservations.end_quarantine(into, *blocks)
             return
         if blocks:
             self._arrived(incoming, index, key, *blocks)
@@ -326,7 +327,7 @@ class DecodeSide:
     def _complete(self, incoming: _Incoming, commit: Commit) -> bool:
         """All tokens are known. Blocks that turn out to be of others have not arrived."""
         r = incoming.reservation
-        if not self._scheduler.complete(r, commit.tokens) or commit.blocks != len(r.blocks):
+        if not self._scheduler.reservations.complete(r, commit.tokens) or commit.blocks != len(r.blocks):
             return False
         arrived = incoming.arrived.items()
         incoming.arrived = {i: key for i, key in arrived if self._is_of_it(incoming, i, key)}
@@ -356,7 +357,7 @@ class DecodeSide:
         """Free the reserved blocks; the lease has ended."""
         del self._incoming[incoming.lease.request_id]
         r = incoming.reservation
-        self._scheduler.unreserve(r, quarantined=[r.blocks[index] for index in incoming.pulling])
+        self._scheduler.reservations.cancel(r, quarantined=[r.blocks[index] for index in incoming.pulling])
         self._close(incoming.lease, committed=False)
         if tell:
             self._transport.send(incoming.sender, Release(incoming.lease, reason))
