@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 
+from penstock.cli.options import read_text
 from penstock.core.errors import ConfigError
 
 ADDRESS = re.compile(r"(tcp://)?[^/:]+:\d{1,5}")
@@ -23,8 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; then what runs here may finish. Exit codes as of `penstock up`."""
     from penstock.cli.up import launch, read
 
+    text = read_text(args.file, f"{args.file}:")
     try:
-        deployment = read(args.file, {})
+        deployment = read(args.file, text)
         cluster = deployment.cluster
         if cluster is None or not (deployment.groups or cluster.masters):
             missing = "cluster" if cluster is None else "instances"

@@ -45,8 +45,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 2 when something cannot be served, 1 when it cannot be kept up."""
     overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
+    text = read_text(args.file, f"{args.file}:")
     try:
-        deployment = read(args.file, overrides)
+        deployment = read(args.file, text, overrides)
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
@@ -71,13 +72,13 @@ def _check_checkpoint(deployment: Deployment) -> None:
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
-def read(file: str, overrides: dict[str, Any]) -> Deployment:
+def read(file: str, text: str, overrides: dict[str, Any] | None = None) -> Deployment:
     """Raises ConfigError, with a line for each mistake."""
     from penstock.cli.deployment import TABLES
     from penstock.service.deployment import parse
 
     secret = os.environ.get(SECRET)
-    return parse(file, read_text(file, f"{file}:"), TABLES, overrides, total_memory(), {"secret": secret or None})
+    return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None})
 
 
 def launch(deployment: Deployment, master: str | None = None) -> int:
