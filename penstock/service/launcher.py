@@ -8,9 +8,7 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.core.heartbeat import read_heartbeat
-from penstock.service.answer_guard import AnswerGuard
-from penstock.service.supervisor import STOP, Action, ProcessKind, Program, Supervisor
-from penstock.service.watch import Watch, read_vitals
+from penstock.service.spawner import TO_ALL, Incarnation, LocalSpawner, Spawner
+from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 
 if TYPE_CHECKING:
     import zmq
@@ -38,9 +34,6 @@ REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 RECONNECT = 50  # ms
 LINGER = 200  # ms for the last message
 REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
-LAST_OUTPUT = 500  # characters
-STDERR = 2
-TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def plan(
@@ -151,29 +144,6 @@ def _server(deployment: Deployment, directory: Path, listener: socket.socket, nu
     }
 
 
-class _Voice:
-    """Copies a process's standard error to the launcher's."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._last = b""
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-        self._thread.start()
-
-    def last_output(self) -> str:
-        """The last line; ask when it has ended."""
-        self._thread.join(1.0)  # not for longer: a child of the process may hold the pipe
-        return self._last.decode(errors="replace").strip()[:LAST_OUTPUT]
-
-    def _carry(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in lines:
-                self._last = line if line.strip() else self._last
-                with contextlib.suppress(OSError):  # standard error is closed
-                    os.write(STDERR, line)
-
-
 class _Wire:
     """What is said over ZMQ, which is imported when there is something to say: engines wait for the start."""
 
@@ -251,6 +221,7 @@ class Launcher:
         registry: address of an etcd, where the instances are registered and the master is found.
         drain: for instances of a deployment that goes on without them: seconds that their requests get to finish; None
             for a whole deployment.
+        engines: where these run; None for this machine, as the others do.
     """
 
     def __init__(
@@ -265,16 +236,17 @@ class Launcher:
         model: str = "",
         drain: float | None = None,
         registry: str | None = None,
+        engines: Spawner | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
-        self._supervisor, self._clock, self._environments = supervisor, clock, environments
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._voices: dict[str, _Voice] = {}  # of engines
-        self._guards: dict[str, AnswerGuard] = {}  # of frontends
-        self._watches: dict[str, Watch] = {}
+        self._supervisor, self._clock = supervisor, clock
+        self._local = LocalSpawner(environments, supervisor.heartbeat_timeout)
+        self._engines: Spawner = self._local if engines is None else engines
+        self._running: dict[str, Incarnation] = {}
+        self._endpoints = {p.name: p.public or p.address for p in programs if p.address is not None}
         self._looked_at = self._watched_at = clock.now()
         self._ended: set[str] = set()  # found at the last look
-        self._starting: dict[str, Path] = {}  # program -> its socket, which is not there yet
+        self._starting: set[str] = set()  # programs whose sockets are not there yet
         self._signals: list[int] = []
         self._listeners = listeners
         self._master, self._wire = master, _Wire(secret)
@@ -318,12 +290,10 @@ class Launcher:
 
     def close(self) -> None:
         """Kill the remaining processes."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        self._processes.clear()
-        for guard in self._guards.values():
-            guard.close()
+        for incarnation in self._running.values():
+            incarnation.close()
+        self._running.clear()
+        self._engines.close()
         if self._drain is not None and self._master is not None:
             self._wire.report(self._master, self._report(gone=True))
         if self._etcd is not None:
@@ -343,21 +313,19 @@ class Launcher:
                 self._supervisor.stop(now)
         if self._leaves_by < inf and not self._supervisor.stopping and (self._is_empty or now >= self._leaves_by):
             self._supervisor.stop(now)
-        for name, path in list(self._starting.items()):
-            if path.exists():
-                del self._starting[name]
+        for name in list(self._starting):
+            if self._running[name].is_up():
+                self._starting.remove(name)
                 self._supervisor.is_up(name, now)
-        for guard in self._guards.values():
-            guard.look()
         ended = [self._report_end(name, now) for name in self._found_ended()]
         if now - self._looked_at > PAUSE:  # this process did not run, and they perhaps did not either
-            for watch in self._watches.values():
-                watch.restart(now)
+            for incarnation in self._running.values():
+                incarnation.give_time(now)
         self._looked_at = now
         if now - self._watched_at >= LOOK_CLOSELY:
             self._watched_at = now
             self._watch(now)
-        if self._supervisor.stopping and not any(self._programs[n].kind == "frontend" for n in self._processes):
+        if self._supervisor.stopping and not any(self._programs[n].kind == "frontend" for n in self._running):
             for listener in self._listeners:
                 listener.close()
         return ended
@@ -365,35 +333,29 @@ class Launcher:
     def _found_ended(self) -> list[str]:
         """Processes that have ended. One that needs another is reported a look later: it may have ended with that one,
         which is reported first, and may be found by this look a moment too early."""
-        ended = {name for name, process in self._processes.items() if process.poll() is not None}
-        alone = [name for name in self._processes if name in ended and self._programs[name].needs is None]
-        others = [name for name in self._processes if name in ended & self._ended and name not in alone]
+        ended = {name for name, incarnation in self._running.items() if incarnation.poll() is not None}
+        alone = [name for name in self._running if name in ended and self._programs[name].needs is None]
+        others = [name for name in self._running if name in ended & self._ended and name not in alone]
         self._ended = ended
         return alone + others
 
     def _report_end(self, name: str, now: float) -> tuple[str, str]:
-        code = self._processes.pop(name).returncode
-        self._starting.pop(name, None)
-        self._watches.pop(name, None)
+        incarnation = self._running.pop(name)
+        code = incarnation.poll()
+        assert code is not None
+        self._starting.discard(name)
         expected = self._supervisor.stopping
-        if guard := self._guards.pop(name, None):
-            answers = guard.end()
-            if answers.unfinished:
-                log.warning("%s has left %s", name, answers)
-        voice = self._voices.pop(name, None)
-        sentence = self._supervisor.exited(name, code, now, voice.last_output() if voice is not None else "")
+        sentence = self._supervisor.exited(name, code, now, incarnation.last_words())
+        if not self._supervisor.comes_back(name):
+            self._spawner(name).release(name)
         if sentence != self._supervisor.failure:  # which is logged at the end
             log.log(logging.INFO if expected or self._supervisor.is_stopped(name) else logging.WARNING, "%s", sentence)
         return name, sentence
 
     def _watch(self, now: float) -> None:
         """Report processes that hang, or may hang, to the supervisor."""
-        for name, watch in self._watches.items():
-            heartbeat = self._programs[name].heartbeat
-            assert heartbeat is not None
-            trouble = None
-            if not watch.beats(now, read_heartbeat(heartbeat)):
-                trouble = watch.trouble(now, read_vitals(self._processes[name].pid))
+        for name, incarnation in self._running.items():
+            trouble = incarnation.trouble(now)
             self._supervisor.suspect(name, trouble.why if trouble is not None else "")
             if trouble is not None and trouble.hangs:
                 self._supervisor.hangs(name, trouble.why)
@@ -425,6 +387,9 @@ class Launcher:
                     self._be_refused(message, now)
         if self._supervisor.stopping:
             return
+        for name, incarnation in self._running.items():
+            if name in self._endpoints and incarnation.endpoint:
+                self._endpoints[name] = incarnation.endpoint
         report = self._report()
         if (report != self._told or now >= self._tell_at) and self._wire.report(master, report):
             self._told, self._tell_at = report, now + REPEAT
@@ -446,9 +411,9 @@ class Launcher:
 
         runs: Literal["leaving", "running"] = "leaving" if self._leaves_by < inf else "running"
         instances = [
-            Endpoint(name, p.public or p.address, p.role, "stopped" if self._supervisor.is_stopped(name) else runs)
-            for name, p in self._programs.items()
-            if p.address is not None and not gone
+            Endpoint(name, endpoint, self._programs[name].role, "stopped" if stopped else runs)
+            for name, endpoint in self._endpoints.items()
+            if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
         return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
 
@@ -460,41 +425,20 @@ class Launcher:
                 self._stop(self._programs[action.name])
             case "kill":
                 log.warning("%s is killed: %s", action.name, action.why)
-                self._processes[action.name].kill()
+                self._running[action.name].kill()
 
     def _start(self, program: Program) -> None:
+        incarnation = self._spawner(program.name).spawn(program, self._clock.now())
+        self._running[program.name] = incarnation
         if program.socket is not None:
-            program.socket.unlink(missing_ok=True)
-            self._starting[program.name] = program.socket
-        if program.heartbeat is not None:
-            program.heartbeat.unlink(missing_ok=True)
-            waits = program.needs is not None
-            self._watches[program.name] = Watch(self._clock.now(), self._supervisor.heartbeat_timeout, waits)
-        # Signals that a terminal or a service manager sends to all are ours alone: frontends drain before others stop.
-        # Who is started while they are blocked has them blocked for good, from its first instruction on.
-        guard = AnswerGuard() if program.kind == "frontend" else None
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
-        try:
-            process = subprocess.Popen(
-                program.command,
-                stdin=subprocess.DEVNULL if guard is None else guard.link.fileno(),
-                stderr=subprocess.PIPE if program.kind == "engine" else None,
-                pass_fds=program.descriptors,
-                process_group=0,
-                env=self._environments.get(program.kind),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if guard is not None:
-            guard.link.close()  # it is the frontend's now
-            self._guards[program.name] = guard
-        log.info("%s is process %d", program.name, process.pid)
-        self._processes[program.name] = process
-        if process.stderr is not None:
-            self._voices[program.name] = _Voice(process)
+            self._starting.add(program.name)
 
     def _stop(self, program: Program) -> None:
+        incarnation = self._running[program.name]
         if program.address is None:
-            self._processes[program.name].send_signal(STOP)
-            return
-        self._wire.tell_to_stop(program.address)
+            incarnation.stop()
+        elif incarnation.endpoint:
+            self._wire.tell_to_stop(incarnation.endpoint)
+
+    def _spawner(self, name: str) -> Spawner:
+        return self._engines if self._programs[name].kind == "engine" else self._local

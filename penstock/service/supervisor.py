@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,7 +42,8 @@ class Program:
     Attributes:
         command: the command line.
         descriptors: file descriptors that it inherits.
-        address: ZMQ endpoint of an engine, which is told there to stop; others get `STOP`.
+        address: ZMQ endpoint of an engine, which is told there to stop; others get `STOP`. "" where whoever spawns it
+            knows its place.
         public: the same for other hosts; "" where there are none.
         role: of an engine.
         socket: made by it when it can be reached. One left behind is removed before the next start.
@@ -50,6 +51,7 @@ class Program:
         heartbeat: its heartbeat file; None where it is not watched.
         needs: the program whose socket must be there first, and whose end ends this one too.
         starts: whether it runs from the start on; else once it is told to.
+        resources: what is to be set apart for it where it runs, such as {"CPU": 2, "GPU": 1}; none on this machine.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Program:
     heartbeat: Path | None = None
     needs: str | None = None
     starts: bool = True
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,10 @@ class Supervisor:
         """Whether it was stopped, or not started yet; not whether it failed."""
         place = self._places[name]
         return not (place.running or place.given_up) and place.due is None
+
+    def comes_back(self, name: str) -> bool:
+        """Whether an ended program is to be started again, as far as is known."""
+        return self._places[name].due is not None
 
     def suspect(self, name: str, why: str) -> None:
         """The program may hang; not any longer when `why` is ""."""

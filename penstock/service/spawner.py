@@ -1,0 +1,207 @@
+"""Where the programs of a deployment run: on this machine, or where some other system has room for them.
+
+A launcher asks a `Spawner` for one `Incarnation` of a program after another, looks at each many times a second, and has
+its `Supervisor` decide what follows. Whatever starts processes elsewhere is one more class with these methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from penstock.core.heartbeat import read_heartbeat
+from penstock.service.answer_guard import AnswerGuard
+from penstock.service.supervisor import STOP, ProcessKind, Program
+from penstock.service.watch import Trouble, Watch, read_vitals
+
+log = logging.getLogger("penstock.launcher")
+LAST_OUTPUT = 500  # characters
+STDERR = 2
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Incarnation(Protocol):
+    """One run of a program. Nothing here waits, but for `close`.
+
+    Attributes:
+        endpoint: ZMQ endpoint where others reach an engine; "" for other programs, and while it is not known.
+    """
+
+    endpoint: str
+
+    def poll(self) -> int | None:
+        """The exit code, as `subprocess` has it: -N when signal N ended it; None while it runs."""
+
+    def is_up(self) -> bool:
+        """Whether it can be reached; for programs with a socket."""
+
+    def trouble(self, now: float) -> Trouble | None:
+        """Why it hangs, or may hang. Call it about twice a second."""
+
+    def give_time(self, now: float) -> None:
+        """This process did not run for a while, and the other perhaps did not either."""
+
+    def stop(self) -> None:
+        """Tell a program without an endpoint to end."""
+
+    def kill(self) -> None: ...
+
+    def last_words(self) -> str:
+        """The last line of its standard error; call it once, when it has ended."""
+
+    def close(self) -> None:
+        """It is over, whatever the state; then no process of it is left."""
+
+
+class Spawner(Protocol):
+    def spawn(self, program: Program, now: float) -> Incarnation:
+        """Start a program that does not run."""
+
+    def release(self, name: str) -> None:
+        """This program is not started again: what was kept for its next incarnation is free."""
+
+    def close(self) -> None:
+        """Release all."""
+
+
+class LocalSpawner:
+    """Processes of this machine.
+
+    Args:
+        environments: kind -> environment of its processes, where it is not this process's own.
+        heartbeat_timeout: seconds without a sign of life after which one hangs.
+    """
+
+    def __init__(self, environments: Mapping[ProcessKind, Mapping[str, str]], heartbeat_timeout: float) -> None:
+        self._environments, self._timeout = environments, heartbeat_timeout
+
+    def spawn(self, program: Program, now: float) -> LocalProcess:
+        process = LocalProcess(program, self._environments.get(program.kind), self._timeout, now)
+        log.info("%s is process %d", program.name, process.pid)
+        return process
+
+    def release(self, name: str) -> None:
+        pass  # nothing is kept
+
+    def close(self) -> None:
+        pass
+
+
+class LocalProcess:
+    """
+    Args:
+        environment: of the process; None for this process's own.
+        timeout: seconds without a sign of life after which it hangs.
+        hear: gets every line of an engine's standard error; by default this process's own gets it.
+
+    Attributes:
+        pid: of the process, and of its process group.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        environment: Mapping[str, str] | None,
+        timeout: float,
+        now: float,
+        hear: Callable[[bytes], object] | None = None,
+    ) -> None:
+        self._program = program
+        self.endpoint = program.public or program.address or ""
+        if program.socket is not None:
+            program.socket.unlink(missing_ok=True)
+        self._watch = None
+        if program.heartbeat is not None:
+            program.heartbeat.unlink(missing_ok=True)
+            self._watch = Watch(now, timeout, waits=program.needs is not None)
+        self._guard = AnswerGuard() if program.kind == "frontend" else None
+        # Signals that a terminal or a service manager sends to all are the launcher's: frontends drain before others
+        # stop. Who is started while they are blocked has them blocked for good, from its first instruction on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
+        try:
+            self._process = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL if self._guard is None else self._guard.link.fileno(),
+                stderr=subprocess.PIPE if program.kind == "engine" else None,
+                pass_fds=program.descriptors,
+                process_group=0,
+                env=environment,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if self._guard is not None:
+            self._guard.link.close()  # it is the frontend's now
+        self.pid = self._process.pid
+        self._voice = None if self._process.stderr is None else _Voice(self._process, hear or _repeat)
+
+    def poll(self) -> int | None:
+        if self._guard is not None:
+            self._guard.look()
+        return self._process.poll()
+
+    def is_up(self) -> bool:
+        return self._program.socket is not None and self._program.socket.exists()
+
+    def trouble(self, now: float) -> Trouble | None:
+        if self._watch is None:
+            return None
+        assert self._program.heartbeat is not None
+        if self._watch.beats(now, read_heartbeat(self._program.heartbeat)):
+            return None
+        return self._watch.trouble(now, read_vitals(self.pid))
+
+    def give_time(self, now: float) -> None:
+        if self._watch is not None:
+            self._watch.restart(now)
+
+    def stop(self) -> None:
+        self._process.send_signal(STOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def last_words(self) -> str:
+        if self._guard is not None:
+            answers = self._guard.end()
+            if answers.unfinished:
+                log.warning("%s has left %s", self._program.name, answers)
+        return self._voice.last_output() if self._voice is not None else ""
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._guard is not None:
+            self._guard.close()
+
+
+class _Voice:
+    """Passes a process's standard error on, line by line."""
+
+    def __init__(self, process: subprocess.Popen[bytes], hear: Callable[[bytes], object]) -> None:
+        self._process, self._hear = process, hear
+        self._last = b""
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def last_output(self) -> str:
+        """The last line; ask when it has ended."""
+        self._thread.join(1.0)  # not for longer: a child of the process may hold the pipe
+        return self._last.decode(errors="replace").strip()[:LAST_OUTPUT]
+
+    def _carry(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last = line if line.strip() else self._last
+                self._hear(line)
+
+
+def _repeat(line: bytes) -> None:
+    with contextlib.suppress(OSError):  # standard error is closed
+        os.write(STDERR, line)
