@@ -28,6 +28,7 @@ SECTIONS = (
     ("`restart`", TABLES.restart),
     ("`scaling`", TABLES.scaling),
     ("`cluster`", TABLES.cluster),
+    ("`ray`, with `launcher: ray`", TABLES.ray),
 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import re
+from math import inf
 
 from penstock.cli.options import Option, between, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
@@ -62,6 +64,15 @@ def etcd(value: str) -> str:
     return value
 
 
+def resources(value: str) -> dict[str, float]:
+    """A JSON object."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        found = {str(name): float(amount) for name, amount in json.loads(value).items()}
+        if all(0 < amount < inf for amount in found.values()) and not found.keys() & {"CPU", "GPU", ""}:
+            return found
+    raise ValueError("{NAME: AMOUNT, ...}, each above 0, and neither CPU nor GPU")
+
+
 def span(value: str) -> tuple[float, float]:
     """Two numbers, the lower one first."""
     with contextlib.suppress(ValueError):
@@ -93,6 +104,12 @@ TABLES = Tables(
         *(option for option in SERVER_OPTIONS if option.name not in LIMITS),
         FLIGHT_RECORDER,
         Option(
+            "launcher",
+            one_of("local", "ray"),
+            "local",
+            "what starts the instances: this command, here; or Ray, wherever it has room; needs penstock[ray]",
+        ),
+        Option(
             "policy",
             one_of(*BUNDLES),
             None,
@@ -105,6 +122,8 @@ TABLES = Tables(
         Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
         Option("count", integer(1, 1024), 1, "how many of this kind"),
         Option("role", one_of("any", "prefill", "decode"), "any", "prefill, decode or any"),
+        Option("cpus", integer(1), 1, "cores, and threads, of each instance, with launcher ray; GPUs are one a rank"),
+        Option("resources", resources, {}, "of a Ray node that each takes: {NAME: AMOUNT, ...}", takes_object=True),
     ),
     priorities=(
         Option("priority", integer(-(1 << 31), (1 << 31) - 1), None, "of requests; lower runs first"),
@@ -168,6 +187,14 @@ TABLES = Tables(
             None,
             "on ports from port on; of those on all hosts one leads and the others stand by; by default 1, and with "
             "penstock join none",
+        ),
+    ),
+    ray=(
+        Option(
+            "address",
+            text,
+            None,
+            "HOST:PORT of its head; by default RAY_ADDRESS, or the cluster that this machine is a node of",
         ),
     ),
     kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),

@@ -105,7 +105,16 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             for i in range(0 if master is not None else deployment.frontends)
         ]
         cluster, doors = deployment.cluster, []
-        if cluster is not None:
+        surroundings = environments(deployment, os.environ)
+        secret = surroundings["engine"][SECRET]
+        engines = None
+        if deployment.ray is not None:
+            from penstock.cli.ray_spawner import RaySpawner
+
+            timeout = deployment.restart.heartbeat_timeout
+            engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout)
+            stack.callback(engines.close)
+        elif cluster is not None:
             count = sum(len(group.instances) for group in deployment.groups)
             doors = [stack.enter_context(bind(cluster.host, 0, "cluster.host")) for _ in range(count)]
             for door in doors:
@@ -116,7 +125,6 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields, doors, master)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        surroundings = environments(deployment, os.environ)
         launcher = Launcher(
             programs,
             supervisor,
@@ -124,10 +132,11 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             surroundings,
             listeners,
             master or master_address(folder),
-            secret=cluster.secret if cluster is not None else None,
+            secret=secret if deployment.secured else None,
             model=fingerprint(directory),
             drain=server["drain_timeout"] if master is not None else None,
             registry=cluster.registry if cluster is not None else None,
+            engines=engines,
         )
         return launcher.run()
 
@@ -141,13 +150,18 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
     return {"model": str(directory), "seed": seed + number_, **fields}
 
 
+def _anywhere(model: str) -> str:
+    """The model as another machine knows it, if it is a folder that is there too."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
 def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[ProcessKind, Mapping[str, str]]:
     """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
     and what processes know one another by, which is new in every run of a deployment on one host."""
-    known = deployment.cluster.secret if deployment.cluster is not None else None
-    to_all = {} if known is None else {SECRET: known}
+    secret = (deployment.cluster.secret if deployment.cluster is not None else None) or secrets.token_hex(32)
+    to_all = {SECRET: secret} if deployment.secured else {}
     return {
-        "engine": {**_threads(deployment), **ours, SECRET: known or secrets.token_hex(32)},
+        "engine": {**_threads(deployment), **ours, SECRET: secret},
         "master": {**ours, **to_all},
         "frontend": {**ours, **to_all, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
@@ -200,6 +214,8 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
         table.add_row(group.name, str(group.count), group.role, group.device)
     if deployment.orphans is not None:
         table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
+    if deployment.ray is not None:
+        table.add_row("", "", "", f"Ray runs the engines, cluster {deployment.ray.address or 'of this machine'}")
     if deployment.transport is not None:
         table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
     Console().print(table)

@@ -35,7 +35,7 @@ class Tables:
         top: of the file itself; at least model, frontends, host, port, policy.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
-        instances: of a group besides those: name, count, role.
+        instances: of a group besides those: name, count, role, cpus, resources.
         priorities: of each entry in that list; all are needed.
         faults: of `transport.faults`, `partition` of the section in it.
     """
@@ -53,6 +53,7 @@ class Tables:
     restart: Sequence[Setting]
     scaling: Sequence[Setting]
     cluster: Sequence[Setting]
+    ray: Sequence[Setting]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class Group:
         count: that are started at first.
         options: every engine option that its kind of device has, by key; "device" among them.
         more: that can be started beside those.
+        cpus: cores that are set apart for each, where its launcher does so.
+        resources: what else is.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Group:
     role: Role
     options: Mapping[str, Any]
     more: int = 0
+    cpus: int = 1
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -84,6 +89,12 @@ class Group:
         """Whether its KV blocks are in the host's memory, where other processes can reach them; those of several ranks
         are in parts."""
         return _kind(self.device) != "cuda" and self.ranks == 1
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What is set apart for each, by the names that Ray has for it."""
+        gpus = self.ranks if _kind(self.device) == "cuda" else 0
+        return {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {}) | dict(self.resources)
 
     @property
     def ranks(self) -> int:
@@ -135,6 +146,17 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ray:
+    """The Ray cluster that runs the instances.
+
+    Attributes:
+        address: "HOST:PORT" of its head; None for the one that the environment or this host knows.
+    """
+
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """How many instances may serve, for policies that start and stop them; more are like the first group's.
 
@@ -160,7 +182,8 @@ class Deployment:
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
         flight_recorder: file where the master writes what it decides, if anywhere.
-        cluster: None when all of it is on one host.
+        cluster: None when all of it is on one host, or on this one and on Ray's nodes.
+        ray: None when the instances are processes of this host.
         scaling: None when the instances that serve are always the same.
         orphans: seconds that the KV pool server keeps the blocks of a failed engine; None without such a server.
         warnings: about settings that are allowed but probably a mistake.
@@ -178,13 +201,14 @@ class Deployment:
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     scaling: Scaling | None = None
     cluster: Cluster | None = None
+    ray: Ray | None = None
     flight_recorder: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def secured(self) -> bool:
         """Whether links between its processes are authenticated and encrypted."""
-        return self.cluster is not None and self.cluster.secret is not None
+        return self.ray is not None or (self.cluster is not None and self.cluster.secret is not None)
 
     @property
     def names(self) -> list[str]:
@@ -227,6 +251,7 @@ class _Parser:
             "restart",
             "scaling",
             "cluster",
+            "ray",
         )
         elsewhere = dict.fromkeys(self.engine_settings, "engine") | dict.fromkeys(_names(tables.limits), "limits")
         self.spots = file.section(file.root, [*_names(tables.top), *sections], elsewhere)
@@ -243,6 +268,7 @@ class _Parser:
         orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
         cluster = self._cluster(cluster_defaults)
+        ray = self._ray(top.pop("launcher"))
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
         policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
@@ -255,11 +281,15 @@ class _Parser:
             if needed not in spots and (needed == "model" or cluster is None):
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
-        self._check_groups(groups, alone=cluster is None)
+        self._check_groups(groups, alone=cluster is None, ray=ray is not None)
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
         if cluster is not None:
             linked |= bool(groups) and all(group.shares_memory for group in groups)
+        if cluster is not None or ray is not None:
             transport["kind"] = transport["kind"] if "kind" in transport_spots else "tcp"
+        if ray is not None and transport["kind"] == "shared":
+            why = "allowed with launcher ray is tcp or mooncake: its nodes share no memory"
+            file.complain(transport_spots["kind"], f"'shared', {why}")
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
         if roles and policy == COLOCATED:
@@ -273,10 +303,11 @@ class _Parser:
             policy=policy,
             priorities=priorities,
             cluster=cluster,
+            ray=ray,
             scaling=scaling,
             lease=transport["lease"],
             transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
-            orphans=orphans if any(group.shares_memory for group in groups) else None,
+            orphans=orphans if any(group.shares_memory for group in groups) and ray is None else None,
             restart=restart,
             flight_recorder=flight_recorder,
             warnings=tuple(warnings),
@@ -303,6 +334,14 @@ class _Parser:
             why = "allowed without a registry is 1: it chooses which leads"
             self.file.complain(spots["masters"], f"{cluster.masters}, {why}")
         return cluster
+
+    def _ray(self, launcher: str) -> Ray | None:
+        spot = self.spots.get("ray")
+        if launcher != "ray":
+            if spot is not None:
+                self.file.complain(spot, f"{spot.shown}, allowed only with launcher ray")
+            return None
+        return Ray(**self._section("ray", self.tables.ray))
 
     def _scaling(self, policy: str, groups: Sequence[Group]) -> Scaling | None:
         spot = self.spots.get("scaling")
@@ -390,10 +429,11 @@ class _Parser:
                 f"with {top['frontends']} frontends, each on a port of its own",
             )
 
-    def _check_groups(self, groups: Sequence[Group], alone: bool) -> None:
+    def _check_groups(self, groups: Sequence[Group], alone: bool, ray: bool) -> None:
         """
         Args:
             alone: there are no other hosts.
+            ray: instances run where Ray has room for them.
         """
         if not groups and "instances" in self.spots:
             self.file.complain(self.spots["instances"], "empty, allowed is a list of at least one group")
@@ -402,7 +442,10 @@ class _Parser:
             self._check_roles(groups)
         self._check_devices(groups)
         self._check_sizes(groups)
-        self._check_gpu_memory(groups)
+        self._check_launcher(groups, ray)
+        if not ray:
+            self._check_memory(groups)
+            self._check_gpu_memory(groups)
 
     def _check_names(self, groups: Sequence[Group]) -> None:
         seen = set()
@@ -454,7 +497,18 @@ class _Parser:
             if group.modelled and group.options["kv_blocks"] and group.options["kv_cache_memory"]:
                 spot = spots["kv-blocks"]
                 self.file.complain(spot, f"{spot.shown}, allowed is nothing beside kv-cache-memory")
-        self._check_memory(groups)
+
+    def _check_launcher(self, groups: Sequence[Group], ray: bool) -> None:
+        """Settings that only one kind of launcher has."""
+        if ray and "kv-pool" in self.spots:
+            spot = self.spots["kv-pool"]
+            self.file.complain(spot, f"{spot.shown}, allowed is nothing with launcher ray: engines keep their KV")
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            for name in ("cpus", "resources"):
+                if name in spots and not ray:
+                    self.file.complain(spots[name], f"{spots[name].shown}, allowed only with launcher ray")
+            if ray and _kind(group.device) == "cuda" and group.device != "cuda":
+                self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
 
     def _check_memory(self, groups: Sequence[Group]) -> None:
         """What is asked of the host's memory, by all instances together."""

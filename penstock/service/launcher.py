@@ -80,9 +80,15 @@ def plan(
         settings["lease_s"] = deployment.lease
         settings |= {"kv_pool": None, "transport": None, "public": None}
         if group.shares_memory:
-            settings |= {"kv_pool": str(kv_pool), "transport": _transport(deployment, folder / f"{name}.transport")}
-        needs = "kv-pool" if group.shares_memory else None
+            settings["transport"] = _transport(deployment, folder / f"{name}.transport")
+        pooled = group.shares_memory and deployment.ray is None
+        if pooled:
+            settings["kv_pool"] = str(kv_pool)
+        needs = "kv-pool" if pooled else None
         more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": name not in group.spares}
+        if deployment.ray is not None:
+            place["address"] = ""  # on a node that Ray chooses
+            more["resources"] = group.needs
         if doors:
             host, port = doors[number].getsockname()
             more["public"] = f"tcp://{host}:{port}"
