@@ -64,6 +64,12 @@ def etcd(value: str) -> str:
     return value
 
 
+def head(value: str) -> str:
+    if not re.fullmatch(r"[^/:]+:\d{1,5}", value):
+        raise ValueError("HOST:PORT of a Ray cluster's head, of which this machine is a node")
+    return value
+
+
 def resources(value: str) -> dict[str, float]:
     """A JSON object."""
     with contextlib.suppress(ValueError, AttributeError, TypeError):
@@ -192,7 +198,7 @@ TABLES = Tables(
     ray=(
         Option(
             "address",
-            text,
+            head,
             None,
             "HOST:PORT of its head; by default RAY_ADDRESS, or the cluster that this machine is a node of",
         ),

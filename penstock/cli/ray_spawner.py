@@ -8,6 +8,7 @@ blocks travel over the engine's own sockets, which listen at its node's address.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ LINES = 1000  # of the engine's standard error that an actor keeps
 SILENCE = 3.0  # seconds without an answer after which an actor is suspected
 ASK_AGAIN = 0.5  # seconds until an actor that could not be reached is asked again
 ROOM = 10.0  # seconds between two looks whether an actor that does not answer has no node to run on
+CONNECT_TIMEOUT = 5.0  # seconds
 KILL_GRACE = 2.0  # seconds that an actor has to kill its engine, or to end
 FAILED = 1  # exit code of an engine of which Ray says no more than that
 LOST = -signal.SIGKILL  # of one whose actor died: it ends with that
@@ -60,7 +62,7 @@ COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an actor is to run. All of these are plain values: another version of penstock can read them.
+    """What an actor is to run. It travels as a dictionary of plain values, which another version of penstock can read.
 
     Attributes:
         version: of who asks.
@@ -80,7 +82,8 @@ class Order:
 
 
 class EngineActor:
-    """Runs one instance's engine on a Ray node, one incarnation after another. Its methods run beside one another."""
+    """Runs one instance's engine on a Ray node, one incarnation after another. Its methods may be called from several
+    threads."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -105,8 +108,6 @@ class EngineActor:
         """
         with self._lock:
             address = _node_address()
-            if order["version"] != VERSION:
-                return {"refused": f"Ray node {address} has {VERSION}, and this deployment {order['version']}"}
             if number != self._number or self._process is None:
                 try:
                     self._run(number, Order(**order), address)
@@ -220,6 +221,43 @@ def _node_address() -> str:
     return ray.util.get_node_ip_address()
 
 
+def actor_class() -> type:
+    """Of the Ray actors. The class travels with its code, so that a node with another version of penstock, or without
+    one, says that and nothing else."""
+
+    class Instance:
+        def __init__(self) -> None:
+            self._engine: Any = None  # an `EngineActor`
+
+        def start(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
+            import ray
+
+            try:
+                from penstock.cli.ray_spawner import VERSION, EngineActor
+            except ImportError as error:
+                found, make = f"no penstock of that version ({error})", None
+            else:
+                found, make = VERSION, EngineActor
+            if found != order["version"] or make is None:
+                node = ray.util.get_node_ip_address()
+                return {"refused": f"this deployment has {order['version']}, and Ray node {node} has {found}"}
+            self._engine = self._engine or make()
+            return self._engine.start(number, order)
+
+        def follow(self, number: int, seen: int, up: bool) -> dict[str, Any]:
+            return {"lost": True} if self._engine is None else self._engine.follow(number, seen, up)
+
+        def kill(self, number: int) -> None:
+            if self._engine is not None:
+                self._engine.kill(number)
+
+        def close(self) -> None:
+            if self._engine is not None:
+                self._engine.close()
+
+    return Instance
+
+
 # --- at the launcher
 
 
@@ -239,7 +277,7 @@ class _Actor:
         self._name, self._resources, own = name, resources, dict(resources)
         self._group = placement_group([own], name=name)
         self._handle: Any = (
-            ray.remote(EngineActor)
+            ray.remote(actor_class())
             .options(
                 name=name,
                 num_cpus=own.pop("CPU"),
@@ -268,10 +306,8 @@ class _Actor:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        try:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # else its engine ends because it does
             self.ask("close").result(KILL_GRACE)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            log.info("a Ray actor did not end its engine, which ends with it: %s", _first_line(error))
         ray.kill(self._handle)
         remove_placement_group(self._group)
 
@@ -369,10 +405,10 @@ class RayIncarnation:
             self._ask_at = now + ASK_AGAIN
             self._deaths = self._deaths + 1 if isinstance(error, ActorDiedError) else 0
             if self._deaths > 1:
-                self._give_up(FAILED, f"its Ray actor is dead: {_first_line(error)}")
+                self._give_up(FAILED, f"its Ray actor is dead: {_lines_of(error)[-1]}")
             return
         except RayError as error:
-            self._give_up(FAILED, f"its Ray actor failed: {_first_line(error)}")
+            self._give_up(FAILED, f"its Ray actor failed: {_lines_of(error)[-1]}")
             return
         self._deaths, self._answered = 0, now
         if self._started:
@@ -438,19 +474,20 @@ def _connect(address: str | None) -> None:
     known = address or os.environ.get("RAY_ADDRESS") or "auto"
     space = f"penstock-{socket.gethostname()}-{os.getpid()}"
     try:
+        if known != "auto":  # Ray would try for minutes
+            host, _, port = known.rpartition(":")
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
         ray.init(known, namespace=space, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if known == "auto" else f"at {known}"
         raise ConfigError(
-            f"ray.address: no Ray cluster {where} that can be used, `ray start --head` begins one: "
-            f"{_first_line(error)}",
+            f"ray.address: no Ray cluster {where} of which this machine is a node, `ray start` makes it one: "
+            f"{_lines_of(error)[0]}",
             "ray.address",
         ) from None
 
 
-def _first_line(error: BaseException) -> str:
-    """What says the most in one line: of a traceback the last one."""
+def _lines_of(error: BaseException) -> list[str]:
+    """At least one. What caused an error of Ray's is in the last."""
     lines = [line.strip() for line in COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return lines[-1] if any("File " in line for line in lines) else lines[0]
+    return lines or [type(error).__name__]
