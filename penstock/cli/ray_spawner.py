@@ -1,9 +1,9 @@
 """Engines as Ray actors: each on a Ray node that has room for it, with its devices set apart in a placement group.
 
 Ray is control alone. It finds a node, starts an actor there, and starts it again, there or elsewhere, when it or its
-node dies. The actor runs the engine's process as a launcher does those of its own machine, and says what becomes of
-it; whether an engine that ended is started again is the supervisor's to say, as everywhere. Requests, tokens and KV
-blocks travel over the engine's own sockets, which listen at its node's address.
+node dies. The actor (`ray_actor.py`) runs the engine's process and says what becomes of it; whether an engine that has
+ended is started again is the supervisor's to say, as everywhere. Requests, tokens and KV blocks travel over the
+engine's own sockets, which listen at its node's address.
 """
 
 from __future__ import annotations
@@ -16,25 +16,16 @@ import re
 import signal
 import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import __version__
 from penstock.cli.curve import SECRET
-from penstock.cli.http import bind
-from penstock.cli.run_folder import run_folder
+from penstock.cli.ray_actor import VERSION, Order
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
-from penstock.core.wire import PROTOCOL
 from penstock.service.checkpoint import find_checkpoint, fingerprint
-from penstock.service.launcher import make_program
-from penstock.service.spawner import STDERR, LocalProcess
+from penstock.service.spawner import STDERR
 from penstock.service.supervisor import CANNOT_BE_SERVED, Program
 from penstock.service.watch import Trouble
 
@@ -42,11 +33,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 log = logging.getLogger("penstock.launcher")
-VERSION = f"penstock {__version__} with protocol {PROTOCOL}"
-LOOK = 0.05  # seconds between two looks of an actor at its engine
-LOOK_CLOSELY = 0.5  # seconds between two checks of its progress
-PATIENCE = 0.5  # seconds after which an actor says that nothing is new
-LINES = 1000  # of the engine's standard error that an actor keeps
 SILENCE = 3.0  # seconds without an answer after which an actor is suspected
 ASK_AGAIN = 0.5  # seconds until an actor that could not be reached is asked again
 ROOM = 10.0  # seconds between two looks whether an actor that does not answer has no node to run on
@@ -55,170 +41,6 @@ KILL_GRACE = 2.0  # seconds that an actor has to kill its engine, or to end
 FAILED = 1  # exit code of an engine of which Ray says no more than that
 LOST = -signal.SIGKILL  # of one whose actor died: it ends with that
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
-
-
-# --- on the Ray node
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What an actor is to run. It travels as a dictionary of plain values, which another version of penstock can read.
-
-    Attributes:
-        version: of who asks.
-        model: a checkpoint's folder on every node, a hub name, or demo.
-        digest: of that checkpoint.
-        settings: of the engine's process, but for what its node decides.
-        environment: of the process, beside the node's.
-        heartbeat_timeout: seconds without a sign of life after which it hangs.
-    """
-
-    version: str
-    model: str
-    digest: str
-    settings: dict[str, Any]
-    environment: dict[str, str]
-    heartbeat_timeout: float
-
-
-class EngineActor:
-    """Runs one instance's engine on a Ray node, one incarnation after another. Its methods may be called from several
-    threads."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._lock = threading.Lock()
-        self._door: socket.socket | None = None  # where the engine listens; the same for every incarnation
-        self._number = 0  # of the incarnation
-        self._process: LocalProcess | None = None
-        self._lines = _Lines()
-        self._trouble: Trouble | None = None
-        self._watched_at = 0.0
-        self._clock = SystemClock()
-
-    def start(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
-        """Run an incarnation, unless it was started already: who asks may not have had the answer.
-
-        Args:
-            number: of the incarnation; one that still runs is killed.
-            order: fields of an `Order`.
-
-        Returns:
-            "endpoint", "node" and "pid"; or "refused", with the reason why it cannot run here.
-        """
-        with self._lock:
-            address = _node_address()
-            if number != self._number or self._process is None:
-                try:
-                    self._run(number, Order(**order), address)
-                except ConfigError as error:
-                    return {"refused": f"{error}, on Ray node {address}"}
-            assert self._process is not None
-            return {"endpoint": self._process.endpoint, "node": address, "pid": self._process.pid}
-
-    def _run(self, number: int, order: Order, address: str) -> None:
-        directory = find_checkpoint(order.model)
-        if fingerprint(directory) != order.digest:
-            raise ConfigError(f"model: {order.model} is another checkpoint than that of the launcher", "model")
-        if self._process is not None:
-            self._process.close()
-        if self._door is None:
-            self._folder = self._stack.enter_context(run_folder())
-            self._door = self._stack.enter_context(bind(address, 0, f"the address of Ray node {address}"))
-            self._door.listen()  # as ZMQ wants it
-        program = self._program(order.settings, directory, address)
-        # the package that this is, wherever the node's Python looks first
-        packages = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **order.environment, "PYTHONPATH": os.pathsep.join(packages)}
-        self._number, self._trouble, self._lines = number, None, _Lines()
-        now = self._clock.now()
-        self._process = LocalProcess(program, environment, order.heartbeat_timeout, now, self._lines.add)
-
-    def _program(self, settings: dict[str, Any], directory: Path, address: str) -> Program:
-        """With the places that it has on this node."""
-        assert self._door is not None
-        path, fd = self._folder / settings["name"], self._door.fileno()
-        public = f"tcp://{address}:{self._door.getsockname()[1]}"
-        options, transport = {**settings["options"], "model": str(directory)}, settings["transport"]
-        settings = {**settings, "parent": os.getpid(), "address": f"ipc://{path}", "options": options}
-        settings["public"] = {"address": public, "fd": fd}
-        if transport is not None:
-            settings["transport"] = {**transport, "address": f"tcp:{address}:0"}
-        place = {"address": settings["address"], "public": public, "socket": path, "descriptors": (fd,)}
-        return make_program(settings["name"], "engine", settings, path.with_suffix(".heartbeat"), **place)
-
-    def follow(self, number: int, seen: int, up: bool) -> dict[str, Any]:
-        """What is new of an incarnation: at once when something is, else after `PATIENCE`.
-
-        Args:
-            seen: lines of its standard error that are known.
-            up: whether it is known that it can be reached.
-
-        Returns:
-            "lines", and how many were "heard"; whether it is "up"; the exit "code" and the "last" line when it has
-            ended; "trouble" as (why, hangs). Or "lost" when this actor never ran it.
-        """
-        until = self._clock.now() + PATIENCE
-        while True:
-            with self._lock:
-                if number != self._number or self._process is None:
-                    return {"lost": True}
-                news = self._news(self._process, seen)
-            if news["lines"] or news["code"] is not None or news["up"] != up or self._clock.now() >= until:
-                return news
-            time.sleep(LOOK)
-
-    def _news(self, process: LocalProcess, seen: int) -> dict[str, Any]:
-        now, code = self._clock.now(), process.poll()
-        if code is None and now - self._watched_at >= LOOK_CLOSELY:
-            self._watched_at = now
-            self._trouble = process.trouble(now)
-        last = process.last_words() if code is not None else ""  # before the lines: it waits for them
-        heard, lines = self._lines.since(seen)
-        trouble = None if self._trouble is None else (self._trouble.why, self._trouble.hangs)
-        return {
-            "lines": lines,
-            "heard": heard,
-            "up": code is None and process.is_up(),
-            "code": code,
-            "last": last,
-            "trouble": trouble,
-        }
-
-    def kill(self, number: int) -> None:
-        with self._lock:
-            if number == self._number and self._process is not None:
-                self._process.kill()
-
-    def close(self) -> None:
-        """Leave nothing; nothing is started afterwards."""
-        with self._lock:
-            if self._process is not None:
-                self._process.close()
-            self._stack.close()
-
-
-class _Lines:
-    """The last ones that a process wrote. One thread adds, others read."""
-
-    def __init__(self) -> None:
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=LINES)
-        self._numbers = count()
-
-    def add(self, line: bytes) -> None:
-        self._kept.append((next(self._numbers), line))
-
-    def since(self, seen: int) -> tuple[int, list[bytes]]:
-        """How many there were, and those after the first `seen` ones that are still here."""
-        kept = [(number, line) for number, line in self._kept.copy() if number >= seen]
-        return (kept[-1][0] + 1 if kept else seen), [line for _, line in kept]
-
-
-def _node_address() -> str:
-    """IPv4 address by which others reach this Ray node."""
-    import ray
-
-    return ray.util.get_node_ip_address()
 
 
 def actor_class() -> type:
@@ -233,7 +55,7 @@ def actor_class() -> type:
             import ray
 
             try:
-                from penstock.cli.ray_spawner import VERSION, EngineActor
+                from penstock.cli.ray_actor import VERSION, EngineActor
             except ImportError as error:
                 found, make = f"no penstock of that version ({error})", None
             else:
@@ -256,9 +78,6 @@ def actor_class() -> type:
                 self._engine.close()
 
     return Instance
-
-
-# --- at the launcher
 
 
 class _Actor:

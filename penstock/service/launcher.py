@@ -443,8 +443,8 @@ class Launcher:
         incarnation = self._running[program.name]
         if program.address is None:
             incarnation.stop()
-        elif incarnation.endpoint:
-            self._wire.tell_to_stop(incarnation.endpoint)
+        else:
+            self._wire.tell_to_stop(program.address or incarnation.endpoint)
 
     def _spawner(self, name: str) -> Spawner:
         return self._engines if self._programs[name].kind == "engine" else self._local

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import ray_spawner
-from penstock.cli.ray_spawner import LOST, VERSION, EngineActor, Order, RayIncarnation, actor_class
+from penstock.cli import ray_actor
+from penstock.cli.ray_actor import VERSION, EngineActor, Order
+from penstock.cli.ray_spawner import LOST, RayIncarnation, actor_class
 from penstock.core.clock import ManualClock
 from penstock.service.checkpoint import find_checkpoint, fingerprint
 from penstock.service.launcher import make_program
@@ -23,7 +24,7 @@ ENGINE = {"device": "modelled:h200", "geometry": "qwen3-8b", "max_model_len": 20
 
 @pytest.fixture
 def actor(monkeypatch):
-    monkeypatch.setattr(ray_spawner, "_node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_actor, "_node_address", lambda: "127.0.0.1")
     actor = EngineActor()
     yield actor
     actor.close()
@@ -104,7 +105,7 @@ def test_a_node_with_another_version_or_none_is_refused_by_name(monkeypatch):
     node = ray.util.get_node_ip_address()
     said = on_node.start(1, order(version=other))["refused"]
     assert said == f"this deployment has {other}, and Ray node {node} has {VERSION}"
-    monkeypatch.setitem(sys.modules, "penstock.cli.ray_spawner", None)
+    monkeypatch.setitem(sys.modules, "penstock.cli.ray_actor", None)
     said = on_node.start(1, order())["refused"]
     assert said.startswith(f"this deployment has {VERSION}, and Ray node {node} has no penstock of that version (")
 

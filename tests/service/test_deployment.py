@@ -110,6 +110,17 @@ def test_a_policy_says_what_is_linked_and_how_engines_pace_their_steps():
     assert read(roles + "policy: unified").warnings == ("policy: unified does not look at roles",)
 
 
+def test_what_ray_sets_apart_and_what_its_nodes_share():
+    group = "    device: cuda\n    tensor-parallel-size: 2\n    cpus: 4\n    resources: {fast: 0.5}\n"
+    deployment = read(SMALLEST + group + "launcher: ray")
+    assert deployment.groups[0].needs == {"CPU": 4, "GPU": 2, "fast": 0.5}
+    assert (deployment.ray.address, deployment.secured, deployment.orphans) == (None, True, None)
+    deployment = read(SMALLEST + "launcher: ray\nray: {address: 10.0.0.1:6379}")
+    assert deployment.groups[0].needs == {"CPU": 1}
+    assert (deployment.ray.address, deployment.transport.kind, deployment.orphans) == ("10.0.0.1:6379", "tcp", None)
+    assert not read(SMALLEST + "launcher: local").secured
+
+
 def test_a_flag_goes_before_the_file():
     assert read(SMALLEST + "port: 7000\n", port=0).server["port"] == 0
 
@@ -208,6 +219,25 @@ def test_an_anchor_and_a_blank_value_are_fine():
             SMALLEST + "cluster: {host: 10.0.0.7}",
             "up.yaml:4: cluster.host: '10.0.0.7', allowed without a secret is only 127.0.0.1; set cluster.secret",
         ),
+        (
+            SMALLEST + "launcher: ray\nkv-pool: {}",
+            "up.yaml:5: kv-pool: a section, allowed is nothing with launcher ray",
+        ),
+        (
+            SMALLEST + "launcher: ray\ntransport: {kind: shared}",
+            "up.yaml:5: transport.kind: 'shared', allowed with launcher ray is tcp or mooncake: its nodes share no",
+        ),
+        (
+            SMALLEST + "    device: cuda:1\nlauncher: ray",
+            "up.yaml:4: instances[0].device: 'cuda:1', allowed with launcher ray is cuda: Ray chooses",
+        ),
+        (SMALLEST + "    cpus: 2", "up.yaml:4: instances[0].cpus: '2', allowed only with launcher ray"),
+        (
+            SMALLEST + "    resources: {GPU: 1}",
+            "up.yaml:4: instances[0].resources: a section, allowed is {NAME: AMOUNT",
+        ),
+        (SMALLEST + "ray: {address: a:1}", "up.yaml:4: ray: a section, allowed only with launcher ray"),
+        (SMALLEST + "launcher: ray\nray: {address: ray://a:1}", "up.yaml:5: ray.address: 'ray://a:1', allowed is HOST"),
         (SMALLEST + "cluster: {host: 0.0.0.0}", "up.yaml:4: cluster.host: '0.0.0.0', allowed is an IPv4 address"),
         (SMALLEST + "cluster: {masters: 2}", "up.yaml:4: cluster.masters: 2, allowed without a registry is 1"),
         (SMALLEST + "cluster: {registry: etcd}", "up.yaml:4: cluster.registry: 'etcd', allowed is etcd://HOST"),

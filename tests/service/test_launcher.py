@@ -21,7 +21,7 @@ from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import HostRefused, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher, plan
-from penstock.service.spawner import TO_ALL
+from penstock.service.spawner import TO_ALL, LocalProcess
 from penstock.service.supervisor import Program, Restart, Supervisor
 from tests.helpers.waiting import eventually
 
@@ -40,14 +40,14 @@ def shell(name, script, kind="frontend", **more):
     return Program(name=name, kind=kind, command=("/bin/sh", "-c", script), **more)
 
 
-def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, master=None):
+def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, master=None, engines=None):
     """Run until the end, while `drive` runs beside it."""
     restart = Restart(backoff=backoff, limit=limit, heartbeat_timeout=1)
     supervisor = Supervisor(programs, restart, drain_timeout=5)
     thread = threading.Thread(target=drive)
     thread.start()
     try:
-        return Launcher(programs, supervisor, SystemClock(), environments or {}, master=master).run()
+        return Launcher(programs, supervisor, SystemClock(), environments or {}, master=master, engines=engines).run()
     finally:
         thread.join()
 
@@ -382,6 +382,70 @@ router.recv_multipart()
 
     assert launch([shell("frontend-0", STAY), engine], drive, master=f"ipc://{tmp_path}/master") == 0
     assert states.count("running") >= 2
+
+
+class Elsewhere:
+    """A spawner of engines whose places are known when they run, as those of other machines are."""
+
+    def __init__(self, folder, timeout):
+        self.folder, self.timeout = folder, timeout
+        self.spawned, self.released = [], []
+
+    def spawn(self, program, now):
+        number = len(self.spawned)
+        address, socket = f"ipc://{self.folder}/life-{number}", self.folder / f"life-{number}"
+        code = f"import zmq; s = zmq.Context().socket(zmq.ROUTER); s.bind({address!r}); s.recv_multipart()"
+        there = replace(program, command=(sys.executable, "-c", code), socket=socket)
+        process = LocalProcess(there, None, self.timeout, now)
+        process.is_up, process.found = self._finds(process, address), process.is_up
+        self.spawned.append(process)
+        return process
+
+    def _finds(self, process, address):
+        def is_up():
+            if process.found():
+                process.endpoint = address
+            return process.found()
+
+        return is_up
+
+    def release(self, name):
+        self.released.append((name, len(self.spawned)))
+
+    def close(self):
+        self.released.append("all")
+
+
+def test_engines_may_run_elsewhere_and_what_was_kept_for_one_is_released_when_it_does_not_come_back(tmp_path):
+    """It is registered where it is, once that is known, and is stopped there."""
+    engine = Program(name="engine-0", kind="engine", command=(), address="", socket=tmp_path / "nowhere")
+    spare = Program(name="engine-1", kind="engine", command=(), address="", socket=tmp_path / "nor-here", starts=False)
+    elsewhere, seen = Elsewhere(tmp_path, 5), []
+
+    def drive():
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{tmp_path}/master")
+
+            def hear(*wanted):
+                while not seen or seen[-1] != {"engine-1": ("", "stopped")} | dict(wanted):
+                    sender, report = router.recv_multipart()
+                    seen.append({e.name: (e.address, e.state) for e in decode_to_master(report).instances})
+                return sender
+
+            hear()
+            hear(("engine-0", (f"ipc://{tmp_path}/life-0", "running")))
+            elsewhere.spawned[0].kill()
+            sender = hear(("engine-0", (f"ipc://{tmp_path}/life-1", "running")))
+            assert not elsewhere.released
+            router.send_multipart([sender, encode(StopInstance("engine-0"))])
+            hear(("engine-0", (f"ipc://{tmp_path}/life-1", "stopped")))
+            eventually(lambda: elsewhere.released == [("engine-0", 2)])
+        terminate()
+
+    programs = [shell("frontend-0", STAY), engine, spare]
+    assert launch(programs, drive, master=f"ipc://{tmp_path}/master", engines=elsewhere) == 0
+    assert [process.poll() for process in elsewhere.spawned] == [-signal.SIGKILL, 0]
+    assert elsewhere.released[-1] == "all"
 
 
 def test_a_master_that_goes_on_not_to_take_the_instances_ends_it(tmp_path, caplog, monkeypatch):
