@@ -103,6 +103,11 @@ SCHEDULING_POLICY = Option(
 )
 OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
 ENGINE = tuple(OWN.get(option.name, option) for option in ENGINE_OPTIONS)
+GROUP = (
+    Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
+    Option("count", integer(1, 1024), 1, "how many of this kind"),
+    Option("role", one_of("any", "prefill", "decode"), "any", "prefill, decode or any"),
+)
 TABLES = Tables(
     top=(
         Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
@@ -125,9 +130,7 @@ TABLES = Tables(
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],
     instances=(
-        Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
-        Option("count", integer(1, 1024), 1, "how many of this kind"),
-        Option("role", one_of("any", "prefill", "decode"), "any", "prefill, decode or any"),
+        *GROUP,
         Option("cpus", integer(1), 1, "cores, and threads, of each instance, with launcher ray; GPUs are one a rank"),
         Option("resources", resources, {}, "of a Ray node that each takes: {NAME: AMOUNT, ...}", takes_object=True),
     ),

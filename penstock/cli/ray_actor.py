@@ -1,4 +1,4 @@
-"""What a Ray actor of penstock does on its node: it runs an instance's engine, as a launcher does on its own machine."""
+"""What a Ray actor does on its node: it runs an instance's engine, as a launcher does on its own machine."""
 
 from __future__ import annotations
 

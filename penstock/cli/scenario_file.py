@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.deployment import TABLES
+from penstock.cli.deployment import GROUP, TABLES
 from penstock.cli.devices import load_device, load_factors, load_geometry
 from penstock.cli.options import LARGEST_SCALE, Option, between, integer, number, one_of, read_text, size, switch, text
 from penstock.sched.local import LOCAL_POLICIES
@@ -116,7 +116,7 @@ def make_tables() -> ScenarioTables:
             *(engine[name] for name in names),
             Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),
         ),
-        instances=tuple(TABLES.instances),
+        instances=GROUP,
         scaling=(
             needed("least", integer(1, 4096), help="instances that serve"),
             needed("most", integer(1, 4096), help="instances that serve"),
