@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +84,12 @@ class _Actor:
     """An instance's actor and its placement group, of which Ray takes care.
 
     Args:
-        name: of the instance, and so of the actor.
+        name: of the instance.
+        number: no other of the deployment's actors has it.
         resources: set apart for it: "CPU", "GPU", and what nodes were given names for.
     """
 
-    def __init__(self, name: str, resources: Mapping[str, float]) -> None:
+    def __init__(self, name: str, number: int, resources: Mapping[str, float]) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -98,7 +99,7 @@ class _Actor:
         self._handle: Any = (
             ray.remote(actor_class())
             .options(
-                name=name,
+                name=f"{name}.{number}",
                 num_cpus=own.pop("CPU"),
                 num_gpus=own.pop("GPU", 0),
                 resources=own,
@@ -113,7 +114,10 @@ class _Actor:
         """Waits for an answer of Ray's."""
         from ray.util.placement_group import placement_group_table
 
-        if placement_group_table(self._group)["state"] not in ("CREATED", "REMOVED"):
+        state = ""
+        with contextlib.suppress(Exception):  # of many kinds, where Ray's head has gone
+            state = placement_group_table(self._group)["state"]
+        if state in ("PENDING", "RESCHEDULING"):
             wanted = ", ".join(f"{amount:g} {what}" for what, amount in self._resources.items())
             log.warning("%s waits for a Ray node that has %s", self._name, wanted)
 
@@ -127,8 +131,9 @@ class _Actor:
 
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # else its engine ends because it does
             self.ask("close").result(KILL_GRACE)
-        ray.kill(self._handle)
-        remove_placement_group(self._group)
+        with contextlib.suppress(Exception):  # of many kinds, where Ray's head has gone, and so will these
+            ray.kill(self._handle)
+            remove_placement_group(self._group)
 
 
 class RaySpawner:
@@ -154,12 +159,16 @@ class RaySpawner:
         self._clock = SystemClock()
 
     def spawn(self, program: Program, now: float) -> RayIncarnation:
-        if program.name not in self._actors:
-            self._actors[program.name] = _Actor(program.name, program.resources)
-        environment = {SECRET: self._secret, "OMP_NUM_THREADS": str(max(1, int(program.resources["CPU"])))}
+        environment = {SECRET: self._secret, "OMP_NUM_THREADS": f"{program.resources['CPU']:g}"}
         settings = json.loads(program.command[-1])
         order = Order(VERSION, self._model, self._digest, settings, environment, self._timeout)
-        return RayIncarnation(self, self._actors[program.name], program, next(self._numbers), order, self._clock)
+        return RayIncarnation(self.actor, self.release, program, next(self._numbers), order, self._clock)
+
+    def actor(self, program: Program, number: int) -> _Actor:
+        """The one that there is, or a new one."""
+        if program.name not in self._actors:
+            self._actors[program.name] = _Actor(program.name, number, program.resources)
+        return self._actors[program.name]
 
     def release(self, name: str) -> None:
         if actor := self._actors.pop(name, None):
@@ -178,14 +187,26 @@ class RaySpawner:
 
 
 class RayIncarnation:
-    """One run of an engine, as its actor tells of it."""
+    """One run of an engine, as its actor tells of it.
+
+    Args:
+        find: program and number of this incarnation -> the program's actor.
+        release: the program's name -> there is none any more.
+    """
 
     def __init__(
-        self, spawner: RaySpawner, actor: _Actor, program: Program, number: int, order: Order, clock: Clock
+        self,
+        find: Callable[[Program, int], _Actor],
+        release: Callable[[str], None],
+        program: Program,
+        number: int,
+        order: Order,
+        clock: Clock,
     ) -> None:
         self.endpoint = ""
-        self._spawner, self._actor, self._name = spawner, actor, program.name
+        self._find, self._release, self._program, self._name = find, release, program, program.name
         self._number, self._clock = number, clock
+        self._actor: _Actor | None = None
         # not by `dataclasses.asdict`, whose copies would not be plain either
         self._order = {name: getattr(order, name) for name in Order.__slots__}
         self._answered = self._wondered = clock.now()
@@ -204,14 +225,21 @@ class RayIncarnation:
         if self._code is None and self._asked is not None and self._asked.done():
             self._hear(self._asked, now)
         if self._code is None and self._asked is None and now >= self._ask_at:
-            more = ("follow", self._number, self._seen, self._up)
-            self._asked = self._actor.ask(*(more if self._started else ("start", self._number, self._order)))
+            self._ask()
         if self._code is None and self._kill_by is not None and now >= self._kill_by:
             self._give_up(LOST, "its actor did not kill it")
-        if self._code is None and now - max(self._answered, self._wondered) >= ROOM:
+        if self._code is None and self._actor is not None and now - max(self._answered, self._wondered) >= ROOM:
             self._wondered = now
             threading.Thread(target=self._actor.say_if_without_room, daemon=True).start()
         return self._code
+
+    def _ask(self) -> None:
+        more = ("follow", self._number, self._seen, self._up)
+        try:
+            self._actor = self._actor or self._find(self._program, self._number)
+            self._asked = self._actor.ask(*(more if self._started else ("start", self._number, self._order)))
+        except Exception as error:  # of many kinds
+            self._give_up(FAILED, f"Ray does not make an actor for it: {_lines_of(error)[-1]}")
 
     def _hear(self, asked: Future[Any], now: float) -> None:
         from ray.exceptions import ActorDiedError, RayActorError, RayError
@@ -254,7 +282,7 @@ class RayIncarnation:
         """This actor is of no use any more."""
         log.warning("%s: %s", self._name, why)
         self._code, self._last = code, why
-        self._spawner.release(self._name)
+        self._release(self._name)
 
     def is_up(self) -> bool:
         return self._up
@@ -272,7 +300,7 @@ class RayIncarnation:
         raise AssertionError("engines are told over the wire")
 
     def kill(self) -> None:
-        if self._started:
+        if self._started and self._actor is not None:
             self._actor.ask("kill", self._number)
             self._kill_by = self._clock.now() + KILL_GRACE
         else:
@@ -282,7 +310,7 @@ class RayIncarnation:
         return self._last
 
     def close(self) -> None:
-        self._spawner.release(self._name)
+        self._release(self._name)
 
 
 def _connect(address: str | None) -> None:
@@ -297,7 +325,7 @@ def _connect(address: str | None) -> None:
             host, _, port = known.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
         ray.init(known, namespace=space, log_to_driver=False, configure_logging=False)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = "on this machine" if known == "auto" else f"at {known}"
         raise ConfigError(
             f"ray.address: no Ray cluster {where} of which this machine is a node, `ray start` makes it one: "

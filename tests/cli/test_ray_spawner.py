@@ -115,11 +115,17 @@ class Script:
 
     def __init__(self):
         self.asked, self.waiting, self.released = [], [], []
+        self.broken = False
 
     def ask(self, method, *arguments):
         self.asked.append(method)
         self.waiting.append(Future())
         return self.waiting[-1]
+
+    def find(self, program, number):
+        if self.broken:
+            raise RuntimeError("the head has gone")
+        return self
 
     def answer(self, said):
         self.waiting[-1].set_result(said)
@@ -136,7 +142,7 @@ def run():
     script, clock = Script(), ManualClock()
     program = make_program("engine-0", "engine", {}, Path("/nowhere"), resources={"CPU": 1})
     made = Order(VERSION, "demo", "", {}, {}, 5.0)
-    incarnation = RayIncarnation(script, script, program, 1, made, clock)
+    incarnation = RayIncarnation(script.find, script.release, program, 1, made, clock)
     assert incarnation.poll() is None
     return incarnation, script, clock
 
@@ -197,6 +203,14 @@ def test_an_actor_that_is_dead_for_good_is_replaced(run):
     assert incarnation.poll() == 1
     assert "its Ray actor is dead: The actor died unexpectedly" in incarnation.last_words()
     assert script.released == ["engine-0"]
+
+
+def test_where_ray_makes_no_actor_the_engine_fails_and_nothing_else(run):
+    incarnation, script, clock = run
+    script.broken = True
+    again = RayIncarnation(script.find, script.release, incarnation._program, 2, Order("", "", "", {}, {}, 5), clock)
+    assert again.poll() == 1
+    assert again.last_words() == "Ray does not make an actor for it: the head has gone"
 
 
 def test_who_has_not_begun_or_cannot_be_killed_is_released(run):
