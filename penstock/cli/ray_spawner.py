@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +208,7 @@ class RayIncarnation:
         self._find, self._release, self._program, self._name = find, release, program, program.name
         self._number, self._clock = number, clock
         self._actor: _Actor | None = None
-        # not by `dataclasses.asdict`, whose copies would not be plain either
-        self._order = {name: getattr(order, name) for name in Order.__slots__}
+        self._order = asdict(order)
         self._answered = self._wondered = clock.now()
         self._asked: Future[Any] | None = None
         self._ask_at = 0.0

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,7 @@ def order(**more):
     settings |= {"transport": None, "log_level": "info", "log_format": "text", "shown_as": "engine-0"}
     digest = fingerprint(find_checkpoint("demo"))
     environment = {"PENSTOCK_CLUSTER_SECRET": "s", "OMP_NUM_THREADS": "1"}
-    made = Order(VERSION, "demo", digest, settings, environment, 5.0)
-    return {name: getattr(made, name) for name in Order.__slots__} | more
+    return asdict(Order(VERSION, "demo", digest, settings, environment, 5.0)) | more
 
 
 def follow(actor, number, until):
