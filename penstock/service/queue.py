@@ -4,7 +4,7 @@ so little here goes through them all."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -56,10 +56,14 @@ class WaitQueue(dict[Key, Tracked]):
 
     Args:
         shown: how many of the first ones policies see; None is all.
+
+    Attributes:
+        priorities: how many wait, by priority.
     """
 
     def __init__(self, shown: int | None = None) -> None:
         super().__init__()
+        self.priorities: Counter[int] = Counter()
         self._shown = shown
         self._demands: Sequence[Demand] | None = ()
         self._line: list[Demand] = []
@@ -99,6 +103,7 @@ class WaitQueue(dict[Key, Tracked]):
         self._line.append(waiting.demand)
         self._history.append(waiting.demand)
         self._came += 1
+        self.priorities[waiting.demand.priority] += 1
         self._longest = max(self._longest, waiting.demand.tokens)
         if waiting.demand.exclude:
             self._picky[key] = None
@@ -111,6 +116,7 @@ class WaitQueue(dict[Key, Tracked]):
             place = bisect_left(self._order, self._numbers.pop(key))
             del self._order[place], self._line[place]
             self._history.append(place)
+            self.priorities[waiting.demand.priority] -= 1
             self._picky.pop(key, None)
             if not self:
                 self._longest = 0
@@ -121,6 +127,7 @@ class WaitQueue(dict[Key, Tracked]):
         assert self._line == [waiting.demand for waiting in self.values()]
         assert self._order == [self._numbers[key] for key in self] == sorted(self._numbers.values())
         assert list(self._picky) == [key for key, waiting in self.items() if waiting.demand.exclude]
+        assert self.priorities == Counter(waiting.demand.priority for waiting in self.values())
         assert all(waiting.demand.tokens <= self._longest for waiting in self.values())
 
 

@@ -29,11 +29,13 @@ class Prompt:
     Attributes:
         tokens: to compute.
         seconds: that it takes, as predicted when it was placed.
+        sent: when that was.
         first: number of the first Snapshot that certainly has it.
     """
 
     tokens: int
     seconds: float
+    sent: float
     offline: bool
     first: int
 
@@ -85,6 +87,7 @@ class InstanceSession:
     _tpots: Counter[float] = field(default_factory=Counter)
     _free_at: float = -inf
     _idle_at: float = -inf
+    _turn: float = -inf  # when the newest of its online prompts that have ended did
 
     def __post_init__(self) -> None:
         self.peer, self.name = self.ready.peer, self.ready.peer.name
@@ -135,7 +138,7 @@ class InstanceSession:
         tokens = demand.to_compute(self.name)
         seconds = self.view().queued_seconds(tokens, demand.prompt_tokens - tokens)
         sequence = self.snapshot.sequence if self.snapshot is not None else 0
-        self.prompts[demand.key] = Prompt(tokens, seconds, demand.offline, sequence + UNSEEN)
+        self.prompts[demand.key] = Prompt(tokens, seconds, now, demand.offline, sequence + UNSEEN)
         self._pending += tokens
         self._idle_at = max(self._idle_at, now) + seconds
         if not demand.offline:
@@ -148,6 +151,8 @@ class InstanceSession:
         if prompt is None:
             return
         self._pending -= prompt.tokens
+        if not prompt.offline:
+            self._turn = now
         if not self.prompts:
             self._idle_at = min(self._idle_at, now)
         if not any(not p.offline for p in self.prompts.values()):
@@ -221,10 +226,12 @@ class InstanceSession:
 
     def _make_load(self) -> InstanceLoad:
         ready, seen = self.ready, self.snapshot
-        unseen = 0
+        unseen, ends = 0, -inf
         for prompt in self.prompts.values():
             if seen is None or prompt.first > seen.sequence:
                 unseen += prompt.tokens
+            if not prompt.offline:
+                ends = max(prompt.sent, self._turn, ends) + prompt.seconds
         return InstanceLoad(
             name=self.name,
             role=self.role,
@@ -243,6 +250,7 @@ class InstanceSession:
             ),
             free_at=self._free_at,
             idle_at=self._idle_at,
+            available_at=ends,
             ttft=min(self._ttfts, default=inf),
             tpot=min(self._tpots, default=inf),
             offline_requests=self._offline,

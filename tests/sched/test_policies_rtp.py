@@ -11,13 +11,14 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates, fitting
 from penstock.sched.cluster.rtp_llm import (
     BAND_MS,
+    BETA,
     PASSED,
-    WINDOW,
     ChatAffinity,
     make_rtp_llm,
     make_rtp_llm_score,
     returns,
 )
+from penstock.service.queue import Tracked, WaitQueue
 from tests.helpers.policies import Subject, ToyMaster, clusters, demand, instance, linked, workloads
 
 POLICIES = {"rtp_llm": make_rtp_llm, "rtp_llm_score": make_rtp_llm_score}
@@ -35,7 +36,8 @@ def decide(instances, *queue, policy=None, seed=0, **rates):
 def busy(name, seconds, **values):
     """It has prompts to prefill for so long."""
     tokens = int(seconds * 60_000)
-    return instance(name, free_at=NOW + seconds, idle_at=NOW + seconds, pending_tokens=tokens, prefilling=1, **values)
+    ends = dict.fromkeys(("free_at", "idle_at", "available_at"), NOW + seconds)
+    return instance(name, **ends, pending_tokens=tokens, prefilling=1, **values)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -209,9 +211,54 @@ def test_newcomers_of_a_length_do_not_keep_another_length_waiting():
     assert order[:2] == ["a", "B"]
 
 
-def test_a_long_queue_is_only_looked_at_in_part():
-    queue = [demand(str(number), 100 + 900 * (number % 2)) for number in range(2 * WINDOW)]
-    assert decide([instance("one")], *queue).key == ("f", "0")
+def sent(policy, instances, *lengths, seed=0):
+    """Where each goes, all at one moment."""
+    queue = WaitQueue()
+    for number, length in enumerate(lengths):
+        one = demand(f"{number}", length)
+        queue[one.key] = Tracked(one, None, 0.0)
+    placed, rng = {}, random.Random(seed)
+    while queue:
+        decision = policy.decide(view(instances, queue.demands), rng)
+        placed[decision.key[1]] = decision.prefill
+        queue.pop(decision.key)
+    return placed
+
+
+def test_the_window_is_all_that_waits():
+    lengths = [*([100, 1000] * 300), 90]
+    placed = sent(make_rtp_llm(), [instance("one", num_blocks=10**6, free_blocks=10**6, max_sequences=9999)], *lengths)
+    short = [number for number, length in enumerate(lengths) if length <= 100]
+    assert [int(name) for name in placed][: len(short)] == short
+
+
+def test_a_batch_goes_to_one_instance_as_long_as_it_fits_in_a_step():
+    instances = [instance(f"i{k}", token_budget=1000) for k in range(4)]
+    first, second, third, long = sent(make_rtp_llm(), instances, 400, 300, 280, 3000).values()
+    assert first == second == third
+    places = [set(sent(make_rtp_llm(), instances, *[400] * 4, seed=seed).values()) for seed in range(20)]
+    assert {len(these) for these in places} <= {1, 2}, "two to a step"
+    assert any(len(these) == 2 for these in places)
+
+
+def test_a_batch_takes_nobody_from_a_better_place():
+    instances = [instance("cold"), instance("holder")]
+    queue = [demand("a", 8192, hits={"cold": 8128}), demand("b", 8192, hits={"holder": 8128})]
+    policy, rng, placed = make_rtp_llm(), random.Random(0), {}
+    while queue:
+        decision = policy.decide(view(instances, queue), rng)
+        placed[decision.key[1]] = decision.prefill
+        queue = [one for one in queue if one.key != decision.key]
+    assert placed == {"a": "cold", "b": "holder"}
+
+
+def test_a_batch_ends_with_its_moment():
+    policy, rng = make_rtp_llm(), random.Random(0)
+    instances = [instance(f"i{k}") for k in range(8)]
+    chosen = {
+        policy.decide(replace(view(instances, [demand(str(k), 100)]), now=NOW + k), rng).prefill for k in range(20)
+    }
+    assert len(chosen) > 1
 
 
 def test_offline_goes_when_nobody_else_waits():
@@ -228,3 +275,15 @@ def test_the_score_weighs_shares_and_not_milliseconds():
     decision = decide([*instances, busy("slow", 0.3)], one, policy=make_rtp_llm_score())
     assert decision.prefill == "holder"
     assert min(decision.costs["prefill"], key=decision.costs["prefill"].get) == "holder"
+
+
+@pytest.mark.parametrize(("hits", "loads", "goes"), [(60, 0, "holder"), (60, 60, "idle"), (10, 0, "idle")])
+def test_what_is_elsewhere_counts_for_everybody_but_less(hits, loads, goes):
+    """All can pull what the holder has: what the holder gains by it is (alpha - beta) times its share."""
+    one = demand("r", 100, hits={"holder": hits}, loads={"holder": loads} if loads else {})
+    instances = [busy("holder", 0.02), instance("idle"), busy("slow", 0.1)]
+    decision = decide(instances, one, policy=make_rtp_llm_score())
+    assert decision.prefill == goes
+    costs = decide([instance("idle"), instance("holder")], one, policy=make_rtp_llm_score()).costs["prefill"]
+    nothing = decide([instance("idle")], demand("r", 100), policy=make_rtp_llm_score()).costs["prefill"]
+    assert costs["idle"] == pytest.approx(nothing["idle"] - BETA * hits / 100, abs=0.05)

@@ -433,12 +433,13 @@ def test_instances_join_leave_and_are_drained_while_it_runs():
 
 class Priorities:
     def __init__(self):
-        self.observed = []
+        self.observed, self.waiting = [], []
 
     def observe(self, priority, ttft, tpot, queued):
         self.observed.append((priority, ttft, tpot, queued))
 
-    def target(self, priority):
+    def target(self, priority, waiting):
+        self.waiting.append({p: count for p, count in waiting.items() if count})
         return 1.0 + priority, 0.1
 
 
@@ -448,6 +449,7 @@ def test_a_priority_is_worth_targets_where_there_are_none():
     cluster.place("r", priority=2), cluster.place("s", priority=0), cluster.place("t", ttft_ms=700.0)
     targets = [(d.ttft, d.tpot) for d in cluster.policy.seen[-1].queue]
     assert targets == [(3.0, 0.1), (1.0, 0.1), (0.7, inf)]
+    assert cluster.master._policies.priorities.waiting == [{}, {2: 1}], "those before it"
     cluster.policy.to = "a"
     placed = messages(cluster.did())
     assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 100.0), (700.0, None)]

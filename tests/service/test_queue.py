@@ -21,7 +21,7 @@ def test_it_is_in_order_of_arrival_and_knows_for_whom_not_everybody_will_do(acti
         assert whole.pop(key) == gone
         assert (gone and gone.demand) is plain.pop(key, None)
         if what == "come":
-            one = demand(str(name), length, 0, exclude=frozenset({"i0"} if picky else ()))
+            one = demand(str(name), length, 0, priority=length % 3, exclude=frozenset({"i0"} if picky else ()))
             queue[key] = whole[key] = Tracked(one, None, 0.0)
             plain[key] = one
         queue.check()

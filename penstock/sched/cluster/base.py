@@ -48,6 +48,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         held_tokens: tokens whose KV is there or will be.
         free_at: when the online prompts that it has will be prefilled, as predicted; in the past when it has none.
         idle_at: the same, of all prompts.
+        available_at: as `free_at`, by RTP-LLM's equation (1): the latest end of its online prompts, each one's
+            start, when it was sent or the one before it ended, and its predicted prefill; no report corrects it.
         ttft, tpot: the strictest targets of its online sequences in flight, seconds; inf without any.
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
@@ -70,6 +72,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     held_tokens: int = 0
     free_at: float = -inf
     idle_at: float = -inf
+    available_at: float = -inf
     ttft: float = inf
     tpot: float = inf
     offline_requests: int = 0
@@ -339,8 +342,12 @@ class PrioritySLO(Protocol):
         """A sequence ended without an error. All in seconds; `queued`: from its arrival to its being sent to an
         instance."""
 
-    def target(self, priority: int) -> tuple[float, float]:
-        """TTFT and TPOT in seconds."""
+    def target(self, priority: int, waiting: Mapping[int, int]) -> tuple[float, float]:
+        """TTFT and TPOT in seconds, of a sequence that comes now.
+
+        Args:
+            waiting: priority -> online sequences without a place.
+        """
         ...
 
 

@@ -69,17 +69,22 @@ class PriorityMapping:
         if tpot is not None:
             self._tpots.add(priority, tpot, 0.0)  # waiting for a place does not slow tokens down
 
-    def target(self, priority: int) -> tuple[float, float]:
+    def target(self, priority: int, waiting: Mapping[int, int]) -> tuple[float, float]:
         bounds = self._bounds[min(self._bounds, key=lambda p: (abs(p - priority), p))]
+        ahead = waiting.get(priority, 0)
+        contended = any(count for other, count in waiting.items() if other < priority)
         return (
-            _within(bounds.ttft, self._ttfts.provisional(priority)),
-            _within(bounds.tpot, self._tpots.provisional(priority)),
+            _within(bounds.ttft, self._ttfts.provisional(priority, ahead), contended),
+            _within(bounds.tpot, self._tpots.provisional(priority, ahead), contended),
         )
 
 
-def _within(bounds: Range, seconds: float | None) -> float:
-    """A target in its bounds; before anything was measured, the easiest."""
-    return bounds.high if seconds is None else min(bounds.high, max(bounds.low, seconds))
+def _within(bounds: Range, seconds: float | None, contended: bool) -> float:
+    """A target in its bounds, of which the low one holds while somebody of higher priority waits; before anything was
+    measured, the easiest."""
+    if seconds is None:
+        return bounds.high
+    return min(bounds.high, max(bounds.low, seconds) if contended else seconds)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,13 +126,17 @@ class _Window:
             if self._last[oldest.priority] is oldest:
                 del self._last[oldest.priority]
 
-    def provisional(self, priority: int) -> float | None:
-        """The latency at a priority's place in the window, without what its reference waited longer than the newest of
-        the same priority did: a wave that is over. None when the window is empty."""
+    def provisional(self, priority: int, ahead: int) -> float | None:
+        """The latency at a sequence's place in the window, without what its reference waited longer than the newest of
+        the same priority did: a wave that is over. None when the window is empty.
+
+        Args:
+            ahead: sequences of the same priority that wait before it.
+        """
         if not self._sorted:
             return None
         higher = sum(count for other, count in self._counts.items() if other < priority)
-        index = higher + self._counts[priority] // 2  # the middle of its class
+        index = higher + min(ahead, max(0, self._counts[priority] - 1))  # not beyond its own class
         reference = self._sorted[min(index, len(self._sorted) - 1)]
         newest = self._last.get(priority)
         extra = 0.0 if newest is None else max(0.0, reference.queued - newest.queued)

@@ -6,13 +6,15 @@ spread; a conversation returns to the instance with its KV while that pays. Deco
 has room for a sequence's expected length, it waits in the master's queue, and not in an engine that would have to
 preempt.
 
+The window is all that waits, w = |R|, as our engines have a data-parallel size of 1. Of it the oldest and all of
+similar length go first, in batches: those that are sent at one moment go to one instance while they fit in a step of it
+and none of them gets a worse place by that.
+
 Not as in the paper:
-- Similar lengths go together within a window of all that waits, the oldest's first. With a data-parallel size of 1, as
-  our engines have, and nothing waiting there is no choice left to make.
-- Expected availability is the sum of what is to be prefilled and not the maximum: engines prefill prompts one after
-  another.
-- `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2), without
-its remote term, as there is no remote cache.
+- Prompts on one instance are prefilled one after another, so that a prompt's start in equation (1) is the end of the
+  one before it.
+- `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2). What it
+  counts as remote is known to be on another instance or below the device; only the latter is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy as np
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
-from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.columns import Column, QueueColumns
 from penstock.sched.cluster.stages import prefillers, takers, why
 
 KEPT = 65536  # conversations
@@ -79,14 +81,13 @@ def returns(wait: float, best: float, reload: float) -> bool:
 
 
 COMPARED = 16  # prefillers with the least to do, those with the longest hits, and decoders, that are compared closely
-WINDOW = 256  # sequences of the queue that are grouped by length at most
 TRIED = 4  # sequences, while those before them find no room
 PASSED = 16  # sequences that may go before one that finds none
 HOT = 3.0  # of the mean wait: instances with more are left out
 BAND, BAND_MS = 0.1, 20.0  # above the least cost; the larger of the two: within it the choice is random
 FULL = 0.95  # share of an instance's blocks that sequences may come to
 OUTPUT = 256  # tokens, where nothing has ended yet
-ALPHA, GAMMA = 1.0, 1.0  # weights of a hit's share of the prompt, and of latency's share of the longest
+ALPHA, BETA, GAMMA = 1.0, 0.5, 1.0  # weights of the prompt's shares on the device and elsewhere, and of latency's share
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Offer:
     Attributes:
         wait: until it begins to prefill.
         saved: by its cache.
-        hit: tokens in that.
+        hit: tokens in that, of which `local` are on its device.
+        remote: tokens after the local ones that are below its device or on another instance.
     """
 
     instance: InstanceLoad
@@ -104,10 +106,31 @@ class Offer:
     prefill: float
     saved: float = 0.0
     hit: int = 0
+    local: int = 0
+    remote: int = 0
 
     @property
     def cost(self) -> float:
         return self.wait + self.prefill
+
+
+class Batches:
+    """What is sent to instances at one moment and of one length, and may be prefilled there in one step."""
+
+    def __init__(self) -> None:
+        self._of: tuple[float, int] | None = None  # the moment, and the length
+        self._room: dict[str, int] = {}  # instance -> tokens that its step still takes
+
+    def open_to(self, now: float, demand: Demand, near: Sequence[Offer]) -> Offer | None:
+        """The first offer of an instance whose batch it fits in."""
+        of = now, demand.prompt_tokens.bit_length()
+        if of != self._of:
+            self._of, self._room = of, {}
+        return next((o for o in near if demand.to_compute(o.instance.name) <= self._room.get(o.instance.name, 0)), None)
+
+    def add(self, demand: Demand, instance: InstanceLoad) -> None:
+        left = self._room.get(instance.name, instance.token_budget)
+        self._room[instance.name] = left - demand.to_compute(instance.name)
 
 
 # offers, prompt tokens -> the cost of each; and how far above the least the lot decides
@@ -120,9 +143,10 @@ def in_milliseconds(offers: Sequence[Offer], prompt_tokens: int) -> tuple[list[f
 
 
 def by_score(offers: Sequence[Offer], prompt_tokens: int) -> tuple[list[float], float]:
-    """The paper's score, negated: a share of the prompt against a share of the longest latency."""
+    """The paper's score, negated: shares of the prompt against a share of the longest latency."""
     longest = max(offer.cost for offer in offers)
-    return [GAMMA * offer.cost / longest - ALPHA * offer.hit / prompt_tokens for offer in offers], 0.0
+    cached = [(ALPHA * offer.local + BETA * offer.remote) / prompt_tokens for offer in offers]
+    return [GAMMA * offer.cost / longest - share for offer, share in zip(offers, cached, strict=True)], 0.0
 
 
 def make_rtp_llm() -> RtpLlm:
@@ -146,8 +170,11 @@ class RtpLlm:
         self.name = name
         self._weigh = weigh
         self._chats = ChatAffinity()
-        self._free_at, self._pending = Column(attrgetter("free_at")), Column(attrgetter("pending_tokens"))
-        self._group: frozenset[Key] = frozenset()  # of similar length, that go one after another
+        self._available, self._pending = Column(attrgetter("available_at")), Column(attrgetter("pending_tokens"))
+        self._group: set[Key] = set()  # of similar length, that go one after another
+        # of all that waits: its length, and whether it is in the group
+        self._window = QueueColumns(lambda d: d.prompt_tokens.bit_length(), lambda d: d.key in self._group)
+        self._batches = Batches()
         self._first: Key | None = None  # that found no room
         self._passed = 0  # sequences that went before it
 
@@ -171,18 +198,19 @@ class RtpLlm:
 
     def _in_order(self, view: ClusterView) -> Iterator[Demand]:
         """The group that was begun, then the oldest's group, then the others; offline ones when nothing else waits."""
-        queue = (view.queue or view.offline)[:WINDOW]
+        queue = view.queue or view.offline
         if not queue:
             return
         if self._first is not None and queue[0].key == self._first and self._passed:
             yield queue[0]  # it found no room lately: others go only when it still finds none
             yield from (d for d in queue[1 : TRIED + 1])
             return
-        if not any(d.key in self._group for d in queue):
-            length = queue[0].prompt_tokens.bit_length()
-            self._group = frozenset(d.key for d in queue if d.prompt_tokens.bit_length() == length)
-        yield from (d for d in queue if d.key in self._group)
-        yield from (d for d in queue if d.key not in self._group)
+        lengths, group = self._window.of(queue)
+        if not group.any():
+            group[:] = lengths == lengths[0]
+            self._group = {queue[place].key for place in np.flatnonzero(group)}
+        order = np.argsort(-group, kind="stable")
+        yield from (queue[place] for place in order)
 
     def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision | None:
         """None when no instance has room for it."""
@@ -195,7 +223,7 @@ class RtpLlm:
         near = [offer for offer, cost in zip(offers, costs, strict=True) if cost <= limit]
         homes = self._chats.homes(demand.chat)
         back = None if homes is None else _holder(offers, homes.prefill)
-        first = back or rng.choice(near)
+        first = back or self._batches.open_to(view.now, demand, near) or rng.choice(near)
         decode_costs: dict[str, float] = {}
         before = None if homes is None else homes.decode
         for prefiller in (first, *sorted((o for o in offers if o is not first), key=lambda o: o.cost)[:TRIED]):
@@ -204,6 +232,7 @@ class RtpLlm:
                 break
         else:
             return None
+        self._batches.add(demand, prefiller.instance)
         decode = None if home is prefiller.instance else home.name
         by_stage: dict[Stage, dict[str, float]] = {
             "prefill": {o.instance.name: cost for o, cost in zip(offers, costs, strict=True)}
@@ -222,7 +251,7 @@ class RtpLlm:
 
     def _offers(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], output: int) -> list[Offer]:
         """Of those that wait least and those with hits, without the hot ones."""
-        waits = np.maximum(self._free_at.of(able) - view.now, 0.0)
+        waits = np.maximum(self._available.of(able) - view.now, 0.0)
         mean = 1e3 * sum(waits.tolist()) / len(able)
         order = np.lexsort((self._pending.of(able), waits))[:COMPARED]
         chosen = [able[k] for k in order.tolist()]
@@ -242,10 +271,13 @@ class RtpLlm:
 def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     tokens = demand.to_compute(instance.name)
     hit = demand.prompt_tokens - tokens
-    wait = (instance.begins_at(view.now, demand) - view.now) * 1e3
+    loaded = demand.to_load(instance.name)
+    wait = max(instance.load_seconds(loaded) if loaded else 0.0, instance.available_at - view.now) * 1e3
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
-    return Offer(instance, wait, prefill, saved, hit)
+    local = hit - min(hit, loaded)
+    known = max(hit, min(max(demand.hits.values(), default=0), demand.prompt_tokens - 1))
+    return Offer(instance, wait, prefill, saved, hit, local, known - local)
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:
