@@ -361,7 +361,7 @@ class Master:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
         priorities = self._policies.priorities
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
-            ttft, tpot = priorities.target(place.priority, self._queue.priorities)
+            ttft, tpot = priorities.target(place.priority, self._queue.priorities[place.priority])
         hits, loads = self._match(place)
         return Demand(
             key=key,

@@ -234,7 +234,7 @@ def test_the_window_is_all_that_waits():
 
 def test_a_batch_goes_to_one_instance_as_long_as_it_fits_in_a_step():
     instances = [instance(f"i{k}", token_budget=1000) for k in range(4)]
-    first, second, third, long = sent(make_rtp_llm(), instances, 400, 300, 280, 3000).values()
+    first, second, third = sent(make_rtp_llm(), instances, 400, 300, 280).values()
     assert first == second == third
     places = [set(sent(make_rtp_llm(), instances, *[400] * 4, seed=seed).values()) for seed in range(20)]
     assert {len(these) for these in places} <= {1, 2}, "two to a step"

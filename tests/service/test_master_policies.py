@@ -261,6 +261,21 @@ def test_a_decision_counts_before_the_next_is_made_and_until_the_first_token():
     assert ("ended", "s", 7) in cluster.recorder.told
 
 
+def test_the_availability_is_the_latest_end_of_prefills_from_when_each_begins():
+    cluster = Cluster("a")
+    cluster.place("r", 30), cluster.place("s", 20), cluster.place("off", 20, offline=True)
+    cluster.policy.to = "a"
+    cluster.did()
+    seconds = {key[1]: prompt.seconds for key, prompt in cluster.master._sessions["a"].prompts.items()}
+    assert cluster.policy.seen[-1].instances[0].available_at == cluster.now + seconds["r"] + seconds["s"]
+    cluster.policy.to, cluster.now = None, cluster.now + 5.0
+    cluster.say(Begun(["r"]))
+    cluster.place("t")
+    assert cluster.policy.seen[-1].instances[0].available_at == cluster.now + seconds["s"], "s has begun only now"
+    cluster.say(Begun(["s"]))
+    assert cluster.policy.seen[-1].instances[0].available_at == -inf
+
+
 def test_offline_work_waits_in_a_line_of_its_own():
     cluster = Cluster("a")
     cluster.place("off", offline=True), cluster.place("on")
@@ -433,13 +448,13 @@ def test_instances_join_leave_and_are_drained_while_it_runs():
 
 class Priorities:
     def __init__(self):
-        self.observed, self.waiting = [], []
+        self.observed, self.ahead = [], []
 
     def observe(self, priority, ttft, tpot, queued):
         self.observed.append((priority, ttft, tpot, queued))
 
-    def target(self, priority, waiting):
-        self.waiting.append({p: count for p, count in waiting.items() if count})
+    def target(self, priority, ahead):
+        self.ahead.append(ahead)
         return 1.0 + priority, 0.1
 
 
@@ -447,9 +462,10 @@ def test_a_priority_is_worth_targets_where_there_are_none():
     cluster = Cluster("a")
     cluster.master._policies = Policies(dispatch=cluster.policy, priorities=Priorities())
     cluster.place("r", priority=2), cluster.place("s", priority=0), cluster.place("t", ttft_ms=700.0)
+    cluster.place("u", priority=0), cluster.say(Ended(["u"]))
     targets = [(d.ttft, d.tpot) for d in cluster.policy.seen[-1].queue]
     assert targets == [(3.0, 0.1), (1.0, 0.1), (0.7, inf)]
-    assert cluster.master._policies.priorities.waiting == [{}, {2: 1}], "those before it"
+    assert cluster.master._policies.priorities.ahead == [0, 0, 2], "t waits too, and has priority 0"
     cluster.policy.to = "a"
     placed = messages(cluster.did())
     assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 100.0), (700.0, None)]

@@ -342,11 +342,11 @@ class PrioritySLO(Protocol):
         """A sequence ended without an error. All in seconds; `queued`: from its arrival to its being sent to an
         instance."""
 
-    def target(self, priority: int, waiting: Mapping[int, int]) -> tuple[float, float]:
+    def target(self, priority: int, ahead: int) -> tuple[float, float]:
         """TTFT and TPOT in seconds, of a sequence that comes now.
 
         Args:
-            waiting: priority -> online sequences without a place.
+            ahead: online sequences of the same priority without a place.
         """
         ...
 

@@ -1,7 +1,8 @@
 """What a priority is worth in seconds, from what was achieved lately (HFX, Algorithm 3; arXiv 2508.15919, 3.3.2).
 
 The last completed latencies are sorted. Sequences of higher priority take the first of them, as many as there were of
-these lately, and a class its share after those; so the higher a priority, the lower the quantile that it is promised.
+these lately, and a class its share after those, in the order in which its sequences wait; so the higher a priority, the
+lower the quantile that it is promised.
 Targets follow the load, between the bounds of each class: in an idle cluster the lowest class gets the low bound, and
 under competition the high one.
 
@@ -69,22 +70,17 @@ class PriorityMapping:
         if tpot is not None:
             self._tpots.add(priority, tpot, 0.0)  # waiting for a place does not slow tokens down
 
-    def target(self, priority: int, waiting: Mapping[int, int]) -> tuple[float, float]:
+    def target(self, priority: int, ahead: int) -> tuple[float, float]:
         bounds = self._bounds[min(self._bounds, key=lambda p: (abs(p - priority), p))]
-        ahead = waiting.get(priority, 0)
-        contended = any(count for other, count in waiting.items() if other < priority)
         return (
-            _within(bounds.ttft, self._ttfts.provisional(priority, ahead), contended),
-            _within(bounds.tpot, self._tpots.provisional(priority, ahead), contended),
+            _within(bounds.ttft, self._ttfts.provisional(priority, ahead)),
+            _within(bounds.tpot, self._tpots.provisional(priority, ahead)),
         )
 
 
-def _within(bounds: Range, seconds: float | None, contended: bool) -> float:
-    """A target in its bounds, of which the low one holds while somebody of higher priority waits; before anything was
-    measured, the easiest."""
-    if seconds is None:
-        return bounds.high
-    return min(bounds.high, max(bounds.low, seconds) if contended else seconds)
+def _within(bounds: Range, seconds: float | None) -> float:
+    """A target in its bounds; before anything was measured, the easiest."""
+    return bounds.high if seconds is None else min(bounds.high, max(bounds.low, seconds))
 
 
 @dataclass(frozen=True, slots=True, order=True)
