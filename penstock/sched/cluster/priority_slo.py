@@ -9,7 +9,8 @@ under competition the high one.
 There, the low bound is lifted while no higher priority waits, so that an idle cluster serves its lowest class as fast
 as it can. Here it always holds. Whatever can be served at once is served at once anyway; and a target that follows what
 was achieved below what anybody asked for is one that most miss by definition, and a request that misses it is put
-behind all others: with HFX's dispatch, targets would fall until almost nothing is admitted.
+behind all others: with HFX's dispatch, targets would fall until almost nothing is admitted. No priority is higher than
+the highest, whose bound would never hold, so that it falls first. docs/scheduling.md has figures.
 """
 
 from __future__ import annotations
