@@ -208,9 +208,8 @@ class RtpLlm:
         lengths, group = self._window.of(queue)
         if not group.any():
             group[:] = lengths == lengths[0]
-            self._group = {queue[place].key for place in np.flatnonzero(group)}
-        order = np.argsort(-group, kind="stable")
-        yield from (queue[place] for place in order)
+            self._group = {queue[place].key for place in np.flatnonzero(group).tolist()}
+        yield from (queue[place] for place in np.argsort(-group, kind="stable").tolist())
 
     def _place(self, view: ClusterView, demand: Demand, able: Sequence[InstanceLoad], rng: Random) -> Decision | None:
         """None when no instance has room for it."""
