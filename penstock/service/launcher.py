@@ -31,6 +31,7 @@ log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
 LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
 REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
+SILENT = 5.0  # seconds without an answer of the master, after which a host that joins says so
 RECONNECT = 50  # ms
 LINGER = 200  # ms for the last message
 REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
@@ -263,6 +264,9 @@ class Launcher:
         self._refused_since: float | None = None
         self._told: HostReport | None = None  # what the master knows
         self._tell_at = -inf
+        self._taken = False  # the master has taken the instances, once
+        self._heard: float | None = None  # the master, or when it was first to be heard
+        self._warned = False  # of its silence
 
     def run(self) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
@@ -313,7 +317,7 @@ class Launcher:
             again = self._supervisor.stopping or self._leaves_by < inf
             follows = "running requests are ended" if again else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
-            if self._drain is not None and not again:
+            if self._drain is not None and not again and (self._taken or self._registry is not None):
                 self._leaves_by = now + self._drain
             else:
                 self._supervisor.stop(now)
@@ -381,10 +385,14 @@ class Launcher:
 
     def _follow_master(self, master: str, now: float) -> None:
         """Register the instances, and start and stop those that the master wants."""
-        from penstock.core.wire.master import HostRefused, StartInstance, StopInstance
+        from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance
 
+        self._heard = now if self._heard is None else self._heard
         for said in self._wire.read(master):
+            self._heard = now
             match said:
+                case HostTaken():
+                    self._be_taken(master)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
@@ -393,12 +401,20 @@ class Launcher:
                     self._be_refused(message, now)
         if self._supervisor.stopping:
             return
+        if self._drain is not None and not self._warned and now - self._heard > SILENT:
+            self._warned = True
+            log.warning("the master at %s does not answer: can it be reached, and is the secret its own?", master)
         for name, incarnation in self._running.items():
             if name in self._endpoints and incarnation.endpoint:
                 self._endpoints[name] = incarnation.endpoint
         report = self._report()
         if (report != self._told or now >= self._tell_at) and self._wire.report(master, report):
             self._told, self._tell_at = report, now + REPEAT
+
+    def _be_taken(self, master: str) -> None:
+        if self._drain is not None and (self._warned or not self._taken):
+            log.info("the master at %s has taken this host's instances", master)
+        self._taken, self._warned = True, False
 
     def _be_refused(self, why: str, now: float) -> None:
         if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:

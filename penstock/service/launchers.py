@@ -9,7 +9,7 @@ from typing import Protocol
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.engine import LEASE, Role
-from penstock.core.wire.master import HostRefused, HostReport, StartInstance, StopInstance, ToLauncher
+from penstock.core.wire.master import HostRefused, HostReport, HostTaken, StartInstance, StopInstance, ToLauncher
 from penstock.service.registry import LocalRegistry
 
 log = logging.getLogger("penstock.master")
@@ -57,6 +57,7 @@ class Launchers:
             log.warning("the instances of %s are not taken: %s", said.host, why)
             self._tell(sender, HostRefused(why))
             return
+        self._tell(sender, HostTaken())
         before = self._hosts.get(said.host)
         self._hosts[said.host] = _Host(sender, now, said)
         if self._registry is not None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.heartbeat import Heartbeat
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Shutdown, decode_command
-from penstock.core.wire.master import HostRefused, StartInstance, StopInstance, decode_to_master
+from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher, plan
 from penstock.service.spawner import TO_ALL, LocalProcess
@@ -40,14 +41,14 @@ def shell(name, script, kind="frontend", **more):
     return Program(name=name, kind=kind, command=("/bin/sh", "-c", script), **more)
 
 
-def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, master=None, engines=None):
+def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, **more):
     """Run until the end, while `drive` runs beside it."""
     restart = Restart(backoff=backoff, limit=limit, heartbeat_timeout=1)
     supervisor = Supervisor(programs, restart, drain_timeout=5)
     thread = threading.Thread(target=drive)
     thread.start()
     try:
-        return Launcher(programs, supervisor, SystemClock(), environments or {}, master=master, engines=engines).run()
+        return Launcher(programs, supervisor, SystemClock(), environments or {}, **more).run()
     finally:
         thread.join()
 
@@ -462,3 +463,25 @@ def test_a_master_that_goes_on_not_to_take_the_instances_ends_it(tmp_path, caplo
     assert launch([shell("frontend-0", STAY)], drive, master=f"ipc://{tmp_path}/master") == 2
     assert "the master does not take this host's instances: model: its checkpoint is another one" in caplog.text
     assert "the deployment has ended: model: its checkpoint is another one" in caplog.text
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_host_that_joins_says_whether_the_master_takes_it(answers, tmp_path, caplog, monkeypatch):
+    """Without an answer, a secret is wrong or the address, and nobody waits for it to drain."""
+    caplog.set_level(logging.INFO, "penstock.launcher")
+    monkeypatch.setattr("penstock.service.launcher.SILENT", 0.2)
+    monkeypatch.setattr("penstock.service.launcher.REPEAT", 0.05)
+    address = f"ipc://{tmp_path}/master"
+
+    def drive():
+        eventually(lambda: f"the master at {address} does not answer" in caplog.text)
+        if answers:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+                router.bind(address)
+                router.send_multipart([router.recv_multipart()[0], encode(HostTaken())])
+                eventually(lambda: f"the master at {address} has taken this host's instances" in caplog.text)
+        terminate()
+
+    began = time.monotonic()
+    assert launch([shell("frontend-0", STAY)], drive, master=address, drain=30.0) == 0
+    assert time.monotonic() - began < 15

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.wire.engine import LEASE
-from penstock.core.wire.master import Endpoint, HostRefused, HostReport, Members, StartInstance, StopInstance
+from penstock.core.wire.master import Endpoint, HostRefused, HostReport, HostTaken, Members, StartInstance, StopInstance
 from penstock.service.instances import InstanceJoined, InstanceLeft
 from penstock.service.launchers import AGAIN, Launchers
 from penstock.service.master_pump import Roll
@@ -85,8 +85,14 @@ def test_what_a_new_master_does_not_know_yet_has_not_left():
 
 class Hosts:
     def __init__(self):
-        self.registry, self.told = LocalRegistry(), []
-        self.launchers = Launchers(self.registry, lambda sender, message: self.told.append((sender, message)))
+        self.registry, self.told, self.taken = LocalRegistry(), [], []
+        self.launchers = Launchers(self.registry, self._tell)
+
+    def _tell(self, sender, message):
+        if isinstance(message, HostTaken):
+            self.taken.append(sender)
+        else:
+            self.told.append((sender, message))
 
     def report(self, now, host, *instances, **more):
         self.launchers.hear(now, host.encode(), HostReport(host, 1, list(instances), **more))
@@ -123,6 +129,7 @@ def test_what_cannot_be_part_of_a_deployment_is_refused_by_name(report, why):
     ((sender, refused),) = hosts.told
     assert sender == b"two"
     assert isinstance(refused, HostRefused)
+    assert hosts.taken == [b"one"]
     assert why in refused.message
 
 

@@ -243,13 +243,17 @@ class StopInstance(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class HostTaken(msgspec.Struct, tag=True, frozen=True):
+    """The launcher's instances are part of this deployment: the answer to each of its reports."""
+
+
 class HostRefused(msgspec.Struct, tag=True, frozen=True):
     """The launcher's instances cannot be part of this deployment."""
 
     message: str
 
 
-ToLauncher = StartInstance | StopInstance | HostRefused
+ToLauncher = StartInstance | StopInstance | HostTaken | HostRefused
 
 
 class Relocate(msgspec.Struct, tag=True, frozen=True):
