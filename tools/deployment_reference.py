@@ -21,6 +21,7 @@ SECTIONS = (
     ("`instances`, a list of groups", TABLES.instances),
     ("`engine`, and each group of `instances`, on `cpu` and `cuda`", TABLES.engine),
     ("the same, on `modelled:` devices", TABLES.modelled),
+    ("a group of `instances` that is a running vLLM server", TABLES.adopted),
     ("`transport`", TABLES.transport),
     ("`transport.faults`, for tests", TABLES.faults),
     ("`transport.faults.partition`", TABLES.partition),

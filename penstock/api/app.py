@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, embeddings, health, models, tokenize
+from penstock.api import chat, completions, embeddings, health, models, overview, tokenize
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
@@ -40,6 +40,7 @@ def create_app(
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
     """
+    tenants_apart = len(set(api_keys)) > 1 and not share_prefixes
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
@@ -47,6 +48,7 @@ def create_app(
         *tokenize.routes(frontend),
         *models.routes(frontend),
         *health.routes(frontend, metrics, _version()),
+        *overview.routes(frontend, tenants_apart=tenants_apart),
     ]
 
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
@@ -55,7 +57,7 @@ def create_app(
         return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
-    return Application(every, frontend, metrics, api_keys, share_prefixes, max_body_bytes, tracing)
+    return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing)
 
 
 def _version() -> str:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -47,6 +48,7 @@ class Route(routing.Route):
         endpoint: a coroutine function from the request to what sends the response.
         body: what `read_body` makes of the request's body there; None without one.
         errors: how it says them.
+        refusals: statuses that only it answers with, and when.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Route(routing.Route):
         endpoint: Endpoint,
         body: type[Body] | None = None,
         errors: ErrorShape = error_body,
+        refusals: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
         self.methods = self._allowed
         self.body = body
         self.errors = errors
+        self.refusals = refusals
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
@@ -87,7 +91,7 @@ class Application:
         frontend: Frontend,
         metrics: Metrics,
         api_keys: tuple[str, ...],
-        share_prefixes: bool,
+        tenants_apart: bool,
         max_body_bytes: int,
         tracing: Tracing | None,
     ) -> None:
@@ -95,8 +99,7 @@ class Application:
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend
         self._metrics = metrics
-        apart = len(set(api_keys)) > 1 and not share_prefixes
-        self._tenants = {key.encode(): tenant_name(key) if apart else "" for key in api_keys}
+        self._tenants = {key.encode(): tenant_name(key) if tenants_apart else "" for key in api_keys}
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
 

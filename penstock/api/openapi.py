@@ -52,7 +52,7 @@ def document(
     paths: dict[str, Any] = {}
     for route in routes:
         work = route.body is not None and issubclass(route.body, ServedBody)
-        responses = _responses(route.path_format, route.method, work=work)
+        responses = _responses(route, work=work)
         operation: dict[str, Any] = {"operationId": route.name, "responses": responses}
         if route.endpoint.__doc__:
             operation["description"] = route.endpoint.__doc__
@@ -69,12 +69,13 @@ def document(
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def _responses(path: str, method: str, *, work: bool) -> dict[str, Any]:
+def _responses(route: Route, *, work: bool) -> dict[str, Any]:
+    path = route.path_format
     kinds: dict[str, Any] = {"text/plain": {}} if path == "/metrics" else {JSON: {}}
     if path in STREAMS:
         kinds["text/event-stream"] = {}
-    statuses = dict(EVERYWHERE)
-    if method == "POST" or "{model}" in path:
+    statuses = {**EVERYWHERE, **route.refusals}
+    if route.method == "POST" or "{model}" in path:
         statuses |= OF_MODELS
     statuses |= OF_BODIES  # a body may come with any request, and be refused
     if work:

@@ -59,15 +59,16 @@ def run(args: argparse.Namespace) -> int:
     return _answer_lines(chat)
 
 
-def parse_url(url: str) -> SplitResult:
-    """Raises `ConfigError` when it is no HTTP URL."""
+def parse_url(url: str, flag: str = "--base-url") -> SplitResult:
+    """Raises `ConfigError` when it is no HTTP URL; `flag` is where it was given."""
     try:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         good = False
     if not good:
-        raise ConfigError(f"--base-url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "base_url")
+        field = flag.removeprefix("--").replace("-", "_")
+        raise ConfigError(f"{flag}: {url}, allowed is http://HOST:PORT or https://HOST:PORT", field)
     return parts
 
 
@@ -96,15 +97,25 @@ class Server:
 
     def find_model(self, name: str | None) -> str:
         """`name` if it is served, or the first model. Raises `Unavailable`, or `ConfigError` when it is not."""
-        with closing(self._connect()) as connection:
-            response = self._ask(connection, "GET", "/v1/models", None)
-            try:
-                served = [item["id"] for item in json.loads(response.read())["data"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"--base-url: {self._url.geturl()} is no OpenAI-shaped server", "base_url") from error
+        content = self.get("/v1/models")
+        try:
+            served = [item["id"] for item in content["data"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"--base-url: {self._url.geturl()} is no OpenAI-shaped server", "base_url") from error
         if not served or (name is not None and name not in served):
             raise ConfigError(f"--model: {name}, this server has {', '.join(served) or 'none'}", "model")
         return name if name is not None else served[0]
+
+    def get(self, path: str) -> Any:
+        """The JSON at this path; None where it is something else. Raises `Unavailable` when the server is not there,
+        `PenstockError` when it refuses."""
+        with closing(self._connect()) as connection:
+            try:
+                return json.loads(self._ask(connection, "GET", path, None).read())
+            except ValueError:
+                return None
+            except (OSError, http.client.HTTPException) as error:
+                raise Unavailable(f"{self._url.geturl()} went away ({error})") from error
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a chat request as it comes. Closing the iterator early cancels the request.

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import re
 from math import inf
+from urllib.parse import urlsplit
 
 from penstock.cli.options import Option, between, integer, number, one_of, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
@@ -77,6 +78,14 @@ def resources(value: str) -> dict[str, float]:
         if all(0 < amount < inf for amount in found.values()) and not found.keys() & {"CPU", "GPU", ""}:
             return found
     raise ValueError("{NAME: AMOUNT, ...}, each above 0, and neither CPU nor GPU")
+
+
+def http_url(value: str) -> str:
+    parts = urlsplit(value)
+    with contextlib.suppress(ValueError):
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return value
+    raise ValueError("http://HOST:PORT or https://HOST:PORT")
 
 
 def span(value: str) -> tuple[float, float]:
@@ -151,6 +160,13 @@ TABLES = Tables(
             None,
             "of 64 tokens, in one group of layers; by default what the modelled device has room for",
         ),
+    ),
+    adopted=(
+        Option("url", http_url, None, "a running vLLM server becomes an instance; see [above](#adopted-servers)"),
+        Option("served-model-name", text, None, "what that server calls the model; by default the first it lists"),
+        Option("max-num-seqs", integer(1, 65536), 256, "what that server was started with"),
+        Option("max-num-batched-tokens", integer(1), 2048, "the same"),
+        Option("kv-blocks", integer(1, 1 << 28), None, "of 64 tokens; by default what its /metrics say"),
     ),
     transport=(
         Option(

@@ -1,22 +1,26 @@
-"""`penstock explain`: why a request ran where it did, from what the flight recorder wrote."""
+"""`penstock explain`: why a request ran where it did, as a running server remembers it, or from what the flight
+recorder wrote."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
-from penstock.cli.options import Option, add_flag, integer, one_of
+from penstock.cli.chat import DEFAULT_URL, Server, parse_url
+from penstock.cli.options import Option, add_flag, client_key, integer, one_of
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+Show: TypeAlias = "Callable[[Console, Mapping[str, Any]], None]"
 VARIABLE = "PENSTOCK_FLIGHT_RECORDER"
 WIDE = 120  # columns of text for tables, also where a terminal is narrower
 SHOWN = 16  # candidates that are shown of a stage; --json has all
@@ -26,40 +30,33 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
         help="why a request ran where it did",
-        description="Reads what a flight recorder wrote: start the server with --flight-recorder FILE, or put "
-        "flight-recorder: FILE into a deployment's file. It may still be running; there is no other way to ask it.",
+        description="Asks a running server, which remembers the last thousands of decisions, or with --file reads what "
+        "a flight recorder wrote: start the server with --flight-recorder FILE, or put flight-recorder: FILE into a "
+        "deployment's file. It may still be running.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "request", nargs="?", metavar="REQUEST", help="its X-Request-Id, or the answer's id; without one: all in short"
+        "request",
+        nargs="?",
+        metavar="REQUEST",
+        help="its X-Request-Id, or the answer's id; without one, of a recording: all in short",
     )
+    parser.add_argument("--url", help=f"of the server (default: {DEFAULT_URL}, where there is no recording)")
+    parser.add_argument("--api-key", help="for the server (default: the first of PENSTOCK_API_KEY)")
     parser.add_argument("--file", metavar="FILE", help=f"a recording (default: {VARIABLE})")
-    parser.add_argument("--policy", metavar="NAME", help="decide again with this policy, and compare")
+    parser.add_argument("--policy", metavar="NAME", help="of a recording: decide again with this policy, and compare")
     add_flag(parser, "seed", integer(0), 0, help="of the lots that this policy draws (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError when there is no recording, or the request is not in it."""
-    from penstock.cli.history import explain, replay_all, summarise
-    from penstock.sim.baselines import POLICIES
-
-    if args.policy is not None:
-        names = [name for name, bundle in POLICIES.items() if not bundle.scales]
-        Option("policy", one_of(*names), None, "").read(args.policy, "--policy")
-    file = args.file or os.environ.get(VARIABLE)
-    if not file:
-        raise ConfigError(f"--file: missing, and {VARIABLE} is not set; a flight recorder's file is needed", "file")
-    if args.request is not None:
-        content = explain(Path(file), args.request, args.policy, args.seed)
-        show = _show_request
-    elif args.policy is not None:
-        content = replay_all(Path(file), args.policy, args.seed)
-        show = _show_replay
-    else:
-        content = summarise(Path(file))
-        show = _show_summary
+    """Raises ConfigError when the request is not known, or there is no such recording; PenstockError when the server
+    does not answer."""
+    if args.file is not None and args.url is not None:
+        raise ConfigError("--file: given, allowed only without --url", "file")
+    file = None if args.url is not None else args.file or os.environ.get(VARIABLE)
+    show, content = _ask(args) if file is None else _read(Path(file), args)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(content), indent=1).decode())  # infinity is null
     else:
@@ -67,6 +64,34 @@ def run(args: argparse.Namespace) -> int:
 
         show(Console(width=max(Console().width, WIDE)), content)
     return 0
+
+
+def _ask(args: argparse.Namespace) -> tuple[Show, Mapping[str, Any]]:
+    """What a running server remembers of a request."""
+    recorded = f"allowed only with a recording: --file FILE or {VARIABLE}"
+    if args.policy is not None:
+        raise ConfigError(f"--policy: {args.policy}, {recorded}", "policy")
+    if args.request is None:
+        raise ConfigError(f"REQUEST: missing, {recorded}", "request")
+    server = Server(parse_url(args.url or DEFAULT_URL, "--url"), args.api_key or client_key(os.environ))
+    content = server.get(f"/explain/{quote(args.request, safe='')}")
+    if not isinstance(content, dict) or "sequences" not in content:
+        raise ConfigError(f"--url: {args.url or DEFAULT_URL} is no penstock server", "url")
+    return _show_request, content
+
+
+def _read(file: Path, args: argparse.Namespace) -> tuple[Show, Mapping[str, Any]]:
+    from penstock.cli.history import explain, replay_all, summarise
+    from penstock.sim.baselines import POLICIES
+
+    if args.policy is not None:
+        names = [name for name, bundle in POLICIES.items() if not bundle.scales]
+        Option("policy", one_of(*names), None, "").read(args.policy, "--policy")
+    if args.request is not None:
+        return _show_request, explain(file, args.request, args.policy, args.seed)
+    if args.policy is not None:
+        return _show_replay, replay_all(file, args.policy, args.seed)
+    return _show_summary, summarise(file)
 
 
 # --- for people
@@ -96,7 +121,7 @@ def _sentences(sequence: Mapping[str, Any]) -> Iterator[str]:
     targets = [
         f"{name} {demand[key]:,.0f} ms"
         for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
-        if isfinite(demand[key])
+        if demand[key] is not None and isfinite(demand[key])  # what is infinite is null in JSON
     ]
     kind = "offline" if demand["offline"] else f"priority {demand['priority']}"
     excluded = f"; not to {', '.join(demand['excluded'])}" if demand["excluded"] else ""
@@ -107,7 +132,11 @@ def _sentences(sequence: Mapping[str, Any]) -> Iterator[str]:
     )
     for held in sequence["held"]:
         after = held["asked_again_after_ms"]
-        until = f"to be asked again after {after:,.1f} ms" if isfinite(after) else "until something changes"
+        until = (
+            f"to be asked again after {after:,.1f} ms"
+            if after is not None and isfinite(after)
+            else "until something changes"
+        )
         yield f"{held['at']}: the policy let it wait, {until}"
 
 

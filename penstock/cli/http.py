@@ -278,16 +278,18 @@ def make_master(
     import time
 
     from penstock.service.master import Master
-    from penstock.service.master_pump import MasterPump
-    from penstock.service.recorder import FlightRecorder
+    from penstock.service.master_pump import MasterPump, Minutes
+    from penstock.service.recorder import RECENT, RECENT_LOADS, FlightRecorder
     from penstock.service.recorder_file import RecorderFile
 
-    recorder = recording = None
-    if flight_recorder is not None:
+    if flight_recorder is None:
+        recorder, recording = FlightRecorder(RECENT, RECENT_LOADS), None
+    else:
         recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
-    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=recorder)
-    return MasterPump(master, registry, _connector(context, name, "master", clock, curve), clock, recording)
+    minutes = Minutes(recorder)
+    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=minutes)
+    return MasterPump(master, registry, _connector(context, name, "master", clock, curve), clock, recording, minutes)
 
 
 def _connector(

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_checkpoint(deployment: Deployment) -> None:
     """Raise ConfigError, as an engine would at its start, where the groups' settings do not fit the model."""
-    real = [group for group in deployment.groups if not group.modelled]
+    real = [group for group in deployment.groups if not (group.modelled or group.adopted)]
     if not real:
         return
     from penstock.nn.loader import read_architecture
@@ -142,7 +142,9 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
 
 
 def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:
-    """Fields of `EngineOptions` or `ModelledOptions`. The noise of each modelled engine is its own."""
+    """Fields of its kind of options. The noise of each modelled engine is its own."""
+    if group.adopted:
+        return {"model": str(directory), **{key: value for key, value in group.options.items() if key != "device"}}
     if not group.modelled:
         return engine_options(directory, dict(group.options))
     fields = dict(group.options)
@@ -211,7 +213,7 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
     table.add_row("frontend", str(len(ports)), "", ", ".join(f"{host}:{p or 'a free port'}" for p in ports))
     table.add_row("master", "1", "", f"policy {deployment.policy}")
     for group in deployment.groups:
-        table.add_row(group.name, str(group.count), group.role, group.device)
+        table.add_row(group.name, str(group.count), group.role, group.options["url"] if group.adopted else group.device)
     if deployment.orphans is not None:
         table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
     if deployment.ray is not None:

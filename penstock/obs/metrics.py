@@ -300,18 +300,23 @@ class _ServiceClass:
 
     goodput: Counter
     attainment: Gauge
+    kept: int = 0  # of the last `judged`
     _verdicts: deque[bool] = field(default_factory=lambda: deque(maxlen=ATTAINMENT_OVER))
-    _kept: int = 0  # of those
+
+    @property
+    def judged(self) -> int:
+        """Requests with targets that are remembered."""
+        return len(self._verdicts)
 
     def observe(self, record: RequestRecord) -> None:
         if record.status == 200 and record.slo_met is not False:
             self.goodput.inc()
         if record.slo_met is not None:
             if len(self._verdicts) == ATTAINMENT_OVER:
-                self._kept -= self._verdicts[0]
+                self.kept -= self._verdicts[0]
             self._verdicts.append(record.slo_met)
-            self._kept += record.slo_met
-            self.attainment.set(self._kept / len(self._verdicts))
+            self.kept += record.slo_met
+            self.attainment.set(self.kept / len(self._verdicts))
 
 
 class _Generated(Collector):
@@ -432,6 +437,17 @@ class Metrics:
             registry=self.registry,
         )
         self._recoveries = {how: recoveries.labels(model_name, how) for how in ("recompute", "fetch")}
+
+    @property
+    def generated_tokens(self) -> int:
+        """So far."""
+        self._count()
+        return self._generated.tokens
+
+    def attainment(self) -> dict[str, dict[str, int]]:
+        """Of each service class: how many of the last requests with targets there are, and that kept them."""
+        self._count()
+        return {name: {"requests": served.judged, "kept": served.kept} for name, served in self._classes.items()}
 
     @_later
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:

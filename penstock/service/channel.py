@@ -17,11 +17,13 @@ from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Hello, decode_event
 from penstock.core.wire.master import (
+    AskHistory,
     AskMembers,
+    AskOverview,
     Endpoint,
+    FromMaster,
     FrontendMessage,
     Join,
-    MasterMessage,
     decode_from_master,
 )
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
@@ -221,7 +223,7 @@ class Channel(Generic[Sent, Received]):
 
 
 EngineChannel = Channel[Command, Event]
-MasterChannel = Channel[FrontendMessage | AskMembers, MasterMessage]
+MasterChannel = Channel[FrontendMessage | AskMembers | AskOverview | AskHistory, FromMaster]
 
 
 class Channels:

@@ -21,6 +21,7 @@ from penstock.service.supervisor import Restart
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
+ADOPTED = "vllm"  # device of groups that are running servers
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
 COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
@@ -35,6 +36,7 @@ class Tables:
         top: of the file itself; at least model, frontends, host, port, policy.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
+        adopted: of a running server that becomes one; at least url.
         instances: of a group besides those: name, count, role, cpus, resources.
         priorities: of each entry in that list; all are needed.
         faults: of `transport.faults`, `partition` of the section in it.
@@ -44,6 +46,7 @@ class Tables:
     limits: Sequence[Setting]
     engine: Sequence[Setting]
     modelled: Sequence[Setting]
+    adopted: Sequence[Setting]
     instances: Sequence[Setting]
     priorities: Sequence[Setting]
     transport: Sequence[Setting]
@@ -85,10 +88,15 @@ class Group:
         return _kind(self.device) == "modelled"
 
     @property
+    def adopted(self) -> bool:
+        """Whether it is a running server of another kind."""
+        return self.device == ADOPTED
+
+    @property
     def shares_memory(self) -> bool:
         """Whether its KV blocks are in the host's memory, where other processes can reach them; those of several ranks
         are in parts."""
-        return _kind(self.device) != "cuda" and self.ranks == 1
+        return not self.adopted and _kind(self.device) != "cuda" and self.ranks == 1
 
     @property
     def needs(self) -> dict[str, float]:
@@ -241,6 +249,7 @@ class _Parser:
     def __init__(self, file: SettingsFile, tables: Tables, memory: int | None) -> None:
         self.file, self.tables, self.memory = file, tables, memory
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
+        self.group_settings = {s.name: s for s in tables.adopted} | self.engine_settings
         sections = (
             "limits",
             "engine",
@@ -403,8 +412,12 @@ class _Parser:
             shared_spots, shared: options under `engine`, which hold where the group does not give its own.
         """
         file, tables = self.file, self.tables
-        spots = file.section(spot, [*_names(tables.instances), *self.engine_settings])
+        spots = file.section(spot, [*_names(tables.instances), *self.group_settings])
         head = _defaults(tables.instances) | file.values(spots, tables.instances)
+        if "url" in spots:
+            return self._adopted_group(spots, head)
+        for name in spots.keys() & (self.group_settings.keys() - self.engine_settings.keys()):
+            file.complain(spots[name], f"{spots[name].shown}, allowed only beside url")
         given = file.values(spots, self.engine_settings.values())
         device = (_defaults(tables.engine) | shared | given)["device"]
         settings = tables.modelled if _kind(device) == "modelled" else tables.engine
@@ -415,6 +428,19 @@ class _Parser:
         self.group_spots.append({"": spot, **shared_spots, **spots})
         known = {setting.key for setting in settings}
         options = _defaults(settings) | {key: value for key, value in {**shared, **given}.items() if key in known}
+        return Group(options=options, **head)
+
+    def _adopted_group(self, spots: Mapping[str, Spot], head: dict[str, Any]) -> Group:
+        """A running server, of which nothing else is set here than what it was started with."""
+        file, settings = self.file, self.tables.adopted
+        for name in spots.keys() & (self.engine_settings.keys() - set(_names(settings))):
+            file.complain(spots[name], f"{spots[name].shown}, allowed is nothing beside url: that server is running")
+        for name, allowed in (("count", 1), ("role", "any")):
+            if name in spots and head[name] != allowed:
+                file.complain(spots[name], f"{spots[name].shown}, allowed beside url is {allowed}")
+        head["name"] = head["name"] or ADOPTED
+        self.group_spots.append({"": spots["url"], **spots})
+        options = _defaults(settings) | file.values(spots, settings) | {"device": ADOPTED}
         return Group(options=options, **head)
 
     # --- what does not go together
@@ -483,7 +509,11 @@ class _Parser:
                     self.file.complain(self.spots["transport"], _not_on(group, "a transport"))
                 if group.role != "any":
                     self.file.complain(spots["role"], _not_on(group, f"the role {group.role!r}"))
-            if group.modelled != groups[0].modelled:
+            if group.adopted and group.more:
+                self.file.complain(self.spots["scaling"], "given, allowed is nothing beside url: nobody starts those")
+            if group.adopted != groups[0].adopted:
+                self.file.complain(spots[""], f"group {group.name!r}, allowed is url in all groups or in none")
+            elif group.modelled != groups[0].modelled:
                 self.file.complain(device, f"{group.device!r}, allowed is only modelled or no modelled devices")
         sharing = [at for at, group in enumerate(groups) if group.shares_memory and not group.modelled]
         for name in ONE_LAYOUT:
@@ -507,6 +537,8 @@ class _Parser:
             for name in ("cpus", "resources"):
                 if name in spots and not ray:
                     self.file.complain(spots[name], f"{spots[name].shown}, allowed only with launcher ray")
+            if ray and group.adopted:
+                self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")
             if ray and _kind(group.device) == "cuda" and group.device != "cuda":
                 self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
 
@@ -515,7 +547,7 @@ class _Parser:
         taken = 0
         for group, spots in zip(groups, self.group_spots, strict=True):
             name = "host-cache-memory" if _kind(group.device) == "cuda" else "kv-cache-memory"
-            asked = None if group.modelled else group.options[name.replace("-", "_")]
+            asked = None if group.modelled or group.adopted else group.options[name.replace("-", "_")]
             if asked is None or self.memory is None:
                 continue
             count = len(group.instances)
@@ -545,6 +577,8 @@ class _Parser:
 
 def _with_policy(group: Group, local_policy: str) -> Group:
     """With that scheduling policy, unless it was given one."""
+    if group.adopted:
+        return group
     key = "scheduling_policy"
     return replace(group, options={**group.options, key: group.options[key] or local_policy})
 
@@ -555,6 +589,8 @@ def _can_be_linked(groups: Sequence[Group]) -> bool:
 
 def _not_on(group: Group, what: str) -> str:
     where = f"spread over {group.ranks} ranks" if group.ranks > 1 else f"on {group.device}"
+    if group.adopted:
+        where = "in a server of another kind"
     return f"{what} holds blocks in the host's memory, and group {group.name!r} has them {where}"
 
 

@@ -28,7 +28,18 @@ from penstock.core.wire.engine import (
     Stayed,
     StepReport,
 )
-from penstock.core.wire.master import Endpoint, NoPlace, Outcome, Place, Placed, Queued, Relocate, Settled
+from penstock.core.wire.master import (
+    Endpoint,
+    History,
+    NoPlace,
+    Outcome,
+    Overview,
+    Place,
+    Placed,
+    Queued,
+    Relocate,
+    Settled,
+)
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
 from penstock.service.channel import Channels, EngineChannel
@@ -186,6 +197,14 @@ class EngineClient:
     def wants_keys(self) -> bool:
         """Whether places depend on prefix keys."""
         return self._placement.wants_keys
+
+    async def overview(self) -> Overview:
+        """How the deployment does. Raises Unavailable when the master does not answer."""
+        return await self._placement.overview()
+
+    async def history(self, request: str) -> History:
+        """Why a request ran where it did. Raises Unavailable likewise."""
+        return await self._placement.history(request)
 
     def start(self) -> None:
         """Start receiving from the engines; call it inside the event loop."""

@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from penstock.core.clock import Clock
 from penstock.core.errors import (
     InvalidRequest,
@@ -29,6 +31,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
 from penstock.core.wire.engine import Ready
+from penstock.core.wire.master import History
 from penstock.kv.keys import extend_keys, salted
 from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
@@ -38,6 +41,7 @@ from penstock.service.embedding import LAST_TOKEN, EmbeddingDefaults
 from penstock.service.engine_client import TICK, EngineClient, Instance
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
+from penstock.service.history import shown_time
 from penstock.service.intake import ModelLimits, make_embedding, make_sequences
 from penstock.text import grammar
 from penstock.text.tokenizer import Tokenizer
@@ -163,6 +167,28 @@ class Frontend:
         return [
             {"name": i.name, "role": i.role, "state": i.state(now), "trouble": i.trouble(now)} for i in self._instances
         ]
+
+    async def overview(self) -> dict[str, Any]:
+        """How the deployment does, as the master and this frontend see it; plain values, which `penstock top` shows.
+        Raises Unavailable when the master does not answer."""
+        master = msgspec.to_builtins(await self.engine_client.overview())
+        del master["type"], master["number"]
+        return {
+            "at": shown_time(time.time()),
+            "model": self.served_names[0],
+            "frontend": {
+                "sequences": len(self.engine_client.flights),
+                "queued_tokens": self.engine_client.queued_tokens,
+                "generated_tokens": self.metrics.generated_tokens,
+                "attainment": self.metrics.attainment(),
+                "troubles": {i["name"]: i["trouble"] for i in self.instance_states() if i["trouble"]},
+            },
+            "master": master,
+        }
+
+    async def history(self, request: str) -> History:
+        """What the master remembers of a request. Raises Unavailable when it does not answer."""
+        return await self.engine_client.history(request)
 
     @property
     def max_model_len(self) -> int:

@@ -95,6 +95,7 @@ def plan(
             more["public"] = f"tcp://{host}:{port}"
             settings["public"] = {"address": more["public"], "fd": doors[number].fileno()}
             more["descriptors"] = (doors[number].fileno(),)
+        more["module"] = "adopted" if group.adopted else None
         programs.append(program(name, "engine", settings, **place, **more))
     settings = {"policy": deployment.policy, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
@@ -120,14 +121,22 @@ def master_address(folder: Path) -> str:
     return f"ipc://{folder}/master"
 
 
-def make_program(name: str, kind: ProcessKind, settings: Mapping[str, Any], heartbeat: Path, **more: Any) -> Program:
+def make_program(
+    name: str,
+    kind: ProcessKind,
+    settings: Mapping[str, Any],
+    heartbeat: Path,
+    module: str | None = None,
+    **more: Any,
+) -> Program:
     """
     Args:
-        settings: as the module of `penstock.cli` with that name has them, but for the heartbeat.
+        settings: as the module of `penstock.cli` has them, but for the heartbeat.
         heartbeat: the file by which it is watched.
+        module: which one; by default the kind's name.
     """
     told = json.dumps({**settings, "heartbeat": str(heartbeat)})
-    command = (sys.executable, "-m", f"penstock.cli.{kind}", told)
+    command = (sys.executable, "-m", f"penstock.cli.{module or kind}", told)
     return Program(name=name, kind=kind, command=command, heartbeat=heartbeat, **more)
 
 

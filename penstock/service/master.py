@@ -37,6 +37,7 @@ from penstock.core.wire.master import (
     Joined,
     NoPlace,
     Outcome,
+    Overview,
     Place,
     Placed,
     Queued,
@@ -70,6 +71,7 @@ from penstock.service.events import (
 )
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.mesh import Mesh
+from penstock.service.overview import instance_overview
 from penstock.service.policies import Policies
 from penstock.service.queue import RateWindow, Tracked, WaitQueue
 from penstock.service.recorder import Recorder
@@ -638,6 +640,23 @@ class Master:
         if now - session.heard > SUSPECT_AFTER:
             return "suspect"
         return "draining" if session.leaving else "ready"
+
+    def overview(self, now: float) -> Overview:
+        """How the deployment does; what was decided, the recorder knows."""
+        rates = self._rates.rates(now)
+        instances = [
+            instance_overview(endpoint, self._sessions.get(name), self._state(now, self._sessions.get(name)))
+            for name, endpoint in self._endpoints.items()
+        ]
+        return Overview(
+            frontends=len(self._frontends),
+            waiting=len(self._queue),
+            offline_waiting=len(self._backlog),
+            unplaceable=len(self._unplaceable),
+            placed=len(self._in_flight),
+            instances=instances,
+            **msgspec.structs.asdict(rates),
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless every placed sequence is counted once on each side."""

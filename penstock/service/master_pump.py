@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,16 +16,21 @@ from penstock.core.clock import Clock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Event
 from penstock.core.wire.master import (
+    AskHistory,
     AskMembers,
+    AskOverview,
     Begun,
     Ended,
     Endpoint,
+    FromMaster,
+    History,
     HostReport,
     Join,
     Joined,
     MasterMessage,
     Members,
     Outcome,
+    Overview,
     Place,
     Settled,
     StartInstance,
@@ -31,6 +38,7 @@ from penstock.core.wire.master import (
     ToLauncher,
     decode_to_master,
 )
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Start, Stop
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -43,7 +51,9 @@ from penstock.service.events import (
 from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.launchers import Fleet, Launchers
 from penstock.service.master import Master
+from penstock.service.overview import history_of, with_decisions
 from penstock.service.placement import Answer, Answered, Choose
+from penstock.service.recorder import FlightRecorder
 from penstock.service.recorder_file import RecorderFile
 from penstock.service.registry import LocalRegistry, Registry
 
@@ -54,6 +64,33 @@ log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
 
 
+class Minutes:
+    """A `Recorder` that writes entries down when the actions of their tick are done: no sequence waits for that."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.recorder = recorder
+        self._due: list[Callable[[], None]] = []
+
+    def decided(
+        self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
+    ) -> None:
+        self._due.append(partial(self.recorder.decided, now, view, demand, request_id, frontend, decision))
+
+    def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
+        self._due.append(partial(self.recorder.held, now, demand, request_id, frontend, later))
+
+    def moved(self, now: float, move: Move | Start | Stop) -> None:
+        self._due.append(partial(self.recorder.moved, now, move))
+
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
+        self._due.append(partial(self.recorder.ended, now, request_id, frontend, outcome))
+
+    def write(self) -> None:
+        for entry in self._due:
+            entry()
+        self._due.clear()
+
+
 class MasterPump:
     """Delivers events to the master, and its actions to the engines.
 
@@ -61,6 +98,8 @@ class MasterPump:
         registry: of the instances; each that runs gets a channel.
         connect: makes one.
         recording: the recorder's file; closed with the pump.
+        minutes: the master's recorder; without one there are no decisions to show.
+        wall: seconds since 1970, UTC.
 
     Attributes:
         deliver: sends messages to frontends; set by the owner of the connection.
@@ -74,6 +113,8 @@ class MasterPump:
         connect: Callable[[Endpoint], EngineChannel],
         clock: Clock,
         recording: RecorderFile | None = None,
+        minutes: Minutes | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.master = master
         self.deliver: Callable[[ToFrontend], None] = _not_started
@@ -81,7 +122,8 @@ class MasterPump:
         self._registry = registry
         self._channels = Channels(connect, self._on_engine)
         self.clock = clock
-        self._recording = recording
+        self._recording, self._wall = recording, wall
+        self._minutes = minutes or Minutes(FlightRecorder())
         self._tasks: list[asyncio.Task[None]] = []
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -118,7 +160,20 @@ class MasterPump:
                 case StopInstance(name):
                     assert self.fleet is not None, "nobody here stops instances"
                     self.fleet.stop(name)
+        self._minutes.write()
         self._set_alarm()
+
+    def overview(self, question: AskOverview) -> Overview:
+        overview = msgspec.structs.replace(self.master.overview(self.clock.now()), number=question.number)
+        return with_decisions(overview, self._minutes.recorder, self._to_wall())
+
+    def history(self, question: AskHistory) -> History:
+        return history_of(self._minutes.recorder, question.number, question.request, self._to_wall())
+
+    def _to_wall(self) -> Callable[[float], float]:
+        """From the master's clock to seconds since 1970."""
+        ahead = self._wall() - self.clock.now()
+        return lambda moment: moment + ahead
 
     def _set_alarm(self) -> None:
         if self._alarm is not None:
@@ -209,6 +264,12 @@ class LocalPlacement:
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
 
+    async def overview(self) -> Overview:
+        return self._pump.overview(AskOverview(0))
+
+    async def history(self, request: str) -> History:
+        return self._pump.history(AskHistory(0, request))
+
     def tick(self, now: float) -> None:
         pass  # the master is in this process
 
@@ -290,7 +351,7 @@ class Desk:
         if self._unprotect is not None:
             self._unprotect()
 
-    def _send(self, receiver: bytes, message: MasterMessage | ToLauncher) -> None:
+    def _send(self, receiver: bytes, message: FromMaster | ToLauncher) -> None:
         self._socket.send_multipart([receiver, codec.encode(message)])
         self._inbox.look()  # messages that arrive during a send cause no wake-up
 
@@ -313,6 +374,10 @@ class Desk:
                 self._launchers.hear(self._pump.clock.now(), sender, message)
             case AskMembers():
                 self._roll.call(sender)
+            case AskOverview():
+                self._send(sender, self._pump.overview(message))
+            case AskHistory():
+                self._send(sender, self._pump.history(message))
             case _:
                 name = sender.decode(errors="replace")
                 try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,21 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from penstock.core.clock import PAUSE, Clock
+from penstock.core.errors import Unavailable
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.master import (
+    AskHistory,
     AskMembers,
+    AskOverview,
     Begun,
     Ended,
+    FromMaster,
+    History,
     Joined,
-    MasterMessage,
     Members,
     NoPlace,
     Outcome,
+    Overview,
     Place,
     Placed,
     Queued,
@@ -78,6 +84,12 @@ class Placement(Protocol):
     def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
         """These sequences have ended; their questions are dropped."""
 
+    async def overview(self) -> Overview:
+        """How the deployment does. Raises Unavailable without an answer from the master."""
+
+    async def history(self, request: str) -> History:
+        """Why a request ran where it did. Raises Unavailable likewise."""
+
     def tick(self, now: float) -> None:
         """Handle time-outs; call it a few times a second."""
 
@@ -127,6 +139,8 @@ class RemotePlacement:
         self.troubles: Mapping[str, str] = {}
         self._asked: dict[str, _Question] = {}  # by request id
         self._queued: dict[str, _Question] = {}  # the same, of those that the master has queued
+        self._learning: dict[int, asyncio.Future[Overview | History]] = {}  # questions of operators, by number
+        self._learned = 0  # the last of these numbers
         self._answered: Answered = _not_started
 
     def start(self, answered: Answered, choose: Choose) -> None:
@@ -169,6 +183,33 @@ class RemotePlacement:
         self._asked.pop(request_id, None)
         self._queued.pop(request_id, None)
 
+    async def overview(self) -> Overview:
+        answer = await self._learn(AskOverview(self._number()))
+        assert isinstance(answer, Overview)
+        return answer
+
+    async def history(self, request: str) -> History:
+        answer = await self._learn(AskHistory(self._number(), request))
+        assert isinstance(answer, History)
+        return answer
+
+    def _number(self) -> int:
+        self._learned += 1
+        return self._learned
+
+    async def _learn(self, question: AskOverview | AskHistory) -> Overview | History:
+        if self._absent:
+            raise Unavailable(f"the master cannot be asked: {self._absent}")
+        future = self._learning[question.number] = asyncio.get_running_loop().create_future()
+        self._channel.send(question)
+        try:
+            async with asyncio.timeout(SILENT_AFTER):
+                return await future
+        except TimeoutError:
+            raise Unavailable("the master cannot be asked: it does not answer") from None
+        finally:
+            del self._learning[question.number]
+
     def tick(self, now: float) -> None:
         """Refuse questions that have timed out."""
         if now - self._ticked > PAUSE:  # this process did not run, and the master perhaps did not either
@@ -210,7 +251,7 @@ class RemotePlacement:
             del self._asked[place.request_id]
             self._answered(placed)
 
-    def _handle(self, message: MasterMessage | ChannelLost | msgspec.DecodeError) -> None:
+    def _handle(self, message: FromMaster | ChannelLost | msgspec.DecodeError) -> None:
         if isinstance(message, msgspec.DecodeError):
             log.warning("a message from the master could not be read: %s", message)
             return
@@ -237,6 +278,10 @@ class RemotePlacement:
                 self._pass_on(message)
             case Relocate():
                 self._answered(message)
+            case Overview() | History():
+                learning = self._learning.get(message.number)
+                if learning is not None and not learning.done():
+                    learning.set_result(message)
 
     def _pass_on(self, answer: Answer) -> None:
         """Pass an answer on, unless it is to an earlier question."""

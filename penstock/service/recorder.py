@@ -16,6 +16,7 @@ from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, S
 
 DECISIONS = 10_000  # kept at most
 LOADS = 200_000  # instances' loads and waiting demands that they refer to, at most
+RECENT, RECENT_LOADS = 2_000, 100_000  # the same of a master that writes no file, and is asked about what just happened
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,10 @@ from penstock.sched.cluster import (
     Random,
     fitting,
 )
+from penstock.service.history import first_token
 from penstock.service.recorder import DecidedEntry
 
 PATIENCE = 16  # times that a policy which waits for a moment of its own choice is asked at that moment
-
-
-def first_token(view: ClusterView, demand: Demand, load: InstanceLoad) -> float:
-    """Seconds from the view's time to the first token, as predicted. Room for the KV is not waited for."""
-    computed = demand.to_compute(load.name)
-    ready = max(load.begins_at(view.now, demand), load.idle_at if demand.offline else view.now)
-    return ready - view.now + load.prefill_seconds(computed, demand.prompt_tokens - computed)
 
 
 def prefillers(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:

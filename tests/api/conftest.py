@@ -19,6 +19,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
+from penstock.core.wire.master import History
 from penstock.obs.metrics import Metrics
 from penstock.service.embedding import EmbeddingDefaults
 from penstock.service.frontend import Frontend
@@ -151,6 +152,13 @@ class ScriptedFrontend:
 
     def instance_states(self) -> list[dict[str, str]]:
         return [{"name": "engine-0", "role": "any", "state": "ready", "trouble": ""}]
+
+    async def overview(self) -> dict[str, Any]:
+        placed = {"at": "2026-11-25T03:00:00.000Z", "request_id": "r-0badc0de", "prefill": "engine-0", "decode": None}
+        return {"model": "org/tiny", "frontend": {}, "master": {"decisions": [placed], "moves": []}}
+
+    async def history(self, request: str) -> History:
+        return History(1, 7, b'[{"id":"r-0badc0de"}]' if request == "r" else b"")
 
     async def encode(self, text: str, add_special_tokens: bool, max_model_len: int | None = None) -> list[int]:
         if self.encoding_blocked:

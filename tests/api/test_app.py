@@ -99,6 +99,23 @@ async def test_health_lists_the_instances(client: httpx.AsyncClient, frontend: A
     assert body == {"status": "healthy", "instances": frontend.instance_states()}
 
 
+async def test_what_operators_see_needs_a_key_and_tells_of_no_tenant(make_client: Callable[..., Any]) -> None:
+    async with make_client(api_keys=("one",)) as client:
+        assert (await client.get("/overview")).status_code == 401
+        client.headers["authorization"] = "Bearer one"
+        assert (await client.get("/overview")).json()["master"]["decisions"][0]["request_id"] == "r-0badc0de"
+        told = await client.get("/explain/r")
+        assert told.json() == {"request": "r", "policy": None, "sequences": [{"id": "r-0badc0de"}]}
+        missing = await client.get("/explain/a%2Fb")
+        assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+        assert error_of(missing)["message"] == "'a/b' is not among the 7 decisions that are remembered"
+    for shared, status, shown in ((False, 403, None), (True, 200, "r-0badc0de")):
+        async with make_client(api_keys=("one", "two"), share_prefixes=shared) as client:
+            client.headers["authorization"] = "Bearer two"
+            assert (await client.get("/overview")).json()["master"]["decisions"][0]["request_id"] == shown
+            assert (await client.get("/explain/r")).status_code == status
+
+
 async def test_version_and_openapi(client: httpx.AsyncClient) -> None:
     assert (await client.get("/version")).json().keys() == {"version"}
     paths = (await client.get("/openapi.json")).json()["paths"]

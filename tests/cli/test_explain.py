@@ -175,7 +175,7 @@ def test_a_recording_decided_again(recording, capsys):
 
 def test_where_the_recording_is(recording, capsys, monkeypatch):
     assert main(["explain"]) == 2
-    assert "PENSTOCK_FLIGHT_RECORDER is not set" in capsys.readouterr().err
+    assert "REQUEST: missing, allowed only with a recording: --file FILE or PENSTOCK_F" in capsys.readouterr().err
     monkeypatch.setenv("PENSTOCK_FLIGHT_RECORDER", recording)
     assert as_json(capsys)["decisions"] == 4
 

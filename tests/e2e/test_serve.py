@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.cli.main import main
 from tests.helpers.servers import QUICK, refuses_while_it_drains, serving
 from tests.helpers.waiting import eventually
 
@@ -32,6 +33,20 @@ def test_a_streamed_chat_equals_the_whole_answer(client):
     assert stream[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert stream[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_operators_see_it_live(server, client, capsys, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_FLIGHT_RECORDER", raising=False)
+    answer = client.completions.create(model="demo", prompt="import os", max_tokens=2)
+    assert main(["top", "--url", server.url, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert {row["state"] for row in seen["master"]["instances"]} == {"ready"}
+    assert seen["frontend"]["generated_tokens"] >= 2
+    assert main(["explain", answer.id, "--url", server.url, "--json"]) == 0
+    (sequence,) = json.loads(capsys.readouterr().out)["sequences"]
+    names = {row["name"] for row in seen["master"]["instances"]}
+    assert sequence["placements"][-1]["prefill"] in names
+    assert sequence["demand"]["max_tokens"] == 2
 
 
 def test_the_server_and_the_offline_engine_give_the_same_tokens(client):

@@ -9,7 +9,7 @@ import msgspec
 from penstock.core.clock import ManualClock
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Leg
-from penstock.core.wire.master import Endpoint, NoPlace, Placed, Queued
+from penstock.core.wire.master import Endpoint, History, NoPlace, Overview, Placed, Queued
 from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.engine_client import EngineClient
@@ -81,6 +81,14 @@ class ScriptedPlacement:
         for request_id in request_ids:
             self.queued.pop(request_id, None)
         self.outcomes += outcomes
+
+    async def overview(self):
+        rates = {"window": 10.0, "arrivals": 1, "completions": 0, "attained": 0}
+        counts = {"frontends": 1, "waiting": 0, "offline_waiting": 0, "unplaceable": 0, "placed": 1}
+        return Overview(number=3, **counts, **rates, prompt_tokens=3.0, output_tokens=0.0, instances=[])
+
+    async def history(self, request):
+        return History(0, 0, b"")
 
     def tick(self, now):
         for request_id, (place, deadline) in list(self.queued.items()):

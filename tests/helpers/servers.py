@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -169,3 +170,31 @@ def serving(*arguments: str, command: str = "serve", new_group: bool = False) ->
     finally:
         if server.process.poll() is None:
             server.stop()
+
+
+@contextlib.contextmanager
+def answering(answers: Mapping[str, object]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A server with these answers in JSON, by path, and 404 for others. Its URL, and the headers of what came."""
+    seen: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append({name.lower(): value for name, value in self.headers.items()})
+            known = self.path in answers
+            body = json.dumps(answers[self.path] if known else {"error": {"message": "unknown"}}).encode()
+            self.send_response(200 if known else 404)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", seen
+        finally:
+            server.shutdown()
+            serving.join()

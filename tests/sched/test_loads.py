@@ -10,7 +10,7 @@ from penstock.sched.cluster.rtp_llm import make_rtp_llm
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.cluster.xllm import make_xllm
 from penstock.sched.steptime import StepTime
-from penstock.sim.replay import first_token
+from penstock.service.history import first_token
 from tests.helpers.policies import TIMES, demand, instance
 
 POLICIES = {"unified": Unified, "rtp_llm": make_rtp_llm, "xllm": lambda: make_xllm()[0]}

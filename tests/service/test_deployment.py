@@ -121,6 +121,38 @@ def test_what_ray_sets_apart_and_what_its_nodes_share():
     assert not read(SMALLEST + "launcher: local").secured
 
 
+ADOPTING = "model: demo\ninstances:\n  - {name: a, url: 'http://h:8001'}\n  - {name: b, url: 'http://h:8002'}\n"
+
+
+def test_running_servers_become_instances():
+    deployment = read(ADOPTING.replace("8002'", "8002', max-num-seqs: 7, served-model-name: m"))
+    first, second = deployment.groups
+    assert (first.instances, first.adopted, first.options["url"]) == (["a-0"], True, "http://h:8001")
+    assert (second.options["max_num_seqs"], second.options["served_model_name"]) == (7, "m")
+    assert (deployment.policy, deployment.transport, deployment.orphans) == ("unified", None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (ADOPTING.replace("http://h:8002", "h:8002"), "instances[1].url: 'h:8002', allowed is http://HOST:PORT or"),
+        (ADOPTING.replace("8002'", "8002', count: 2"), "instances[1].count: '2', allowed beside url is 1"),
+        (ADOPTING.replace("8002'", "8002', role: decode"), "instances[1].role: 'decode', allowed beside url is any"),
+        (ADOPTING.replace("8002'", "8002', device: cpu"), "instances[1].device: 'cpu', allowed is nothing beside url"),
+        (ADOPTING + "  - {name: c}\n", "instances[2]: group 'c', allowed is url in all groups or in none"),
+        (ADOPTING + "launcher: ray\n", "instances[0].url: 'http://h:8001', allowed is nothing with launcher ray"),
+        (ADOPTING + "kv-pool: {orphans: 3}\n", "kv-pool: a KV pool server holds blocks in the host's memory, and gr"),
+        (SMALLEST + "    served-model-name: m\n", "instances[0].served-model-name: 'm', allowed only beside url"),
+        (
+            ADOPTING + "policy: unified_scaling\nscaling: {most: 3}\n",
+            "scaling: given, allowed is nothing beside url: nobody starts those",
+        ),
+    ],
+)
+def test_what_a_running_server_cannot_be(text, says):
+    assert any(says in line for line in mistakes(text)), mistakes(text)
+
+
 def test_a_flag_goes_before_the_file():
     assert read(SMALLEST + "port: 7000\n", port=0).server["port"] == 0
 

@@ -15,11 +15,12 @@ from penstock.core.errors import (
 )
 from penstock.core.request import FinishReason, Timing, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.core.wire.engine import Cancel, Refused
 from penstock.obs.logs import log_ended
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.instances import ChannelLost
-from tests.helpers.frontends import collect, one, run, submit, value
+from tests.helpers.frontends import collect, ids_of, one, run, submit, value
 from tests.helpers.scripted import ready
 from tests.helpers.waiting import until
 
@@ -126,6 +127,27 @@ def test_tokens_become_text_usage_and_metrics(tokenizer):
         assert value(frontend, "penstock:request_success_total", finished_reason="length") == 1
         tpot = value(frontend, "penstock:request_time_per_output_token_seconds_sum")
         assert tpot == pytest.approx(0.25 / (len(ids) - 1))
+
+    run(tokenizer, scenario)
+
+
+def test_what_operators_see_joins_the_master_and_this_frontend(tokenizer):
+    async def scenario(frontend, channel, clock):
+        for ttft_ms in (400.0, 600.0):
+            level = ServiceLevel(ttft_ms=ttft_ms)
+            generation = frontend.submit([[1, 2, 3]], SamplingParams(max_tokens=2), request_id="r", level=level)
+            (name,) = ids_of(generation)
+            await until(lambda name=name: name in {request.id for request in channel.enqueued()})
+            clock.advance(0.5)
+            channel.report(TokenOutput(name, [1, 2], finish=FinishReason.LENGTH, timing=Timing(0.1, 0.4, 0.0)))
+            await collect(generation)
+        await submit(frontend)
+        seen = await frontend.overview()
+        assert seen["master"]["placed"] == 1
+        assert {"type", "number"}.isdisjoint(seen["master"])
+        mine = seen["frontend"]
+        assert (mine["sequences"], mine["generated_tokens"], mine["troubles"]) == (1, 4, {})
+        assert mine["attainment"] == {"online": {"requests": 2, "kept": 1}, "offline": {"requests": 0, "kept": 0}}
 
     run(tokenizer, scenario)
 

@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
-from penstock.core.wire.master import Ended, Endpoint, Join, Joined, NoPlace, Place, Placed, Queued
+from penstock.core.wire.master import Ended, Endpoint, Join, Joined, NoPlace, Outcome, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
-from penstock.service.instances import ChannelLost
+from penstock.service.instances import ChannelLost, InstanceJoined
 from penstock.service.master import Master
 from penstock.service.mesh import PROBATION, RELINK_AFTER
 from penstock.service.policies import Policies
@@ -237,6 +237,33 @@ def test_a_refusal_counts_many_instances_instead_of_naming_them():
     for i in range(5):
         cluster.engine(f"a{i}", ChannelLost("gone"))
     assert "now: 5 absent, 15 ready" in cluster.place(tokens=1000).message
+
+
+def test_what_is_shown_of_a_deployment():
+    cluster = Cluster("p0", "d1")
+    cluster.master.tick(cluster.now, InstanceJoined(Endpoint("a2", "ipc://a2", "any", state="stopped")))
+    cluster.master.tick(cluster.now, InstanceJoined(Endpoint("a3", "ipc://a3")))
+    cluster.snap("d1", running=3, num_blocks=4, free_blocks=1, ttft_ms=12.0, migration_queue=2)
+    cluster.place("here")
+    cluster.frontend(Place("patient", 10**6, 10, [], patience=5.0))
+    overview = cluster.master.overview(cluster.now)
+    assert (overview.placed, overview.waiting, overview.unplaceable, overview.frontends) == (1, 0, 1, 1)
+    assert overview.arrivals == 1
+    rows = {row.name: row for row in overview.instances}
+    assert {name: row.state for name, row in rows.items()} == {
+        "p0": "ready",
+        "d1": "ready",
+        "a2": "stopped",
+        "a3": "absent",
+    }
+    assert (rows["p0"].role, rows["p0"].waiting, rows["p0"].pending_tokens) == ("prefill", 1, 10)
+    seen = rows["d1"]
+    assert (seen.running, seen.used_blocks, seen.num_blocks, seen.ttft_ms, seen.migration_queue) == (3, 3, 4, 12.0, 2)
+    cluster.frontend(Ended(["here"], [Outcome("here", 10.0, None, 1.0, 5)]))
+    overview = cluster.master.overview(cluster.now)
+    assert (overview.placed, overview.completions, overview.attained, overview.output_tokens) == (0, 1, 1, 5)
+    cluster.tick(SUSPECT_AFTER + 0.1)
+    assert cluster.master.overview(cluster.now).instances[0].state == "suspect"
 
 
 def test_what_a_placement_looks_at_does_not_grow_with_pairs(monkeypatch):

@@ -6,21 +6,26 @@ import tempfile
 import time
 from types import SimpleNamespace
 
+import msgspec
+import pytest
 import zmq
 
 from penstock.core.clock import ManualClock, SystemClock
+from penstock.core.errors import Unavailable
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import LEASE, Leg, LinkPeer
-from penstock.core.wire.master import Endpoint, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
+from penstock.core.wire.master import Endpoint, History, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
 from penstock.sched.cluster import DISPATCH
+from penstock.service import placement as placement_module
 from penstock.service.channel import master_channel
 from penstock.service.events import FromFrontend, ToFrontend
 from penstock.service.fallback import least_loaded
 from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
-from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, serve_frontends
+from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, Minutes, serve_frontends
 from penstock.service.placement import PATIENCE, SILENT_AFTER, RemotePlacement
 from penstock.service.policies import Policies
+from penstock.service.recorder import FlightRecorder
 from penstock.service.registry import LocalRegistry
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
@@ -34,8 +39,10 @@ def make_pump(*roles):
     names = [f"{role}-{i}" for i, role in enumerate(roles)]
     channels = {name: ScriptedChannel(name) for name in names}
     endpoints = [Endpoint(n, "", n.split("-")[0]) for n in names]
-    master = Master((), Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3)
-    pump = MasterPump(master, LocalRegistry(endpoints), lambda endpoint: channels[endpoint.name], SystemClock())
+    minutes = Minutes(FlightRecorder())
+    master = Master((), Policies(dispatch=DISPATCH["least-loaded"]()), random.Random(0), 3, recorder=minutes)
+    connect, registry = (lambda endpoint: channels[endpoint.name]), LocalRegistry(endpoints)
+    pump = MasterPump(master, registry, connect, SystemClock(), minutes=minutes, wall=lambda: 1_790_000_000.0)
     for name, channel in channels.items():
         channel.say(ready(name, 1, name.split("-")[0]))
     return pump, channels
@@ -70,6 +77,8 @@ def test_a_master_in_the_same_process():
         assert [leg.peer.name for leg in placed.route] == ["prefill-0", "decode-1"]
         assert placed.policy == "least-loaded"
         assert not placement.wants_keys
+        (decision,) = (await placement.overview()).decisions
+        assert (decision.request_id, decision.prefill, decision.decode) == ("r", "prefill-0", "decode-1")
         placement.ended(["r"])
         assert not pump.master._in_flight
         await placement.close()
@@ -126,10 +135,20 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             await until(lambda: not placement.trouble)
             await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
             assert (await asked.place("a")).route[0].peer.name == "any-0"
+            overview, history, unknown = await asyncio.gather(
+                placement.overview(), placement.history("a"), placement.history("b")
+            )
+            assert [(i.name, i.state, i.waiting) for i in overview.instances] == [("any-0", "ready", 1)]
+            assert (overview.placed, overview.frontends, overview.decisions[0].request_id) == (1, 1, "a")
+            (sequence,) = msgspec.json.decode(history.sequences)
+            assert (sequence["id"], sequence["placements"][0]["prefill"]) == ("a", "any-0")
+            assert (unknown.decisions, unknown.sequences) == (1, b"")
             placement.ended(["a"])
             await until(lambda: not deployment.pump.master._in_flight)
             await deployment.stop_master()
             await until(lambda: placement._absent)
+            with pytest.raises(Unavailable, match="the master cannot be asked"):
+                await placement.overview()
             assert not placement.trouble  # for a while
             waiting = asyncio.create_task(asked.place("b"))
             placement.ask(place("cancelled"))
@@ -262,6 +281,21 @@ def test_while_no_master_leads_a_frontend_decides_by_itself():
         await placement.close()
 
     run(go)
+
+
+def test_an_operators_question_that_nobody_answers_ends(monkeypatch):
+    monkeypatch.setattr(placement_module, "SILENT_AFTER", 0.01)
+
+    async def scenario(placement, channel, clock, asked):
+        channel.say(Joined(1))
+        await until(lambda: not placement._absent)
+        with pytest.raises(Unavailable, match="it does not answer"):
+            await placement.history("r")
+        channel.say(History(channel.sent[-1].number, 0, b""))  # too late
+        await until(lambda: channel.silent)
+        assert not placement._learning
+
+    run_scripted(scenario)
 
 
 def test_a_master_that_falls_silent_is_asked_again_and_then_trouble():

@@ -14,10 +14,11 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates, Start, Stop
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.service.history import first_token
 from penstock.service.recorder import DecidedEntry, EndedEntry, FlightRecorder
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
 from penstock.service.recording import BEST, HITS, QUEUE, WHOLE, RecordDecoder, RecordEncoder, from_bytes, to_bytes
-from penstock.sim.replay import first_token, redecide, replay, spread, summary
+from penstock.sim.replay import redecide, replay, spread, summary
 from tests.helpers.recordings import TIMES, an_afternoon, decision, demand, load
 
 

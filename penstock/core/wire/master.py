@@ -127,6 +127,28 @@ class AskMembers(msgspec.Struct, tag=True, frozen=True):
     """A frontend has missed a `Members`, or is new: send all."""
 
 
+class AskOverview(msgspec.Struct, tag=True, frozen=True):
+    """How is the deployment? `Overview` is the answer.
+
+    Attributes:
+        number: of the question, among those of this frontend.
+    """
+
+    number: int
+
+
+class AskHistory(msgspec.Struct, tag=True, frozen=True):
+    """Why did a request run where it did? `History` is the answer.
+
+    Attributes:
+        number: as in `AskOverview`.
+        request: the client's id of it, or a sequence's.
+    """
+
+    number: int
+    request: str
+
+
 class HostReport(msgspec.Struct, tag=True, frozen=True):
     """A launcher registers its instances: when something of them changes, and every second.
 
@@ -148,7 +170,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     protocol: int = PROTOCOL
 
 
-ToMaster = FrontendMessage | AskMembers | HostReport
+ToMaster = FrontendMessage | AskMembers | AskOverview | AskHistory | HostReport
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -227,6 +249,114 @@ class Queued(msgspec.Struct, tag=True, frozen=True):
     generation: int
 
 
+class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance as the master sees it; what it reported, where it serves.
+
+    Attributes:
+        state: "ready", "suspect" when it has been silent, "draining", "absent" while it starts or restarts, "stopped".
+        pending_tokens: prompt tokens that are still to be computed there.
+        held_tokens: whose KV is there or will be.
+        used_blocks: of `num_blocks`; those that only the prefix cache keeps are not used.
+        migrating, migration_queue: sequences that leave it, and that wait for blocks to come to it.
+        ttft_ms, tpot_ms, interval_ms: see `Snapshot`.
+    """
+
+    name: str
+    role: Role
+    state: str
+    device: str = ""
+    running: int = 0
+    waiting: int = 0
+    pending_tokens: int = 0
+    held_tokens: int = 0
+    used_blocks: int = 0
+    num_blocks: int = 0
+    migrating: int = 0
+    migration_queue: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    interval_ms: float | None = None
+
+
+class DecisionOverview(msgspec.Struct, frozen=True):
+    """A sequence got a place.
+
+    Attributes:
+        at: when, UTC.
+        waited_ms: from its client's request to then.
+    """
+
+    at: str
+    request_id: str
+    prefill: str
+    decode: str | None
+    policy: str
+    reason: str
+    waited_ms: float
+
+
+class MoveOverview(msgspec.Struct, frozen=True):
+    """An instance changed its role, or was started or stopped.
+
+    Attributes:
+        at: when, UTC.
+        what: "move", "start" or "stop"; the last has no role.
+    """
+
+    at: str
+    what: str
+    instance: str
+    role: Role | None
+    reason: str
+
+
+class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The deployment as the master sees it, of all frontends.
+
+    Attributes:
+        number: of the question.
+        frontends: that are heard.
+        waiting, offline_waiting: online and offline sequences in its queue.
+        unplaceable: that no instance can take now.
+        placed: that have a place and have not ended.
+        window: seconds that the next five are about; they are of online sequences.
+        arrivals, completions: how many came and ended.
+        attained: of those that ended, how many kept their targets, or had none.
+        prompt_tokens, output_tokens: means of what came, and of what ended.
+        decisions, moves: the latest, the newest first.
+    """
+
+    number: int = 0
+    frontends: int
+    waiting: int
+    offline_waiting: int
+    unplaceable: int
+    placed: int
+    window: float
+    arrivals: int
+    completions: int
+    attained: int
+    prompt_tokens: float
+    output_tokens: float
+    instances: list[InstanceOverview]
+    decisions: list[DecisionOverview] = []
+    moves: list[MoveOverview] = []
+
+
+class History(msgspec.Struct, tag=True, frozen=True):
+    """What the master remembers of a request.
+
+    Attributes:
+        number: of the question.
+        decisions: that it remembers, of all requests.
+        sequences: JSON, a list, as `penstock explain --json` has it; empty where there is nothing.
+    """
+
+    number: int
+    decisions: int
+    sequences: bytes
+
+
 # --- to launchers
 
 
@@ -271,7 +401,8 @@ class Relocate(msgspec.Struct, tag=True, frozen=True):
 
 
 MasterMessage = Joined | Placed | NoPlace | Queued | Relocate | Members
+FromMaster = MasterMessage | Overview | History
 
 decode_to_master = decoder(ToMaster).decode
-decode_from_master = decoder(MasterMessage).decode
+decode_from_master = decoder(FromMaster).decode
 decode_to_launcher = decoder(ToLauncher).decode

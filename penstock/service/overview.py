@@ -1,0 +1,86 @@
+"""What the master shows of itself: its instances, and the latest decisions of its recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from penstock.core.wire.master import DecisionOverview, Endpoint, History, InstanceOverview, MoveOverview, Overview
+from penstock.service.history import History as Found
+from penstock.service.history import as_values, collect, move_values, pattern_of, shown_time
+from penstock.service.recorder import DecidedEntry, Entry, FlightRecorder, MovedEntry
+from penstock.service.session import InstanceSession
+
+DECISIONS, MOVES = 20, 10  # the latest, that are shown
+
+
+def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state: str) -> InstanceOverview:
+    """
+    Args:
+        session: None where no engine serves.
+        state: of that, as the master sees it.
+    """
+    if session is None:
+        return InstanceOverview(name=endpoint.name, role=endpoint.role, state=state if endpoint.runs else "stopped")
+    load, seen = session.view(), session.snapshot
+    known = InstanceOverview(
+        name=endpoint.name,
+        role=session.role,
+        state=state,
+        device=session.ready.device,
+        running=len(session.begun),
+        waiting=len(session.prompts),
+        pending_tokens=load.pending_tokens,
+        held_tokens=load.held_tokens,
+        used_blocks=load.num_blocks - load.free_blocks,
+        num_blocks=load.num_blocks,
+    )
+    if seen is None:
+        return known
+    return msgspec.structs.replace(
+        known,
+        running=seen.running,
+        waiting=seen.waiting,
+        migrating=seen.migrating,
+        migration_queue=seen.migration_queue,
+        ttft_ms=seen.ttft_ms,
+        tpot_ms=seen.tpot_ms,
+        interval_ms=seen.interval_ms,
+    )
+
+
+def with_decisions(overview: Overview, recorder: FlightRecorder, wall: Callable[[float], float]) -> Overview:
+    """
+    Args:
+        wall: the master's clock -> seconds since 1970, UTC.
+    """
+    decisions: list[DecisionOverview] = []
+    moves: list[MoveOverview] = []
+    for entry in reversed(recorder.entries):
+        if isinstance(entry, DecidedEntry) and len(decisions) < DECISIONS:
+            decisions.append(_decision(entry, shown_time(wall(entry.now))))
+        elif isinstance(entry, MovedEntry) and len(moves) < MOVES:
+            moves.append(MoveOverview(shown_time(wall(entry.now)), **move_values(entry.move)))
+        elif len(decisions) == DECISIONS and len(moves) == MOVES:
+            break
+    return msgspec.structs.replace(overview, decisions=decisions, moves=moves)
+
+
+def _decision(entry: DecidedEntry, at: str) -> DecisionOverview:
+    made = entry.decision
+    waited = (entry.now - entry.demand.arrived) * 1e3
+    return DecisionOverview(at, entry.request_id, made.prefill, made.decode, made.policy, made.reason, waited)
+
+
+def history_of(recorder: FlightRecorder, number: int, request: str, wall: Callable[[float], float]) -> History:
+    """The answer to `AskHistory`; `wall` as above."""
+    found: dict[tuple[str, str], Found] = {}
+    decisions = collect(_timed(recorder, wall), pattern_of(request), found)
+    sequences = [as_values(sequence) for sequence in found.values()]
+    return History(number, decisions, msgspec.json.encode(sequences) if sequences else b"")
+
+
+def _timed(recorder: FlightRecorder, wall: Callable[[float], float]) -> Iterator[tuple[float, Entry]]:
+    for entry in recorder.entries:
+        yield wall(entry.now), entry
