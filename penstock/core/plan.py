@@ -159,6 +159,7 @@ class StepResult:
         pooled: request id -> [hidden], of hidden states after the model's final norm: that of the last token; or the
             sum over this step's tokens in whole numbers, POOLED_ONE for 1.0 and each state rounded by itself. Sums of
             whole numbers are the same in whatever pieces and order they are taken.
+        interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -167,6 +168,7 @@ class StepResult:
     broken: Mapping[str, str] = field(default_factory=dict)
     candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    interrupted: bool = False
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

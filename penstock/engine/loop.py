@@ -16,7 +16,7 @@ from penstock.engine.executor.base import Executor, Pending, Ran
 from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
-from penstock.sched.local.limits import StepBudget
+from penstock.sched.local.limits import SOON, StepBudget
 from penstock.sched.local.offload import Load, Store
 
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
@@ -68,10 +68,11 @@ class TierBelow(KVTier, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An ended step and its outputs."""
+    """An ended step, its outputs, and how many tokens it has computed: 0 when it was ended early."""
 
     plan: StepPlan
     outputs: list[TokenOutput]
+    tokens: int
 
 
 class Engine:
@@ -122,6 +123,8 @@ class Engine:
         self._prefaulter = prefaulter
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
+        self._stopped = False  # the last of them was told to end early
+        self._called_at: float | None = None  # when something online came, if what is in flight was let be
         self.look_again_at = inf
         self._moving: dict[int, Store | Load] = {}  # handle of the mover -> what is under way
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
@@ -168,11 +171,13 @@ class Engine:
         self.move()
         self.look_again_at = inf
         if self._flying:
-            if not self.executor.ahead or len(self._flying) > 1:
+            if self.scheduler.interrupts:
+                self._make_way()
+            if self._stopped or not self.executor.ahead or len(self._flying) > 1:
                 return None
             if not self.ended and (early := self._delay() - LEAD) > 0:
                 # what comes meanwhile is still in time for the next step
-                self.look_again_at = self._clock.now() + early
+                self.look_again_at = min(self.look_again_at, self._clock.now() + early)
                 return None
             if not self.scheduler.look_ahead():
                 return None
@@ -185,8 +190,9 @@ class Engine:
             self._ledger.clear(plan.fresh_blocks)
         if not self._flying:
             self._began = now
-        self.scheduler.launch(plan)
-        self._flying.append((plan, self.executor.launch(plan)))
+        # what may have to be stopped behind another step must be stoppable, however short it is
+        stoppable = self.scheduler.launch(plan) and (bool(self._flying) or self._seconds(plan) > SOON)
+        self._flying.append((plan, self.executor.launch(plan, stoppable=stoppable)))
         if self._prefaulter is not None and plan.fresh_blocks and self._prefaulter.use(plan.fresh_blocks):
             self._expect(hurry=True)
         return plan
@@ -194,6 +200,28 @@ class Engine:
     def _expect(self, *, hurry: bool = False) -> None:
         if self._prefaulter is not None:
             self._prefaulter.expect(self.scheduler.pool.coming(self._prefaulter.size), hurry=hurry)
+
+    def _make_way(self) -> None:
+        """Something online has come, and all that is in flight is offline: end what does not end soon by itself, or
+        should have and has not."""
+        now = self._clock.now()
+        if self._called_at is None:
+            self._called_at = now
+        ends, late, last = self._began, now - self._called_at >= SOON, len(self._flying)
+        for place, (plan, _) in enumerate(self._flying):
+            ends = max(now, ends + self._seconds(plan))
+            if late or ends > now + SOON:
+                last = place
+                break
+        if last and not late:
+            self.look_again_at = self._called_at + SOON
+        for _, pending in reversed([*self._flying][last:]):
+            self._stopped |= pending.stop()
+
+    def _seconds(self, plan: StepPlan) -> float:
+        """That a step takes; inf where nobody can say."""
+        times = self.scheduler.measurements.times
+        return inf if times is None else times.step_ms(*plan.work) / 1e3
 
     def _delay(self) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""
@@ -218,11 +246,17 @@ class Engine:
         except BaseException:
             self.executor.settle()
             self._flying.clear()
+            self._landed()
             self.scheduler.abandon()
             raise
         self._flying.popleft()
+        self._landed()
         self._began = ran.ended
-        return Step(plan, self._record(plan, ran))
+        return Step(plan, self._record(plan, ran), 0 if ran.result.interrupted else plan.num_tokens)
+
+    def _landed(self) -> None:
+        self._called_at = None
+        self._stopped &= bool(self._flying)
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
         measured = self.scheduler.measurements
@@ -237,6 +271,8 @@ class Engine:
         if not self.has_work:
             self._expect()
         self.write_down()
+        if ran.result.interrupted:
+            return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
         if (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):

@@ -109,10 +109,7 @@ class Masks:
         Args:
             rows: after which tokens are drawn, with all of `generated` known (`sampling.each_row`).
         """
-        if self._last is not None and not self._last.done():
-            self._last.exception()  # of a step that failed before its end
-        for request_id in plan.released:
-            self.states.pop(request_id, None)
+        self.forget(plan.released)
         guided = False
         for step in plan.sequences:
             wanted = step.params.structured_outputs
@@ -124,6 +121,13 @@ class Masks:
             return PendingMasks(rows, partial(self._of, rows))
         self._last = self._worker.submit(self._of, rows)
         return PendingMasks(rows, self._last.result)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Their outputs are over, or begin anew."""
+        if self._last is not None and not self._last.done():
+            self._last.exception()  # of a step that did not come to its end
+        for request_id in request_ids:
+            self.states.pop(request_id, None)
 
     def end(self, pending: PendingMasks, device: torch.device) -> RowMasks | None:
         """Which tokens may be drawn after each row; None where all may be. Call it once the forward pass has begun:

@@ -25,6 +25,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
+from penstock.core.stop import Stop
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
@@ -35,7 +36,7 @@ from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, Sizes, fitting_blocks, host_blocks, sized
+from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, STOPS_IN, Sizes, fitting_blocks, host_blocks, sized
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
@@ -180,7 +181,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         sizes.token_budget,
         options.slowdown,
     )
-    engine = Engine(scheduler, InlineExecutor(runner, clock), clock, ledger_of(pool), mover=mover)
+    engine = Engine(scheduler, InlineExecutor(runner, clock, beside=True), clock, ledger_of(pool), mover=mover)
     return BuiltModelled(engine, runner, layout, shape, device_model, pool)
 
 
@@ -258,7 +259,7 @@ class PacedRunner:
     def prepare(self, plan: StepPlan) -> None:
         """Nothing to prepare."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         begin = self._begin(plan)
         if plan.fresh_blocks:
             self._digests[list(plan.fresh_blocks)] = 0
@@ -277,8 +278,9 @@ class PacedRunner:
             {s.request_id: _certain(s.params.prompt_logprobs, s.targets) or [] for s in plan.sequences if s.targets},
             pooled=pooled,
         )
-        self._pace(begin, self._duration(plan))
-        return result
+        if self._pace(begin, self._duration(plan), stop):
+            return result
+        return StepResult([], [], interrupted=True)
 
     @property
     def embedding_size(self) -> int:
@@ -321,10 +323,18 @@ class PacedRunner:
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise
 
-    def _pace(self, begin: float, duration: float) -> None:
-        """Returns `duration` seconds after `begin`, or at once when that has passed, and keeps account."""
+    def _pace(self, begin: float, duration: float, stop: Stop | None = None) -> bool:
+        """Returns `duration` seconds after `begin`, or at once when that has passed, and keeps account. False when it
+        was stopped before."""
         pacer = self.pacer
         left = begin + duration - self._clock.now()
+        if left > 0 and stop is not None:
+            while (rest := begin + duration - self._clock.now()) > STOPS_IN * self._slowdown and not stop:
+                self._sleep(STOPS_IN * self._slowdown)
+            if stop:
+                self._ended = self._clock.now()
+                return False
+            left = max(rest, 1e-9)  # in time, even if it overslept
         pacer.steps += 1
         pacer.modelled += duration
         if left > 0:
@@ -336,6 +346,7 @@ class PacedRunner:
         self._ended = self._clock.now()
         if pacer.modelled - self._reported.modelled >= REPORT_EVERY:
             self._report()
+        return True
 
     def _report(self) -> None:
         """Warn when steps since the last check took much longer than modelled."""

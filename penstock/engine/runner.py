@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
@@ -90,14 +91,19 @@ class Runner:
             self._prepared.append((plan, self._batch(plan, None)))
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         cache = self.cache
         placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
         batch = self._take_prepared(plan) or self._batch(plan, placed)
-        if any(s.tokens[-1] < 0 for s in plan.sequences):
-            batch.tokens = filled(batch.tokens, self._sampled)
         try:
-            return self._compute(plan, batch)
+            if stop:  # so was the step before it, perhaps, and nobody has drawn the tokens that it goes on with
+                self._masks.forget(plan.released)
+                return StepResult([], [], interrupted=True)
+            if any(s.tokens[-1] < 0 for s in plan.sequences):
+                batch.tokens = filled(batch.tokens, self._sampled)
+            return self._compute(plan, batch, stop)
+        except Interrupted:
+            return StepResult([], [], interrupted=True)
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
@@ -112,13 +118,13 @@ class Runner:
                 return batch
         return None
 
-    def _compute(self, plan: StepPlan, batch: Batch) -> StepResult:
+    def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
         self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
             masks = self._masks.begin(plan, self._each_row(plan.sequences))
-        hidden = self.forward(batch, self.cache.layers)
+        hidden = self.forward(batch, self.cache.layers, stop)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]

@@ -208,7 +208,7 @@ class EngineServer:
         self._beat_with(self._engine.tokens_in_flight)
         # one more token for each is no change of the load
         self._changed |= bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
-        self._report(step.outputs, step.plan.num_tokens)
+        self._report(step.outputs, step.tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
 
@@ -418,6 +418,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
         used_blocks=scheduler.pool.used,
         num_blocks=scheduler.pool.num_blocks,
         preemptions=counters.preemptions,
+        interruptions=counters.interruptions,
         prefix_queries=counters.prefix_queries,
         prefix_hits=counters.prefix_hits,
         steps=engine.steps,

@@ -8,6 +8,8 @@ nothing in it depends on how many rows there are.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from collections.abc import Callable
 from ctypes import addressof
 from typing import Any, Literal, cast, get_args
 from weakref import ref
@@ -15,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from penstock.core.stop import Interrupted, Stop
 from penstock.nn import native
 from penstock.nn.batch import Batch
 from penstock.nn.kv import KVLayers
@@ -35,6 +38,8 @@ CHAINED = {
     for mode, names in {"partial": SIMPLE, "full": (*SIMPLE, "attention")}.items()
 }
 
+INTERRUPTED = -3  # see layer.h
+TOGETHER = 4  # layers that are launched at once on a device that computes beside this process
 
 _POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -95,6 +100,7 @@ class _Rows(ctypes.Structure):
         ("rotations", _Rotation * 2),
         ("kept_count", _NUMBER),
         ("kept", _POINTER),
+        ("stop", _POINTER),
     )
 
 
@@ -113,13 +119,21 @@ class Forward:
         self._unchained = unchained(model)
         self._graph: Graph | None = None
 
-    def __call__(self, batch: Batch, cache: KVLayers) -> Tensor:
-        """As `Decoder.forward` of nn/models/decoder.py."""
+    def __call__(self, batch: Batch, cache: KVLayers, stop: Stop | None = None) -> Tensor:
+        """As `Decoder.forward` of nn/models/decoder.py.
+
+        Args:
+            stop: ends it. Then what it has stored of these rows is of no use, but never no number where the rest is
+                none. Not for ranks.
+
+        Raises:
+            Interrupted: `stop` was set before the end.
+        """
         mode = self.mode_of(batch)
         if mode == "eager":
-            return self.model(batch, cache)
+            return self.model(batch, cache, _looks(stop, self.model.device))
         self._graph = self._graph or Graph(self.model)
-        return self._graph(mode, batch, self.model.rotations(batch), cache)
+        return self._graph(mode, batch, self.model.rotations(batch), cache, stop)
 
     def mode_of(self, batch: Batch) -> Mode:
         """How a step is computed."""
@@ -128,6 +142,33 @@ class Forward:
         if self.mode != "partial" and not batch.branches and not _others("full"):
             return "full"
         return "eager" if _others("partial") else "partial"
+
+
+def _looks(stop: Stop | None, device: torch.device) -> Callable[[], None]:
+    """What looks at it before every layer."""
+    if stop is None:
+        return lambda: None
+    return stop.look if device.type == "cpu" else _Launches(stop)
+
+
+class _Launches:
+    """A device computes layers long after they are launched. So that some are left to be left out, a few are launched
+    when those before the last few are computed."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop, self._layers = stop, 0
+        self._begun: deque[torch.cuda.Event] = deque()
+
+    def __call__(self) -> None:
+        if self._layers % TOGETHER == 0:
+            if len(self._begun) == 2:
+                self._begun.popleft()
+                self._begun[0].synchronize()
+            event = torch.cuda.Event()
+            event.record()
+            self._begun.append(event)
+        self._layers += 1
+        self._stop.look()
 
 
 def obstacle(model: Decoder, mode: Mode) -> str | None:
@@ -195,8 +236,11 @@ class Graph:
         self._until = native.value("penstock_until_attention", "pppnppn")
         self._after = native.value("penstock_after_attention", "ppppppn")
 
-    def __call__(self, mode: Mode, batch: Batch, rotations: Rotations, cache: KVLayers) -> Tensor:
-        """As `Decoder.forward` of nn/models/decoder.py. `mode`: "full"; or "partial", all but attention."""
+    def __call__(
+        self, mode: Mode, batch: Batch, rotations: Rotations, cache: KVLayers, stop: Stop | None = None
+    ) -> Tensor:
+        """As `Forward`. `mode`: "full"; or "partial", all but attention."""
+        assert stop is None or self._ranks is None
         count, kept = len(batch.tokens), batch.kept
         assert all(x.dtype == self._dtype and x.is_contiguous() for rotation in rotations for x in rotation)
         if self._cache is None or self._cache[0]() is not cache:
@@ -209,6 +253,7 @@ class Graph:
             (_Rotation * 2)(*(_Rotation(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in rotations)),
             0 if kept is None else len(kept),
             None if kept is None else kept.data_ptr(),
+            None if stop is None else stop.address,
         )
         scratch = batch.scratch.take("step", (count * self._width,), self._dtype, batch.tokens.device)
         out = torch.empty(count, self._hidden, dtype=self._dtype)
@@ -231,7 +276,9 @@ class Graph:
             self._expect(self._after(*step, attended.data_ptr(), *places, i))
 
     def _expect(self, status: int) -> None:
-        """Raises RankFailed."""
+        """Raises RankFailed or Interrupted."""
+        if status == INTERRUPTED:
+            raise Interrupted
         if self._ranks is not None:
             self._ranks.expect(status)
 

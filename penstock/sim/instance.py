@@ -41,6 +41,7 @@ from penstock.core.wire.engine import (
 from penstock.core.wire.handoff import Committed, Missing, PeerMessage, Push, Reserved, Waiting
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
+from penstock.sched.local.limits import SOON, STOPS_IN
 from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
@@ -206,9 +207,27 @@ class SimInstance:
         # a block alone changes nothing: what it is for is in the commit after it
         if all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters):
             return []
+        if self._makes_way(now, self._stride, letters):
+            self._stride.interrupt(now + STOPS_IN)
+            return [self._wake_at(self._stride.end)]
         dropped = self._stride.cut(now)
         self._pace.give_back(dropped)
         return [self._wake_at(self._stride.end)] if dropped else []
+
+    def _makes_way(self, now: float, stride: Stride, letters: Sequence[Letter]) -> bool:
+        """Whether what runs is only offline, would run on for long, and something online has come. A request that comes
+        prefilled waits for the end of the step."""
+        if stride.quiet or stride.interrupted or stride.end <= now + SOON:
+            return False
+        if not any(
+            isinstance(letter, ClientCommand)
+            and isinstance(letter.command, Enqueue)
+            and not letter.command.request.offline
+            for letter in letters
+        ):
+            return False
+        here = [self.scheduler.sequence(step.request_id) for step in stride.plan.sequences]
+        return all(sequence is None or sequence.offline for sequence in here)
 
     def _wake(self, turn: int, now: float) -> list[Due]:
         if now >= self._stopped or turn != self._turn:
@@ -312,6 +331,9 @@ class SimInstance:
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
         self.busy += stride.began - began
+        if stride.interrupted:
+            self.scheduler.update(stride.plan, StepResult([], [], interrupted=True))
+            return
         if stride.quiet:
             repeat(self.scheduler, stride.plan, len(ends))
         else:

@@ -130,6 +130,7 @@ class Stride:
         more: how many can follow.
         ending: a sequence ends in the last of those that can follow; only that one is not quiet.
         kv_tokens: that the last reads.
+        interrupted: the step ends early, and nothing of it counts.
     """
 
     plan: StepPlan
@@ -140,6 +141,7 @@ class Stride:
     more: int = 0
     ending: bool = False
     kv_tokens: int = 0
+    interrupted: bool = False
 
     @property
     def end(self) -> float:
@@ -162,6 +164,11 @@ class Stride:
         self.ending = self.ends_somebody and not dropped
         self.more = 0
         return dropped
+
+    def interrupt(self, at: float) -> None:
+        """The one step that it is ends early."""
+        assert not self.quiet
+        self.ends[-1], self.interrupted = at, True
 
     def split(self, scheduler: Scheduler) -> Stride:
         """The last step, in which a sequence ends, by itself; those before it are recorded."""

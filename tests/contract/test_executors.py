@@ -90,6 +90,10 @@ def test_every_executor_brings_the_same_results_in_order(folder):
             executor.expect_alive()
             executor.check()
             drawn[name] = [one.result.tokens for one in ran]
+            last = executor.launch(plans[1], stoppable=True)
+            can_stop = last.stop()
+            assert last.result().result.interrupted in {False, can_stop}
+            assert can_stop == (name == "thread"), "ranks would wait for each other"
             found[name] = answers(built)
     assert all(tokens == drawn["in turn"] for tokens in drawn.values()), drawn
     assert all(of_one == found["in turn"] for of_one in found.values()), found

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from penstock.core.clock import ManualClock
 from penstock.core.digest import ModelledSequence, embedding, offline
 from penstock.core.errors import ConfigError
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.sampling import SamplingParams
+from penstock.core.stop import Stop
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor
 from penstock.engine.loop import Engine
@@ -28,6 +29,7 @@ from penstock.engine.modelled import (
 )
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.limits import STOPS_IN
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
@@ -473,3 +475,25 @@ def test_a_modelled_engine_needs_no_torch():
     code = "import sys, penstock.engine.modelled; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_step_ends_early_when_it_is_told_to():
+    clock, stop = ManualClock(), Stop()
+    memory = PoolMemory.memfd(16, BLOCK_BYTES)
+    told = []
+
+    def sleep(seconds):
+        clock.advance(seconds)
+        told.append(clock.now())
+        if len(told) == 2:
+            stop.set()
+
+    runner = make_runner(memory, clock, sleep=sleep, slowdown=10.0)
+    assert runner.run(plan_of(tokens=900), stop) == StepResult([], [], interrupted=True)
+    assert clock.now() == pytest.approx(2 * 10 * STOPS_IN)
+    assert runner.pacer.steps == 0
+    began = clock.now()
+    whole = runner.run(plan_of(tokens=900), Stop())
+    assert clock.now() - began == pytest.approx(runner.pacer.modelled)
+    assert (runner.pacer.steps, runner.pacer.late_steps) == (1, 0)
+    assert whole.tokens == make_runner(memory, ManualClock()).run(plan_of(tokens=900)).tokens

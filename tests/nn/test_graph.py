@@ -1,5 +1,7 @@
 """A step as one call computes what its ops compute one by one, to the bit."""
 
+import threading
+import time
 from itertools import product
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
+from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache, make_layout
 from penstock.nn import native
-from penstock.nn.batch import Batch
+from penstock.nn.batch import Batch, Scratch
 from penstock.nn.graph import Forward, obstacle
 from penstock.nn.loader import load_model
 from penstock.nn.methods import PLAIN
@@ -164,3 +167,49 @@ def test_a_beam_search_is_computed_in_two_calls_a_layer(checkpoint):
         assert (forward.mode_of(Batch([beams], CPU)) == "partial") == (mode != "eager")
     for mode in ("auto", "full"):
         assert all(map(torch.equal, found[mode], found["eager"]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode", ["eager", "partial", "full"])
+def test_a_step_that_is_stopped_leaves_nothing_that_is_no_number(checkpoint, mode):
+    """Whenever that is; and what it had begun to store is stored again by the next one."""
+    model = load_model(checkpoint, CPU, torch.bfloat16)
+    forward, layout = Forward(model, mode), make_layout(model.config, model.dtype, "block", "")
+    groups, rows = len(layout.groups), 700
+    blocks = tuple(range(-(-rows // BLOCK_TOKENS) * groups))
+    step = SequenceStep("a", 0, [i % 300 + 1 for i in range(rows)], blocks, 1, SamplingParams(), 0)
+    clean, cache = (KVCache.on_device(layout, len(blocks), CPU) for _ in range(2))
+    for each in (clean, cache):
+        each.slots.zero_()
+    expected = forward(Batch([step], CPU, groups=groups), clean.layers)
+    stop = Stop()
+    assert torch.equal(forward(Batch([step], CPU, groups=groups), cache.layers, stop), expected)
+    cache.slots.zero_()
+    began = time.perf_counter()
+    forward(Batch([step], CPU, groups=groups), cache.layers)
+    took = time.perf_counter() - began
+    stopped = 0
+    native.set_threads(2)
+    for part in range(8):
+        cache.slots.zero_()
+        stop, batch, scratch = Stop(), Batch([step], CPU, groups=groups), Scratch()
+        batch.scratch = scratch
+        if mode != "eager":  # what is left in it is no number
+            scratch.take("step", (rows * forward._graph._width,), model.dtype, CPU).fill_(float("nan"))
+        timer = threading.Timer(took * part / 8, stop.set)
+        if part:
+            timer.start()
+        else:
+            stop.set()
+        try:
+            forward(batch, cache.layers, stop)
+        except Interrupted:
+            stopped += 1
+            assert part or not cache.slots.any(), "it was stopped before it began"
+        if part:
+            timer.join()
+        assert stored(cache).isfinite().all()
+        assert torch.equal(forward(Batch([step], CPU, groups=groups), cache.layers), expected)
+        assert torch.equal(stored(cache), stored(clean))
+    native.set_threads(1)
+    assert stopped

@@ -362,7 +362,7 @@ def test_what_a_wait_went_by_is_told():
     told = device.waits
     assert told["promised"].endswith("by its deadline")
     assert "in which others had 0 prompt tokens computed" in told["promised"]
-    assert "others had 500 prompt tokens computed; after those that could be in time, the least work" in told["next"]
+    assert "others had 400 prompt tokens computed; after those that could be in time, the least work" in told["next"]
     assert re.search(r"; \d\.\d{3} s without room for it$", told["next"])
 
 

@@ -139,6 +139,66 @@ def test_a_failed_runner_leaves_a_scheduler_that_goes_on():
     assert engine.out["reads"] == expected([2] * 150, 5)
 
 
+def test_an_interrupted_step_costs_only_itself():
+    """Of the two in flight the second goes on with what the first would have drawn."""
+    engine = make(ahead=True, budget=64, num_blocks=24)
+    prompt = [2] * 150
+    for name, tokens in (("decodes", [1] * 60), ("reads", prompt)):
+        engine.scheduler.add(request(name, tokens, 30, offline=True))
+    while engine.scheduler.sequence("reads").computed < 100:
+        engine.step()
+    scheduler = engine.scheduler
+    assert scheduler.look_ahead() == bool(engine.flying)
+    while len(engine.flying) < 2:
+        assert engine.begin()
+    assert not scheduler.interrupts
+    scheduler.add(request("online", [3] * 20, 3))
+    assert scheduler.interrupts
+    before = scheduler.counters.prompt_tokens, set(scheduler.pool.keys())
+    held = {name: list(scheduler.sequence(name).blocks) for name in ("decodes", "reads")}
+    engine.interrupt()
+    scheduler.check()
+    assert scheduler.counters.interruptions == 2
+    assert scheduler.counters.preemptions == 0
+    assert scheduler.counters.prompt_tokens < before[0]
+    assert set(scheduler.pool.keys()) == before[1], "nothing of it is anybody's"
+    assert all(scheduler.sequence(name).blocks == blocks for name, blocks in held.items())
+    assert "online" in [s.request_id for s in engine.begin().sequences]
+    assert not scheduler.interrupts
+    run(engine)
+    assert engine.out == {
+        "decodes": expected([1] * 60, 30),
+        "reads": expected(prompt, 30),
+        "online": expected([3] * 20, 3),
+    }
+
+
+def test_offline_prompts_get_on_between_interruptions_and_faster_after_them():
+    engine = make(ahead=True, budget=256, num_blocks=40, sequences=8)
+    engine.scheduler.add(request("offline", [1] * 1500, 2, offline=True))
+
+    def tokens():
+        plan = engine.begin()
+        return len(plan.sequences[0].tokens), len(plan.sequences)
+
+    seen = []
+    for _ in range(6):
+        seen.append(tokens()[0])
+        engine.interrupt()
+    assert seen == [256, 128, 64, 32, 16, 16], "never none"
+    for _ in range(3):
+        seen.append(tokens()[0])
+        engine.end()
+    assert seen[6:] == [16, 32, 64]
+    engine.scheduler.add(request("online", [2] * 40, 2))
+    assert engine.begin().num_tokens == 40, "an online prompt takes no longer for an offline one"
+    engine.end()
+    assert engine.begin().num_tokens == 256, "beside online work nothing is interrupted, nor bounded"
+    engine.end()
+    run(engine)
+    assert engine.out == {"offline": expected([1] * 1500, 2), "online": expected([2] * 40, 2)}
+
+
 def test_at_the_end_of_a_block_the_next_one_is_set_aside_beforehand():
     engine = make()
     engine.scheduler.add(request("a", [1] * (BLOCK_TOKENS - 1), max_tokens=9))

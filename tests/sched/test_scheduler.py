@@ -181,6 +181,19 @@ class Engine:
         self.check_flights()
         return plan
 
+    def interrupt(self) -> None:
+        """All that is in flight ends early: the first has written something, and those behind it nothing."""
+        for place, plan in enumerate(self.flying[:]):
+            self.flying.pop(0)
+            for block in plan.fresh_blocks:
+                self.clear(block)
+            for s in plan.sequences if not place and self.windows == WHOLE else ():
+                for position in range(s.start, s.start + (0 if s.branches else len(s.tokens) // 2)):
+                    self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = ["half"]
+            self.collect(self.scheduler.update(plan, StepResult([], [], interrupted=True)))
+            self.check_flights()
+        self.send()
+
     def branch(self, s: SequenceStep) -> list[list[tuple[int, float]]]:
         """A step of a beam search, in the blocks of every group of layers."""
         groups = len(self.windows)
@@ -434,6 +447,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def end(self):
         self.engine.end()
+
+    @precondition(lambda self: self.engine.flying)
+    @rule(first=st.booleans())
+    def interrupt(self, first):
+        if not first:
+            self.engine.end()
+        self.engine.interrupt()
 
     @invariant()
     def consistent(self):

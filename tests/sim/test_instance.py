@@ -4,14 +4,16 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.core.wire.engine import Snapshot
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
+from penstock.sched.local.limits import SOON
 from penstock.service.events import FromEngine
 from penstock.service.master import Master
 from penstock.sim import cluster, instance
-from tests.sim.scenarios import REQUESTS, SPLIT, WORKLOAD, read, run
+from tests.sim.scenarios import ONE_LINE, REQUESTS, SPLIT, WORKLOAD, read, run, work
 
 
 def test_an_instance_measures_its_requests_and_its_steps():
@@ -68,3 +70,16 @@ def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(mo
         assert [number for _, number in reports] == list(range(1, len(reports) + 1))
         assert max(after - before for (before, _), (after, _) in pairwise(reports)) < instance.IDLE_REPORT + 0.1
     assert died - instance.IDLE_REPORT - 0.1 < heard["engine-1"][-1][0] < died, "and what a dying one has said"
+
+
+def test_an_online_request_ends_a_step_of_offline_ones(monkeypatch):
+    """Soon, where it would run on for long; the simulated engine says as the real one that nothing of it counts."""
+    scenario = read(ONE_LINE.replace("count: 2", "count: 1").replace("ttft-ms: 1000", "ttft-ms: 30"))
+    seen = {}
+    for soon in (SOON, 10.0):  # with the other no step is ended
+        monkeypatch.setattr(instance, "SOON", soon)
+        offline = replace(work(0, prompt=6000, output=3), offline=True)
+        result, whole = run(scenario, trace=[offline, work(1, at=0.03, prompt=20, output=3)])
+        (place,) = whole.places.values()
+        seen[soon] = place.instance.scheduler.counters.interruptions, result["attainment"]
+    assert seen == {SOON: (1, 1.0), 10.0: (0, 0.0)}

@@ -207,10 +207,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     migration_queue: int = 0  # sequences of other instances that wait for blocks
     migrations: int = 0  # for which blocks were reserved
     migration_wait: float = 0.0  # seconds that these waited for it
+    interruptions: int = 0  # steps of offline work that ended early for online work
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """A step's outputs for this frontend. `step_tokens` is 0 in the report that an idle engine sends."""
+    """A step's outputs for this frontend. `step_tokens` is 0 in the report that an idle engine sends, and after a
+    step that ended early."""
 
     incarnation: int
     outputs: list[TokenOutput]

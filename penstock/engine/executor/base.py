@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.plan import StepPlan, StepResult
+from penstock.core.stop import Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,12 @@ class Computes(Protocol):
         """Make ready what the plan alone decides, while other threads may still run the step before."""
         ...
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step, prepared or not."""
+    def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
+        """Compute a step, prepared or not.
+
+        Args:
+            stop: once it is set, the step ends soon, and its result is `interrupted`.
+        """
         ...
 
     @property
@@ -66,6 +71,11 @@ class Pending(Protocol):
         """Wait until the step is computed, or compute it. Raises what that raised."""
         ...
 
+    def stop(self) -> bool:
+        """Have it end as soon as it can; its result is then `interrupted`, unless it was over before. Those after it
+        are to be stopped first. False where it will not."""
+        ...
+
 
 class Executor(Protocol):
     """Computes plans in the order in which they are launched. One thread calls it."""
@@ -80,7 +90,12 @@ class Executor(Protocol):
         """Of a worker."""
         ...
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
+        """
+        Args:
+            stoppable: it may be wanted to end early, and so is computed beside the caller where anything is.
+        """
+        ...
 
     def fileno(self) -> int | None:
         """Readable when something may be done; None where nothing is computed beside the caller."""

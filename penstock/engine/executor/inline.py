@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan
+from penstock.core.stop import Stop
 from penstock.engine.executor.base import Computes, MaskCosts, Pending, Ran
 
 # seconds; beside shorter steps of a CPU the loop's work would take a core from the kernels, and handing over the
@@ -28,29 +29,34 @@ class InlineExecutor:
     Args:
         ahead: in a thread of its own, for workers that know placeholders. Without it a step is computed by who asks for
             its result.
+        beside: at least what is stoppable is computed in that thread.
         short: seconds; when the last step took less, the next one is computed by who asks for it all the same.
     """
 
-    def __init__(self, worker: Computes, clock: Clock, *, ahead: bool = False, short: float = SHORT) -> None:
+    def __init__(
+        self, worker: Computes, clock: Clock, *, ahead: bool = False, beside: bool = False, short: float = SHORT
+    ) -> None:
         self.worker = worker
-        self.thread: StepThread[Ran] | None = StepThread() if ahead else None
+        self.thread: StepThread[Ran] | None = StepThread() if ahead or beside else None
+        self._looks_ahead = ahead
         self.took = short  # the last step
         self._short = short
         self._clock = clock
 
     @property
     def ahead(self) -> bool:
-        return self.thread is not None and self.took >= self._short
+        return self._looks_ahead and self.took >= self._short
 
     @property
     def mask_costs(self) -> MaskCosts:
         return self.worker.mask_costs
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
         self.worker.prepare(plan)
-        compute = partial(self._run, plan)
-        job = self.thread.give(compute) if self.thread is not None and self.ahead else None
-        return _Launched(self, compute, job)
+        stop = Stop() if stoppable and self.thread is not None else None
+        compute = partial(self._run, plan, stop)
+        job = self.thread.give(compute) if self.thread is not None and (self.ahead or stop is not None) else None
+        return _Launched(self, compute, job, stop)
 
     def fileno(self) -> int | None:
         return None if self.thread is None else self.thread.fileno()
@@ -72,26 +78,34 @@ class InlineExecutor:
         self.settle()
         self.worker.check()
 
-    def _run(self, plan: StepPlan) -> Ran:
+    def _run(self, plan: StepPlan, stop: Stop | None) -> Ran:
         """In whichever thread."""
         began = self._clock.now()
-        result = self.worker.run(plan)
+        result = self.worker.run(plan) if stop is None else self.worker.run(plan, stop)
         return Ran(result, began, self._clock.now())
 
 
 class _Launched:
     """A step. Without a job it is computed when its result is asked for."""
 
-    def __init__(self, executor: InlineExecutor, compute: Callable[[], Ran], job: Job[Ran] | None) -> None:
-        self._executor, self._compute, self._job = executor, compute, job
+    def __init__(
+        self, executor: InlineExecutor, compute: Callable[[], Ran], job: Job[Ran] | None, stop: Stop | None
+    ) -> None:
+        self._executor, self._compute, self._job, self._stop = executor, compute, job, stop
 
     def done(self) -> bool:
         return self._job is None or self._job.done()
 
     def result(self) -> Ran:
         ran = self._compute() if self._job is None else self._job.result()
-        self._executor.took = ran.ended - ran.began
+        if not ran.result.interrupted:
+            self._executor.took = ran.ended - ran.began
         return ran
+
+    def stop(self) -> bool:
+        if self._stop is not None:
+            self._stop.set()
+        return self._stop is not None
 
 
 # --- the thread

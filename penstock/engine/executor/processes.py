@@ -262,7 +262,8 @@ def _start(rank: int, memory: int, options: EngineOptions, threads: int, meeting
 class ProcessExecutor:
     """Computes with rank 0's worker as an inline executor does, and with the other ranks beside it.
 
-    A step that fails leaves the ranks at different places, so that nothing can be launched after it.
+    A step that fails leaves the ranks at different places, so that nothing can be launched after it. None is stopped:
+    ranks that had looked at different times would wait for each other.
     """
 
     def __init__(self, own: InlineExecutor, others: RankProcesses) -> None:
@@ -277,7 +278,7 @@ class ProcessExecutor:
     def mask_costs(self) -> MaskCosts:
         return self._own.mask_costs
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
         self._others.expect_alive()
         self._others.post(plan)
         return _Together(self._own.launch(plan), self._others, beside=self._own.ahead)
@@ -315,6 +316,9 @@ class _Together:
 
     def done(self) -> bool:
         return self._own.done()
+
+    def stop(self) -> bool:
+        return False
 
     def result(self) -> Ran:
         try:

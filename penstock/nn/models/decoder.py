@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -116,12 +116,13 @@ class Decoder(nn.Module):
         self._rotations = []
         return super()._apply(*args, **kwargs)
 
-    def forward(self, batch: Batch, cache: KVLayers) -> Tensor:
+    def forward(self, batch: Batch, cache: KVLayers, look: Callable[[], None] = lambda: None) -> Tensor:
         """Compute a step's rows, op by op, and store their K and V.
 
         Args:
             batch: the rows.
             cache: of each layer.
+            look: called before each layer; what it raises ends the step.
 
         Returns:
             [rows, hidden], normed; of `batch.kept`, where only those are wanted.
@@ -130,6 +131,7 @@ class Decoder(nn.Module):
         x = self.model.embed_tokens(batch.tokens)
         residual = torch.zeros_like(x)
         for i, layer in enumerate(self.model.layers):
+            look()
             kept = batch.kept if i == self.config.num_layers - 1 else None
             x, residual = layer(x, residual, rotations, cache[i], batch.tables[cache[i].group], kept)
         return self.model.norm.after(x, residual)[0]

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "pool.h"
 
 namespace penstock {
 namespace {
@@ -78,6 +79,13 @@ struct Progress {
         if (decoder.ranks) status = all_reduce(*decoder.ranks, IS_BF16<T>, x, count * decoder.hidden);
     }
 
+    // Whether to compute no further. What a loop has left out must not reach the cache: it may be no number, and rows of
+    // other steps read what is behind them there, with a weight of 0.
+    bool over() {
+        if (!status && is_set(rows.stop)) status = INTERRUPTED;
+        return status;
+    }
+
     void until_attention(int64_t i, const Cache* caches, int64_t query_heads) {
         const Layer& layer = decoder.layers[i];
         if (i == 0) {
@@ -88,9 +96,10 @@ struct Progress {
             sum_up(rows.rows);
             std::fill_n(residual, rows.rows * decoder.hidden, T{});
         }
-        if (status) return;
+        if (over()) return;
         normed(layer.mixer_norm, rows.rows);
         project(layer.qkv, x, rows.rows, qkv());
+        if (over()) return;
         const Table& table = rows.tables[caches[i].group];
         qkv_to_cache(caches[i], qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
                      rows.rotations[layer.rotation], table.blocks, table.offsets, rows.rows);
@@ -105,17 +114,19 @@ struct Progress {
             keep(rows, attended, layer.o.ins);
             keep(rows, residual, decoder.hidden);
         }
+        if (over()) return;
         project(layer.o, attended, count, x);
         sum_up(count);
-        if (status) return;
+        if (over()) return;
         post_normed(layer.mixer_post_norm, count);
         normed(layer.feed_forward_norm, count);
         T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
+        if (over()) return;
         gate_mul(IS_BF16<T>, decoder.activation, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
         project(layer.down, gated, count, x);
         sum_up(count);
-        if (status) return;
+        if (over()) return;
         post_normed(layer.feed_forward_post_norm, count);
         if (last) normed(decoder.norm, count);
     }
@@ -149,10 +160,11 @@ using namespace penstock;
 int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*decoder); }
 
 // A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first,
-// and nothing else is of any use. `heads` are those of q. Returns MET, or why ranks have not met.
+// and nothing else is of any use. `heads` are those of q. Returns MET, or why ranks have not met, or INTERRUPTED.
 int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
                       void* out) {
     int64_t status = MET;
+    const Stoppable stoppable(rows->stop);
     with_type(caches, [&](auto type) {
         Progress<decltype(type)> step(*decoder, *rows, scratch, out);
         for (int64_t i = 0; i < decoder->count && !step.status; i++) {
@@ -174,6 +186,7 @@ int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cac
 int64_t penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
                                  void* out, int64_t layer) {
     int64_t status = MET;
+    const Stoppable stoppable(rows->stop);
     with_type(caches, [&](auto type) {
         Progress<decltype(type)> step(*decoder, *rows, scratch, out);
         step.until_attention(layer, caches, heads);
@@ -185,6 +198,7 @@ int64_t penstock_until_attention(const Decoder* decoder, const Rows* rows, const
 int64_t penstock_after_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, void* attended, void* scratch,
                                  void* out, int64_t layer) {
     int64_t status = MET;
+    const Stoppable stoppable(rows->stop);
     with_type(caches, [&](auto type) {
         using T = decltype(type);
         Progress<T> step(*decoder, *rows, scratch, out);

@@ -54,7 +54,8 @@ struct Table {
 };
 
 // The rows of a step: [rows] tokens, a table for each group of layers, and how heads are turned; and which of them are
-// wanted, [kept], rising, or null for all.
+// wanted, [kept], rising, or null for all. Once what `stop` points at is not 0, the step ends; null never stops it, and with
+// ranks it must be null, which all have to meet.
 struct Rows {
     int64_t rows;
     const int64_t* tokens;
@@ -62,7 +63,10 @@ struct Rows {
     Rotation rotations[ROTATIONS];
     int64_t kept_count;
     const int64_t* kept;
+    const int64_t* stop;
 };
+
+constexpr int64_t INTERRUPTED = -3;  // a status besides those of a meeting
 
 // Elements of scratch that a row needs.
 int64_t scratch_width(const Decoder& decoder);

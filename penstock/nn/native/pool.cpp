@@ -23,6 +23,8 @@ constexpr uint64_t OPEN = 1u << 31;
 constexpr uint64_t INSIDE = OPEN - 1;
 constexpr int NUMBER = 32;
 
+thread_local const int64_t* stop = nullptr;  // of the loops that this thread calls
+
 struct Pool {
     alignas(64) std::atomic<uint64_t> gate{0};
     alignas(64) std::atomic<int> next{0};
@@ -30,6 +32,7 @@ struct Pool {
     std::atomic<int> sleeping{0};
     std::atomic<int> count{1};
     int tasks = 0;
+    const int64_t* stops = nullptr;  // the caller's
     void (*task)(void*, int) = nullptr;
     void* context = nullptr;
     std::mutex mutex;
@@ -37,7 +40,7 @@ struct Pool {
     std::vector<std::thread> workers;
 
     void work() {
-        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(context, i);
+        for (int i; !is_set(stops) && (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(context, i);
     }
 
     // Waits for a loop other than `seen` that may be joined.
@@ -76,6 +79,7 @@ struct Pool {
         tasks = wanted;
         task = function;
         context = argument;
+        stops = stop;
         next.store(0, std::memory_order_relaxed);
         gate.store((((gate.load(std::memory_order_relaxed) >> NUMBER) + 1) << NUMBER) | OPEN);
         if (sleeping.load() > 0) {
@@ -109,6 +113,9 @@ Pool& pool() {
 
 }  // namespace
 
+Stoppable::Stoppable(const int64_t* word) { stop = word; }
+Stoppable::~Stoppable() { stop = nullptr; }
+
 int threads() { return pool().count.load(std::memory_order_relaxed); }
 
 void set_threads(int count) {
@@ -122,7 +129,7 @@ void run_tasks(int tasks, void (*task)(void*, int), void* context) {
     Pool& p = pool();
     const bool together = tasks > 1 && threads() > 1 && !p.busy.exchange(true, std::memory_order_acquire);
     if (!together) {
-        for (int i = 0; i < tasks; i++) task(context, i);
+        for (int i = 0; i < tasks && !is_set(stop); i++) task(context, i);
         return;
     }
     p.run(tasks, task, context);

@@ -4,6 +4,7 @@
 // caller never waits for one that has not begun. So which thread computes a task must not matter for its result.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -26,6 +27,19 @@ int threads();
 void set_threads(int count);
 
 void run_tasks(int tasks, void (*task)(void*, int), void* context);
+
+// Whether the word is there and not 0. Others may set it at any time.
+inline bool is_set(const int64_t* word) { return word && __atomic_load_n(word, __ATOMIC_RELAXED); }
+
+// As long as it lives, loops of this thread leave out what they have not begun once the word is set. Then what they were to
+// compute is of no use, so whoever has such a loop looks at the word after it. A null word changes nothing.
+class Stoppable {
+  public:
+    explicit Stoppable(const int64_t* word);
+    ~Stoppable();
+    Stoppable(const Stoppable&) = delete;
+    Stoppable& operator=(const Stoppable&) = delete;
+};
 
 // f(task) for every task in [0, tasks), in any order and on any thread; returns when all are done. A single task, and
 // loops inside of tasks or beside another caller's loop, run on the calling thread alone.

@@ -20,6 +20,9 @@ GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
 MOST_TOKENS = 8192  # in a step, however fast the device is
+SOON = 20e-3  # seconds: a step that only offline sequences are in ends early for an online one, unless it ends by then
+STOPS_IN = 5e-3  # seconds that a modelled device takes to end one early
+LEAST_OFFLINE = 16  # tokens of an offline prompt in a step, however often steps are interrupted
 LEAST_CHUNK = 512  # tokens of a long prompt for which a step has room at least, where the cache's size is chosen
 
 
@@ -50,6 +53,7 @@ class SchedulerCounters:
     """Totals since the start."""
 
     preemptions: int = 0
+    interruptions: int = 0  # steps of offline sequences that were ended early for an online one
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
     prefix_loads: int = 0  # those of them that were loaded from a tier below the device
@@ -99,6 +103,29 @@ class StepBudget:
 
     def _set(self, tokens: float) -> None:
         self.tokens = min(max(int(tokens) // GRAIN * GRAIN, self._low), self.high)
+
+
+class OfflineChunk:
+    """Tokens of prompts in a step that only offline sequences are in: half as many after one that was interrupted, and
+    then twice as many in every further one. So these prompts get on between online requests, however often these come.
+
+    Attributes:
+        tokens: now; None where nothing bounds them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: int | None = None
+
+    def interrupted(self, tokens: int) -> None:
+        """One that held so many."""
+        if tokens:
+            # one that was in flight behind it held as many, and says nothing new
+            self.tokens = max(LEAST_OFFLINE, min(self.tokens or tokens, tokens // 2))
+
+    def granted(self, tokens: int, budget: int) -> None:
+        """The next one holds so many; `budget` is what any step may hold."""
+        if self.tokens is not None and tokens >= self.tokens:
+            self.tokens = None if 2 * self.tokens >= budget else 2 * self.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,14 @@ from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
 from penstock.sched.local.kv_manager import KVManager
-from penstock.sched.local.limits import Limits, SchedulerCounters
+from penstock.sched.local.limits import Limits, OfflineChunk, SchedulerCounters
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.reservations import Reservation, Reservations
 from penstock.sched.local.sequence import Sequence, WaitingQueue, standing_of
 from penstock.sched.local.speculation import Speculation
-from penstock.sched.local.steps import InFlightSteps, Measurements
+from penstock.sched.local.steps import InFlightSteps, Measurements, all_offline
 from penstock.sched.steptime import StepTime
 
 _turn, _rank = attrgetter("turn"), attrgetter("rank")
@@ -47,10 +47,14 @@ class StepBuilder:
         fresh: blocks that each was given.
         short: a running sequence had to give up its blocks.
         drafts: behind the next token of each, that may be right.
+
+    Args:
+        offline: tokens of prompts in it, where nothing in it is online; None where nothing bounds them.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, offline: int | None = None) -> None:
         self.budget = budget
+        self._offline = offline
         self.grants: dict[Sequence, int] = {}
         self.fresh: dict[Sequence, list[int]] = {}
         self.short = False
@@ -61,6 +65,12 @@ class StepBuilder:
         if count := self.grants.pop(sequence, 0):
             self.budget += sequence.cost(count)
         self.fresh.pop(sequence, None)
+
+    def left_for(self, sequence: Sequence) -> int:
+        """Tokens that a prompt may have of those that are left, where everything online has what it gets."""
+        if self._offline is None or not sequence.offline or not all_offline(self.grants):
+            return self.budget
+        return min(self.budget, self._offline - sum([count for count in self.grants.values() if count > 1]))
 
     def plan(self, released: list[str]) -> StepPlan:
         """
@@ -125,6 +135,8 @@ class Scheduler:
         self.reservations = Reservations(self.kv, root, self._running)
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
+        self._offline_chunk = OfflineChunk()
+        self._called = False  # something online came, and no step was scheduled since
         self._arrivals = 0
         self._now = 0.0  # of the last plan
 
@@ -297,6 +309,7 @@ class Scheduler:
         sequence.migrates = False
         if self._migrating.pop(request_id, None) is not None:
             self._running.append(sequence)
+            self._called |= not sequence.offline
 
     def migrated(self, request_id: str) -> None:
         """Another instance has taken it over: remove it."""
@@ -376,6 +389,7 @@ class Scheduler:
         sequence.published = reservation.have // sequence.groups
         sequence.cached_tokens = cached_tokens
         self._running.append(sequence)
+        self._called |= not sequence.offline
         self._answered.append(sequence)
         self.kv.publish(sequence)
         return sequence
@@ -396,7 +410,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for sequence in self._running:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        builder = StepBuilder(self.limits.token_budget)
+        builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
         prompt_tokens = 0
         if self._policy.steady and not (prefilling or self._waiting):
             self._decode(builder, decoding)
@@ -406,7 +420,10 @@ class Scheduler:
             self._fill(builder, allowance, prefilling)
             prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
             self.counters.prompt_tokens += prompt_tokens
+            if self._offline_chunk.tokens is not None and all_offline(builder.grants):
+                self._offline_chunk.granted(prompt_tokens, self.limits.token_budget)
         self.counters.steps += 1
+        self._called = False
         if not builder.grants:
             held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
             moves = self.offload is not None and not self.offload.idle
@@ -439,9 +456,15 @@ class Scheduler:
                 sequence.blocks += blocks
                 builder.fresh.setdefault(sequence, []).extend(blocks)
 
-    def launch(self, plan: StepPlan) -> None:
-        """A runner has the plan: until its `update`, its blocks get no other owner."""
-        self._in_flight.launch(plan, self._sequences)
+    def launch(self, plan: StepPlan) -> bool:
+        """A runner has the plan: until its `update`, its blocks get no other owner. Returns whether all that it
+        computes is offline."""
+        return self._in_flight.launch(plan, self._sequences)
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether something online has come for which what is in flight, all of it offline, is to be interrupted."""
+        return self._called and self._in_flight.offline
 
     def look_ahead(self) -> bool:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
@@ -476,6 +499,9 @@ class Scheduler:
         """Record a finished step. A sequence that was cancelled meanwhile is skipped."""
         outputs, drafted = [], 0
         computed = self._land(plan)
+        if result.interrupted:
+            self._set_back(plan)
+            return []
         sampled = iter(zip(result.tokens, result.logprobs, strict=True))
         for step in plan.sequences:
             run, logprobs = next(sampled) if step.sample else ((), None)
@@ -518,6 +544,14 @@ class Scheduler:
         if self.speculation is not None and (times := self.measurements.times) is not None:
             self.speculation.ran(plan.work, drafted, (ended - began) * 1e3, times)
         return outputs
+
+    def _set_back(self, plan: StepPlan) -> None:
+        """A step has ended early. Its sequences hold their blocks and are where they were: what it was to compute is
+        computed again, over what it has left there."""
+        tokens = sum([len(s.tokens) for s in plan.sequences if len(s.tokens) > max(1, s.sample)])
+        self.counters.interruptions += 1
+        self.counters.prompt_tokens -= tokens
+        self._offline_chunk.interrupted(tokens)
 
     def _advance(
         self,
@@ -599,7 +633,9 @@ class Scheduler:
                 break
             if runs:
                 sequence = prefilling.pop()
-                most = min(sequence.pending, builder.budget, self.kv.chunk)
+                most = min(sequence.pending, builder.left_for(sequence), self.kv.chunk)
+                if most <= 0:
+                    continue
                 count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
                 if count and self._grant_running(builder, sequence, count) and allowance.bounded:
                     allowance.granted(sequence, sequence.computed, count)
@@ -669,9 +705,9 @@ class Scheduler:
         hit = self.kv.prefix_hit(sequence)
         cached = hit.tokens
         rest = len(sequence.tokens) - cached
-        most = min(rest, builder.budget, self.kv.chunk)
-        count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
-        if not count:
+        most = min(rest, builder.left_for(sequence), self.kv.chunk)
+        count = allowance.chunk(sequence, cached, most) if allowance.bounded and most > 0 else most
+        if count <= 0:
             return False
         # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
         # together would starve each other
@@ -688,7 +724,7 @@ class Scheduler:
             builder.forget(victim)
             self._preempt(victim)
         if victims:  # their tokens are available again
-            most = min(rest, builder.budget, self.kv.chunk)
+            most = min(rest, builder.left_for(sequence), self.kv.chunk)
             count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         self._waiting.remove(sequence)
         self._running.append(sequence)
@@ -734,6 +770,7 @@ class Scheduler:
         """Queue it."""
         self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)
         self._waiting.add(sequence)
+        self._called |= not sequence.offline
 
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
@@ -762,7 +799,8 @@ class Scheduler:
             assert 0 <= s.computed < len(s.tokens) + (s.pooling is not None and s.in_flight > 0)
             assert len(s.tokens) <= self.limits.max_model_len
             drafted = 0 if self.speculation is None else self.speculation.most
-            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(len(s.tokens) + 1 + drafted)
+            most = len(s.tokens) + 2 + drafted  # two where a step after one that was interrupted had set its own aside
+            assert s.blocks_until(s.computed) <= len(s.blocks) <= s.blocks_until(most)
             assert len(set(s.held)) == len(s.held) > 0, "a block stands twice in one sequence"
             for group, end in enumerate(s.dropped):
                 gone, after = s.blocks[group : end * s.groups : s.groups], s.blocks[end * s.groups + group]

@@ -24,7 +24,7 @@ nothing is in flight, and nothing is scheduled ahead meanwhile.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
@@ -54,12 +54,14 @@ class InFlightStep:
         sequences: that it computes, those without that have let go of their blocks meanwhile.
         counted: its outcome is counted ahead.
         kept: blocks that were let go of and that it may touch, to be released when it has landed.
+        offline: all its sequences are.
     """
 
     plan: StepPlan
     sequences: dict[str, Sequence]
     counted: bool = False
     kept: list[list[int]] = field(default_factory=list)
+    offline: bool = False
 
 
 class InFlightSteps:
@@ -78,11 +80,15 @@ class InFlightSteps:
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> None:
+    def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> bool:
+        """Returns whether all its sequences are offline."""
         assert len(self._in_flight) < MOST
         if not self._in_flight:
             self._wanted = False  # a preemption that waited could have run
-        self._in_flight.append(InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences}))
+        flight = InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences})
+        flight.offline = all_offline(flight.sequences.values())
+        self._in_flight.append(flight)
+        return flight.offline
 
     def look_ahead(self, running: list[Sequence], longest: int) -> bool:
         """Count the step in flight as done; sequences that end by it leave `running`. False when nothing may be
@@ -164,6 +170,11 @@ class InFlightSteps:
         """Ask to preempt. Returns whether it must wait."""
         self._wanted = True
         return self.held_back
+
+    @property
+    def offline(self) -> bool:
+        """Whether something is in flight, and nothing that is online."""
+        return bool(self._in_flight) and all(flight.offline for flight in self._in_flight)
 
     @property
     def first(self) -> StepPlan:
@@ -284,6 +295,11 @@ class Measurements:
         for gap in gaps:
             mean += WEIGHT * (gap * 1e3 - mean)
         self.interval_ms = mean
+
+
+def all_offline(sequences: Iterable[Sequence]) -> bool:
+    """Whether there is nothing online among them."""
+    return all(s.offline for s in sequences)
 
 
 def placeholder(row: int) -> int:

@@ -103,6 +103,7 @@ class Allowance:
 
     Attributes:
         prompts_ms: that it may take for prompts.
+        pressing: an online prompt is in it that is to take no longer for offline ones.
         decoding: sequences that get their next token in any case, in this order.
         favoured: a prompt that gets a share of the step before all others, and what these leave of it.
         bounded: whether it may be less than the token budget, and everything offline comes after everything online;
@@ -126,12 +127,15 @@ class Allowance:
         self.rows, self.kv_tokens = decodes.count, decodes.kv_tokens  # decodes in the step
         self.prompts_ms = max(limit_ms, LEAST * times.step_ms((), max(1, self.rows), self.kv_tokens))
         self.prefills: list[tuple[int, int]] = []
+        self.pressing = False
         self._tokens = 0  # of all
         self._others = False  # whether another than the favoured one has a token
         self._more_ms = 0.0  # that they take beyond what as many decoding rows would: attention, less the logits
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
         """How many of the next `most` tokens of a prompt to compute, after `cached` ones; possibly 0."""
+        if sequence.offline and self.pressing:
+            return 0
         return self.fitting(cached, most, self.prompts_ms) or int(not self._others)
 
     def fitting(self, cached: int, most: int, limit_ms: float) -> int:
@@ -144,6 +148,11 @@ class Allowance:
         """These tokens are granted."""
         self._count((tokens, cached), 1)
         self._others |= sequence is not self.favoured
+        self.pressing |= self.presses(sequence)
+
+    def presses(self, sequence: Sequence) -> bool:
+        """Whether its prompt is to take no longer for offline ones."""
+        return not sequence.offline and sequence.first is None
 
     def lengthened(self, cached: int, tokens: int, most: int) -> int:
         """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs."""

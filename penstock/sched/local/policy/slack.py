@@ -15,7 +15,7 @@ after it, a prompt waits for at most its PATIENCE and then 1 / SHARE times its o
 longer. The rest of every step is for others, and what these leave is for the favoured one again.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
-it.
+it; and none in a step in which a prompt is prefilled that is late or has no deadline.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Paid(Allowance):
             if share >= min(most, LEAST_TOKENS):
                 return share
             return max(1, self.fitting(cached, most, self.prompts_ms)) if self._turn else int(not sequence.blocks)
-        if sequence.offline and self._held is not None:
+        if sequence.offline and self._held is not None and not self.pressing:
             return self.fitting(cached, most, self.limit_ms)
         return super().chunk(sequence, cached, most)
 
@@ -122,6 +122,9 @@ class _Paid(Allowance):
             if cached + tokens == len(sequence.tokens):
                 self._spare_at_end = min(self._spare_at_end, self.times.margin * (sequence.due - self._now) * 1e3)
                 self.prompts_ms = min(self.prompts_ms, self._spare_at_end)  # what comes behind it does not make it late
+
+    def presses(self, sequence: Sequence) -> bool:
+        return super().presses(sequence) and sequence.turn[1] != _KEPT  # of which `_spare` tells how long it may take
 
     def held_back(self) -> Iterable[Sequence]:
         """From now on the step's limit is that of offline work."""
