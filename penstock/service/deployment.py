@@ -33,7 +33,7 @@ class Tables:
     """The settings of each section.
 
     Attributes:
-        top: of the file itself; at least model, frontends, host, port, policy.
+        top: of the file itself; at least model, frontends, host, port, policy, live-roles.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
         adopted: of a running server that becomes one; at least url.
@@ -186,6 +186,7 @@ class Deployment:
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         policy: a name in `policies.BUNDLES`.
+        live_roles: whether it changes roles, whatever the policy.
         priorities: targets that each priority implies, for requests without any.
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
@@ -207,6 +208,7 @@ class Deployment:
     orphans: float | None
     restart: Restart
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
+    live_roles: bool = False
     scaling: Scaling | None = None
     cluster: Cluster | None = None
     ray: Ray | None = None
@@ -303,13 +305,15 @@ class _Parser:
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
         if roles and policy == COLOCATED:
             warnings.append(f"policy: {policy} does not look at roles")
-        model, frontends, flight_recorder = (top.pop(key) for key in ("model", "frontends", "flight_recorder"))
+        names = ("model", "frontends", "flight_recorder", "live_roles")
+        model, frontends, flight_recorder, live_roles = (top.pop(key) for key in names)
         return Deployment(
             model=model,
             frontends=frontends,
             server=top | limits,
             groups=tuple(groups),
             policy=policy,
+            live_roles=live_roles,
             priorities=priorities,
             cluster=cluster,
             ray=ray,

@@ -112,6 +112,7 @@ def test_xllm_moves_instances_loses_nothing_and_drains_what_waits_at_the_master(
         answered(up, model, load)
         moves = [line for line in up.lines if " changes to role " in line]
         assert any("decode-" in line and "changes to role prefill" in line for line in moves), "".join(up.lines[-60:])
+        assert any(" has role prefill " in line for line in up.lines), "nobody said that it has it"
         assert up.metric("handoffs_total") > 0
         offline = [body | {"service_tier": "flex"} for body in bodies(model, 24, 5, (1400, 1500), 4)]
         load = Load(up.urls, offline)

@@ -367,7 +367,10 @@ def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
     assert ("moved", "a") in cluster.recorder.told
     # a report from before it heard, which is told again, and one from after
     assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetRole(1, "decode", 1))]
-    assert cluster.engine("a", snapshot(1, 2, "decode", role_generation=1)) == []
+    cluster.now = 0.25
+    for said in (["a has role decode 250.0 ms after the decision"], []):  # once
+        actions = cluster.master.tick(0.25, FromEngine("a", snapshot(1, 2, "decode", role_generation=1)))
+        assert [action.text for action in actions] == said
     cluster.engine("a", ChannelLost("gone"))
     again = cluster.engine("a", ready("a", 2))
     assert ToEngine("a", SetRole(2, "decode", 1)) in again

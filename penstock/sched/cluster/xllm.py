@@ -4,8 +4,9 @@ A prompt goes to the prefiller (role P) with the earliest first token; where tha
 (D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. When its prompt has ended, it
 decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
+"Late" is when the first token is predicted after its target, or has come after it lately (`misses`).
+
 Not in the paper:
-- "Late" is long before the target (`SOON`): help requested when the target is about to be missed comes too late.
 - When no more decoders may leave, those that can prefill a prompt within one step of their TPOT target help as well.
   xLLM's public code does something like it.
 - When no instance can meet the deadline, the prompt goes where it is prefilled first.
@@ -31,11 +32,20 @@ from penstock.sched.cluster.base import (
     Resident,
     Stage,
 )
+from penstock.sched.cluster.elastic_roles import (
+    DWELL,
+    FULL,
+    MARGIN,
+    ElasticRoles,
+    fullness,
+    interval,
+    misses,
+    step_seconds,
+    turning,
+)
 from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
-from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
-SOON = 0.2  # share of a TTFT target that prefillers may need before others help
 OUTPUT = 256  # tokens, where nothing has ended yet
 
 
@@ -53,9 +63,9 @@ class _Prefiller:
     help: str = ""
 
 
-def make_xllm(dwell: float = DWELL) -> tuple[Xllm, XllmRoles]:
+def make_xllm(dwell: float = DWELL) -> tuple[Xllm, ElasticRoles]:
     """Its dispatch and role policies, which share their state."""
-    roles = XllmRoles(dwell)
+    roles = ElasticRoles(dwell)
     return Xllm(roles), roles
 
 
@@ -70,7 +80,7 @@ class Xllm:
     name = "xllm"
     wants_keys = False
 
-    def __init__(self, roles: XllmRoles | None = None) -> None:
+    def __init__(self, roles: ElasticRoles | None = None) -> None:
         self._roles = roles
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -133,7 +143,7 @@ class Xllm:
         for group in (clear, turned):
             if group:
                 found.append(_soonest(view, demand, group, costs))
-                if found[-1].ttft <= SOON * demand.ttft:
+                if found[-1].ttft <= demand.ttft and not misses(found[-1].instance, demand.ttft):
                     return found[-1]
         best = min(found, key=_by_ttft)
         decoders = [i for i in view.instances if i.role == "decode" and _may_hold(demand, i)]
@@ -211,7 +221,7 @@ def _can_spare(demand: Demand, instance: InstanceLoad) -> bool:
 
 def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float, sequences: int = 1) -> bool:
     """Whether its memory and its steps, predicted and measured, bear one more sequence of so many tokens."""
-    measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
+    measured = interval(instance) if instance.decoding else 0.0
     if max(step_ms / 1e3, measured) > MARGIN * min(instance.tpot, demand.tpot):
         return False
     return fullness(instance, sequences=sequences, tokens=tokens) <= FULL
