@@ -127,6 +127,26 @@ def test_the_prefiller_with_the_earliest_first_token_gets_it():
     assert not decision.moves
 
 
+def test_hit_load_and_queue_are_weighed_within_a_pool():
+    one = online(prompt_tokens=20_000, hits={"p1": 19_200, "d0": 19_200})
+    d = {"d0": {}, "d1": {}}
+    assert decide(cluster(p0={}, p1={}, **d), one).prefill == "p1"
+    assert decide(cluster(p0={}, p1=prefilling(0.1), **d), one).prefill == "p1", "it waits less than it saves"
+    assert decide(cluster(p0={}, p1=prefilling(0.9), **d), one).prefill == "p0"
+    slow = replace(one, loads={"p1": 19_200})
+    (holder,) = (i for i in cluster(p1={}) if i.name == "p1")
+    gain = holder.prefill_seconds(20_000) - holder.prefill_seconds(800, 19_200) - holder.load_seconds(19_200)
+    assert (decide(cluster(p0={}, p1={}, **d), slow).prefill == "p1") == (gain > 0)
+    assert gain > 0, "this device loads faster than it computes"
+    assert decide(cluster(p0={}, p1={}, **d), replace(one, hits={"d0": 19_200})).prefill == "p0", "pools go before hits"
+
+
+def test_who_has_the_prompt_is_compared_however_many_wait_less():
+    others = {f"p{k}": {} for k in range(1, 40)}
+    loads = cluster(p0=prefilling(0.05), **others, d0={}, d1={})
+    assert decide(loads, online(prompt_tokens=20_000, hits={"p0": 19_200})).prefill == "p0"
+
+
 def test_prefillers_that_still_decode_are_asked_only_when_the_others_are_late():
     turned = {"p1": BUSY, "d0": {}, "d1": {}}
     assert decide(cluster(p0=prefilling(0.1), **turned), online()).prefill == "p0"

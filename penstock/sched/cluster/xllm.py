@@ -1,8 +1,11 @@
-"""Greedy under predicted latency, over roles that change while it decides (xLLM, section 3.2).
+"""Greedy under predicted latency, over roles that change while it decides (xLLM, sections 3.2 and 3.4).
 
 A prompt goes to the prefiller (role P) with the earliest first token; where that is late, to one that still decodes
 (D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. When its prompt has ended, it
 decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
+
+The first token's time is estimated from the cache (section 3.4): for each candidate how much of the prompt it has, when
+what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes.
 
 "Late" is when the first token is predicted after its target, or has come after it lately (`misses`).
 
@@ -78,7 +81,7 @@ class Xllm:
     """
 
     name = "xllm"
-    wants_keys = False
+    wants_keys = True
 
     def __init__(self, roles: ElasticRoles | None = None) -> None:
         self._roles = roles
@@ -191,8 +194,13 @@ class Xllm:
 def _soonest(
     view: ClusterView, demand: Demand, candidates: Iterable[InstanceLoad], costs: dict[str, float], help: str = ""
 ) -> _Prefiller:
-    """Of those that wait least, the one with the earliest first token."""
+    """Of those that wait least, and those that have most of the prompt, the one with the earliest first token."""
+    candidates = list(candidates)
     compared = nsmallest(COMPARED, candidates, key=lambda i: (max(i.free_at, view.now), i.pending_tokens))
+    if demand.hits:
+        known = {i.name for i in compared}
+        holders = [i for i in candidates if i.name in demand.hits and i.name not in known]
+        compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
     found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
     costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)
