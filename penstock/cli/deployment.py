@@ -133,14 +133,13 @@ TABLES = Tables(
             "policy",
             one_of(*BUNDLES),
             None,
-            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified, and least_loaded where groups "
-            "have roles",
+            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified",
         ),
         Option(
             "live-roles",
             switch,
             False,
-            "roles change when prompts or tokens come too late, under any policy; under xllm always",
+            "roles change when prompts or tokens come too late, under any policy; under xllm and unified always",
         ),
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],

@@ -24,7 +24,7 @@ GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 ADOPTED = "vllm"  # device of groups that are running servers
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
-COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
+DEFAULT = "unified"  # policy of files without one
 ONE_LAYOUT = ("dtype", "kv-cache-dtype", "kv-layout")  # of all instances that share a KV pool server's memory
 
 
@@ -282,7 +282,7 @@ class _Parser:
         ray = self._ray(top.pop("launcher"))
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
-        policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
+        policy = top.pop("policy") or DEFAULT
         groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         scaling = self._scaling(policy, groups)
         if scaling is not None and groups:
@@ -303,8 +303,6 @@ class _Parser:
             file.complain(transport_spots["kind"], f"'shared', {why}")
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
-        if roles and policy == COLOCATED:
-            warnings.append(f"policy: {policy} does not look at roles")
         names = ("model", "frontends", "flight_recorder", "live_roles")
         model, frontends, flight_recorder, live_roles = (top.pop(key) for key in names)
         return Deployment(

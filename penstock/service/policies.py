@@ -13,14 +13,13 @@ from penstock.sched.cluster import (
     Colocated,
     ColocatedRoles,
     DispatchPolicy,
-    Everywhere,
     MigrationPolicy,
     PrioritySLO,
     RolePolicy,
     ScalingPolicy,
     Unified,
 )
-from penstock.sched.cluster.balance import Balance
+from penstock.sched.cluster.balance import Balance, Together
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.conversion import Conversions
 from penstock.sched.cluster.elastic_roles import ElasticRoles
@@ -125,7 +124,13 @@ def _hfx(at: Circumstances) -> Policies:
 
 def _unified(at: Circumstances) -> Policies:
     unified = Unified()
-    return Policies(dispatch=unified, migration=unified, balance=Balance(), roles=Everywhere(), priorities=at.mapping())
+    return Policies(
+        dispatch=unified,
+        migration=unified,
+        balance=Together(Conversions(), Balance()),
+        roles=ElasticRoles(),
+        priorities=at.mapping(),
+    )
 
 
 _HFX = Bundle(make=_hfx)
