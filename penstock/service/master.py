@@ -494,6 +494,8 @@ class Master:
     def _relocate(self, now: float, flight: Tracked, migration: Migration) -> Action:
         key, session = flight.demand.key, self._sessions[migration.to]
         flight.open = False
+        if self._recorder is not None:
+            self._recorder.relocated(now, flight.home.name, migration)
         if session is not flight.home:
             flight.moving = now + SETTLES
         self._rehouse(key, flight, session)
