@@ -85,8 +85,9 @@ def test_only_what_one_has_more_than_others_makes_it_a_chats():
 def test_a_prompt_goes_to_those_meant_for_prompts_until_they_are_behind():
     idle = {"p0": {}, "d0": {}, "d1": {}}
     assert decide(ask(), **idle).prefill == "p0"
-    assert decide(ask(), **(idle | {"p0": has(0.05)})).prefill == "p0"
-    assert decide(ask(), **(idle | {"p0": has(1.0)})).prefill in ("d0", "d1")
+    long = ask(8200)
+    assert decide(long, **(idle | {"p0": has(0.05)})).prefill == "p0"
+    assert decide(long, **(idle | {"p0": has(1.0)})).prefill in ("d0", "d1")
     assert decide(ask(8200, hits={"d1": 8000}), **idle).prefill == "d1", "nearly all is there"
 
 

@@ -55,7 +55,7 @@ from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
-DEARER = 2.0  # by how much a prompt counts more on an instance that is meant to decode
+DEARER = 0.5  # by how much a prompt counts more on an instance that is meant to decode
 SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, under load
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
 LASTS = 0.5  # seconds that a sequence decodes at least, to leave an instance that is meant for prompts
