@@ -9,7 +9,7 @@ import re
 from math import inf
 from urllib.parse import urlsplit
 
-from penstock.cli.options import Option, between, integer, number, one_of, text, words
+from penstock.cli.options import Option, between, integer, number, one_of, switch, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.sched.local import LOCAL_POLICIES
@@ -133,8 +133,13 @@ TABLES = Tables(
             "policy",
             one_of(*BUNDLES),
             None,
-            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified, and least_loaded where groups "
-            "have roles",
+            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified",
+        ),
+        Option(
+            "live-roles",
+            switch,
+            False,
+            "roles change when prompts or tokens come too late, under any policy; under xllm and unified always",
         ),
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],

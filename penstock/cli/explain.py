@@ -207,6 +207,9 @@ def _other_choice(policy: str, again: Mapping[str, Any]) -> str:
 
 
 def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
+    for went in sequence["relocated"]:
+        goes = f"goes on at {went['to']}" if went["to"] != went["from"] else "stays"
+        yield _plain(f"{went['at']}: from {went['from']} it {goes}: {went['reason']}")
     for move in sequence["moves"]:
         yield f"{move['at']}: {_plain(_told(move))}"
     outcome = sequence["outcome"]

@@ -117,7 +117,8 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     recording = settings["flight_recorder"]
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
     scaling = dict(settings["scaling"] or {})
-    circumstances = Circumstances(interval=scaling.pop("interval", None), priorities=priorities)
+    interval, live_roles = scaling.pop("interval", None), settings["live_roles"]
+    circumstances = Circumstances(interval=interval, priorities=priorities, live_roles=live_roles)
     policies = BUNDLES[settings["policy"]].make(circumstances)
     fleet = FleetLimits(**scaling) if scaling else None
     curve, seed, public = curve_of(settings), settings["seed"], settings["public"]

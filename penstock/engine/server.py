@@ -286,8 +286,11 @@ class EngineServer:
                     self._send(client, refused)
             case _ if command.to != self._incarnation:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
-            case Cancel() | SetRole() | Drain():
+            case Cancel() | Drain():
                 self._intake.obey(client, command)
+            case SetRole():
+                self._intake.obey(client, command)
+                self._tell_masters(self._clock.now())  # which so know how long that took
             case Migrate():
                 self._intake.migrate(self._clock.now(), client, command)
             case LinkPeer(peer=peer):

@@ -24,7 +24,7 @@ GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 ADOPTED = "vllm"  # device of groups that are running servers
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
-COLOCATED, DISAGGREGATED = "unified", "least_loaded"  # policies of files without one, where all roles are "any" or not
+DEFAULT = "unified"  # policy of files without one
 ONE_LAYOUT = ("dtype", "kv-cache-dtype", "kv-layout")  # of all instances that share a KV pool server's memory
 
 
@@ -33,7 +33,7 @@ class Tables:
     """The settings of each section.
 
     Attributes:
-        top: of the file itself; at least model, frontends, host, port, policy.
+        top: of the file itself; at least model, frontends, host, port, policy, live-roles.
         engine: of an instance on a real device; at least device.
         modelled: of one on a modelled device; at least device.
         adopted: of a running server that becomes one; at least url.
@@ -186,6 +186,7 @@ class Deployment:
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         policy: a name in `policies.BUNDLES`.
+        live_roles: whether it changes roles, whatever the policy.
         priorities: targets that each priority implies, for requests without any.
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
@@ -207,6 +208,7 @@ class Deployment:
     orphans: float | None
     restart: Restart
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
+    live_roles: bool = False
     scaling: Scaling | None = None
     cluster: Cluster | None = None
     ray: Ray | None = None
@@ -280,7 +282,7 @@ class _Parser:
         ray = self._ray(top.pop("launcher"))
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
-        policy = top.pop("policy") or (DISAGGREGATED if roles else COLOCATED)
+        policy = top.pop("policy") or DEFAULT
         groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         scaling = self._scaling(policy, groups)
         if scaling is not None and groups:
@@ -301,15 +303,15 @@ class _Parser:
             file.complain(transport_spots["kind"], f"'shared', {why}")
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
-        if roles and policy == COLOCATED:
-            warnings.append(f"policy: {policy} does not look at roles")
-        model, frontends, flight_recorder = (top.pop(key) for key in ("model", "frontends", "flight_recorder"))
+        names = ("model", "frontends", "flight_recorder", "live_roles")
+        model, frontends, flight_recorder, live_roles = (top.pop(key) for key in names)
         return Deployment(
             model=model,
             frontends=frontends,
             server=top | limits,
             groups=tuple(groups),
             policy=policy,
+            live_roles=live_roles,
             priorities=priorities,
             cluster=cluster,
             ray=ray,

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
-from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry
+from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
 
 FOLLOWED = 20  # moves of its instances that are told of a sequence
 
@@ -24,6 +24,7 @@ class History:
         held: with how many decisions there had been.
         decided: the same; several when an instance did not take it, or died.
         moved: of the instances that it was on, while it was.
+        relocated: where it went on, and where from.
     """
 
     id: str
@@ -31,6 +32,7 @@ class History:
     held: list[tuple[float, int, HeldEntry]] = field(default_factory=list)
     decided: list[tuple[float, int, DecidedEntry]] = field(default_factory=list)
     moved: list[tuple[float, MovedEntry]] = field(default_factory=list)
+    relocated: list[tuple[float, RelocatedEntry]] = field(default_factory=list)
     ended: tuple[float, EndedEntry] | None = None
 
     @property
@@ -38,7 +40,8 @@ class History:
         if not self.decided:
             return set()
         decision = self.decided[-1][2].decision
-        return {decision.prefill} | ({decision.decode} if decision.decode is not None else set())
+        went = {entry.to for _, entry in self.relocated}
+        return {decision.prefill} | ({decision.decode} if decision.decode is not None else set()) | went
 
 
 def pattern_of(request: str) -> re.Pattern[str]:
@@ -71,6 +74,8 @@ def collect(
             sequence = found.setdefault(key, History(entry.request_id, entry.frontend))
             if isinstance(entry, HeldEntry):
                 sequence.held.append((wall, count, entry))
+            elif isinstance(entry, RelocatedEntry):
+                sequence.relocated.append((wall, entry))
             elif isinstance(entry, DecidedEntry):
                 sequence.decided.append((wall, count, entry))
                 sequence.ended = None  # it is placed again after a failed placement
@@ -92,6 +97,10 @@ def as_values(found: History) -> dict[str, Any]:
         "placements": [_placement(found, wall, number, decided) for wall, number, decided in found.decided],
         "held": [_held(wall, held) for wall, _, held in found.held],
         "moves": [_moved(wall, moved) for wall, moved in found.moved[:FOLLOWED]],
+        "relocated": [
+            {"at": shown_time(wall), "from": entry.at, "to": entry.to, "reason": entry.reason}
+            for wall, entry in found.relocated[:FOLLOWED]
+        ],
         "ended_at": None if found.ended is None else shown_time(found.ended[0]),
         "outcome": None
         if outcome is None

@@ -97,7 +97,7 @@ def plan(
             more["descriptors"] = (doors[number].fileno(),)
         more["module"] = "adopted" if group.adopted else None
         programs.append(program(name, "engine", settings, **place, **more))
-    settings = {"policy": deployment.policy, "seed": deployment.server["seed"]}
+    settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["flight_recorder"] = deployment.flight_recorder

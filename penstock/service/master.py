@@ -234,11 +234,19 @@ class Master:
             session.role_generation = max(
                 session.role_generation, snapshot.role_generation
             )  # counted by an earlier master
-            return []
+            return self._has_role(now, session) if snapshot.role_generation == session.role_generation else []
         if snapshot.role_generation < session.role_generation:
             return [self._set_role(session)]  # the command was lost or is late
         session.role, session.role_generation = snapshot.role, snapshot.role_generation  # decided before this master
         return self._mesh.connect(session)
+
+    @staticmethod
+    def _has_role(now: float, session: InstanceSession) -> list[Action]:
+        """An instance says that it has the role that it should."""
+        decided, session.role_decided = session.role_decided, None
+        if decided is None:
+            return []
+        return [Notice(f"{session.name} has role {session.role} {(now - decided) * 1e3:.1f} ms after the decision")]
 
     def _set_role(self, session: InstanceSession) -> Action:
         return ToEngine(session.name, SetRole(session.peer.incarnation, session.role, session.role_generation))
@@ -486,6 +494,8 @@ class Master:
     def _relocate(self, now: float, flight: Tracked, migration: Migration) -> Action:
         key, session = flight.demand.key, self._sessions[migration.to]
         flight.open = False
+        if self._recorder is not None:
+            self._recorder.relocated(now, flight.home.name, migration)
         if session is not flight.home:
             flight.moving = now + SETTLES
         self._rehouse(key, flight, session)
@@ -592,6 +602,7 @@ class Master:
                 continue
             self._roles[move.name] = session.role = move.role
             session.role_generation += 1
+            session.role_decided = now
             session.changed()
             actions.append(self._set_role(session))
             actions.append(Notice(f"{move.name} changes to role {move.role}: {move.reason}"))

@@ -13,15 +13,16 @@ from penstock.sched.cluster import (
     Colocated,
     ColocatedRoles,
     DispatchPolicy,
-    Everywhere,
     MigrationPolicy,
     PrioritySLO,
     RolePolicy,
     ScalingPolicy,
     Unified,
 )
-from penstock.sched.cluster.balance import Balance
+from penstock.sched.cluster.balance import Balance, Together
 from penstock.sched.cluster.colocation import LatencyRoles
+from penstock.sched.cluster.conversion import Conversions
+from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.unified_scaling import UnifiedScaling
@@ -53,13 +54,21 @@ class Circumstances:
     Attributes:
         interval: seconds between two decisions about the number of instances; None leaves it to the policy.
         priorities: bounds of the targets that a priority implies; none: priorities imply no targets.
+        live_roles: whether roles change also under policies that leave them as they are.
     """
 
     interval: float | None = None
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
+    live_roles: bool = False
 
     def mapping(self) -> PriorityMapping | None:
         return PriorityMapping(self.priorities) if self.priorities else None
+
+    def roles(self) -> RolePolicy | None:
+        return ElasticRoles() if self.live_roles else None
+
+    def conversions(self) -> Balancer | None:
+        return Conversions() if self.live_roles else None
 
     def scaling(self, policy: ScalingPolicy) -> ScalingPolicy:
         """The policy, with these circumstances' interval."""
@@ -86,7 +95,9 @@ class Bundle:
 
 def dispatched(make: Callable[[], DispatchPolicy]) -> Bundle:
     """A bundle with a dispatch policy only."""
-    return Bundle(make=lambda at: Policies(dispatch=make(), priorities=at.mapping()))
+    return Bundle(
+        make=lambda at: Policies(dispatch=make(), balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
+    )
 
 
 def scaled(bundle: Bundle, make: Callable[[], ScalingPolicy]) -> Bundle:
@@ -100,6 +111,7 @@ def _xllm(at: Circumstances) -> Policies:
     return Policies(
         dispatch=Colocated(dispatch, colocation),
         migration=dispatch,
+        balance=Conversions(),
         roles=ColocatedRoles(roles, colocation),
         priorities=at.mapping(),
     )
@@ -107,12 +119,18 @@ def _xllm(at: Circumstances) -> Policies:
 
 def _hfx(at: Circumstances) -> Policies:
     hfx = HFX()
-    return Policies(dispatch=hfx, migration=hfx, priorities=at.mapping())
+    return Policies(dispatch=hfx, migration=hfx, balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
 
 
 def _unified(at: Circumstances) -> Policies:
     unified = Unified()
-    return Policies(dispatch=unified, migration=unified, balance=Balance(), roles=Everywhere(), priorities=at.mapping())
+    return Policies(
+        dispatch=unified,
+        migration=unified,
+        balance=Together(Conversions(), Balance()),
+        roles=ElasticRoles(),
+        priorities=at.mapping(),
+    )
 
 
 _HFX = Bundle(make=_hfx)

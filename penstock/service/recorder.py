@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Protocol
 
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop
 
 DECISIONS = 10_000  # kept at most
 LOADS = 200_000  # instances' loads and waiting demands that they refer to, at most
@@ -68,6 +68,24 @@ class MovedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class RelocatedEntry:
+    """It was decided where a sequence goes on: after its prompt, or while it decodes.
+
+    Attributes:
+        at: the instance that it was at.
+        to: the same where it stays.
+    """
+
+    now: float
+    request_id: str
+    frontend: str
+    at: str
+    to: str
+    reason: str
+    weight = 1
+
+
+@dataclass(frozen=True, slots=True)
 class EndedEntry:
     """A sequence has ended; without an outcome when its answer is incomplete."""
 
@@ -78,7 +96,7 @@ class EndedEntry:
     weight = 1
 
 
-Entry = DecidedEntry | HeldEntry | MovedEntry | EndedEntry
+Entry = DecidedEntry | HeldEntry | MovedEntry | RelocatedEntry | EndedEntry
 
 
 class Recorder(Protocol):
@@ -89,6 +107,7 @@ class Recorder(Protocol):
     ) -> None: ...
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
     def moved(self, now: float, move: Move | Start | Stop) -> None: ...
+    def relocated(self, now: float, at: str, migration: Migration) -> None: ...
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
 
 
@@ -121,6 +140,10 @@ class FlightRecorder:
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
         self._add(MovedEntry(now, move))
+
+    def relocated(self, now: float, at: str, migration: Migration) -> None:
+        frontend, request_id = migration.key
+        self._add(RelocatedEntry(now, request_id, frontend, at, migration.to, migration.reason))
 
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
         self._add(EndedEntry(now, request_id, frontend, outcome))

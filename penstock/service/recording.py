@@ -24,7 +24,7 @@ from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop
 from penstock.sched.cluster.base import Key
 from penstock.sched.steptime import StepTime
-from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry
+from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
 
 WHOLE = 64  # instances that are all written
 BEST = 16  # candidates of a stage that are written when there are more
@@ -152,6 +152,15 @@ class DecidedRecord(FlightRecord, frozen=True):
     moves: list[MoveRecord]
 
 
+class RelocatedRecord(FlightRecord, frozen=True):
+    now: float
+    request_id: str
+    frontend: str
+    at: str
+    to: str
+    reason: str
+
+
 class EndedRecord(FlightRecord, frozen=True):
     now: float
     request_id: str
@@ -160,7 +169,7 @@ class EndedRecord(FlightRecord, frozen=True):
 
 
 Definition = InstanceRecord | ModelRecord | TimesRecord | LinksRecord | LoadRecord | DemandRecord
-AnyRecord = BeganRecord | Definition | HeldRecord | MovedRecord | DecidedRecord | EndedRecord
+AnyRecord = BeganRecord | Definition | HeldRecord | MovedRecord | DecidedRecord | RelocatedRecord | EndedRecord
 to_bytes = msgspec.msgpack.Encoder().encode
 from_bytes = msgspec.msgpack.Decoder(AnyRecord).decode
 
@@ -205,6 +214,8 @@ class RecordEncoder:
                 out.append(HeldRecord(now, self._demand(demand, out), until))
             case MovedEntry(now, move):
                 out.append(MovedRecord(now, _move_record(move)))
+            case RelocatedEntry(now, request_id, frontend, at, to, reason):
+                out.append(RelocatedRecord(now, request_id, frontend, at, to, reason))
             case EndedEntry(now, request_id, frontend, outcome):
                 out.append(EndedRecord(now, request_id, frontend, outcome))
         return out
@@ -383,6 +394,8 @@ class RecordDecoder:
                 return MovedEntry(now, _move(move))
             case DecidedRecord():
                 return self._decided(record, began)
+            case RelocatedRecord(now, request_id, frontend, at, to, reason):
+                return RelocatedEntry(now, request_id, frontend, at, to, reason)
             case EndedRecord(now, request_id, frontend, outcome):
                 return EndedEntry(now, request_id, frontend, outcome)
         return None

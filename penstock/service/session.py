@@ -48,6 +48,7 @@ class InstanceSession:
         heard: when its newest Snapshot came; at first, when it became ready.
         role: which work it is given.
         role_generation: counts the master's decisions about that.
+        role_decided: when the last one was made; None once the instance has it.
         links: peers that it was told to connect to.
         peers: those of them that it can hand over to.
         unlinked: reasons for failed links, by peer.
@@ -66,6 +67,7 @@ class InstanceSession:
     role: Role
     snapshot: Snapshot | None = None
     role_generation: int = 0
+    role_decided: float | None = None
     links: dict[str, Peer] = field(default_factory=dict)
     peers: set[str] = field(default_factory=set)
     unlinked: dict[str, str] = field(default_factory=dict)
@@ -256,6 +258,7 @@ class InstanceSession:
             offline_requests=self._offline,
             offline_tokens=self._offline_tokens,
             interval=_seconds(None if seen is None else seen.interval_ms),
+            ttft_measured=_seconds(None if seen is None else seen.ttft_ms),
             peers=self.peers,
             unlinked=self.unlinked,
         )

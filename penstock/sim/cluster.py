@@ -15,7 +15,7 @@ from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Move, Random, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Random, Start, Stop
 from penstock.sched.cluster.columns import least
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.offload import Offload
@@ -424,6 +424,10 @@ class _Costs:
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
         if self._other is not None:
             self._other.held(now, demand, request_id, frontend, later)
+
+    def relocated(self, now: float, at: str, migration: Migration) -> None:
+        if self._other is not None:
+            self._other.relocated(now, at, migration)
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
         if self._other is not None:

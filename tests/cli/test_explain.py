@@ -71,6 +71,9 @@ def test_outputs_that_waited_and_were_handed_over(recording, capsys):
     assert [row["instance"] for row in placement["stages"]["decode"]] == ["busy"]
     assert placement["stages"]["prefill"][0]["cached_tokens"] == 640
     assert [move["reason"] for move in second["moves"]] == ["it decodes"]
+    assert not first["relocated"]
+    went = [(one["from"], one["to"], one["reason"]) for one in second["relocated"]]
+    assert went == [("busy", "busy", "stays"), ("busy", "free", "slow: it [is]")]
     assert second["outcome"]["tokens"] == 100
 
 
@@ -86,6 +89,8 @@ def test_for_people(recording, capsys):
         "moved for it: move free to prefill: it is needed there",
         "+109.3",
         "least_loaded would have chosen",
+        "from busy it stays: stays",
+        "from busy it goes on at free: slow: it [is]",
         "move busy to decode: it decodes",
         "it ended with 100 tokens, TTFT 50.0 ms",
         "predicted minus actual TTFT",

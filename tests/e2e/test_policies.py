@@ -112,6 +112,7 @@ def test_xllm_moves_instances_loses_nothing_and_drains_what_waits_at_the_master(
         answered(up, model, load)
         moves = [line for line in up.lines if " changes to role " in line]
         assert any("decode-" in line and "changes to role prefill" in line for line in moves), "".join(up.lines[-60:])
+        assert any(" has role prefill " in line for line in up.lines), "nobody said that it has it"
         assert up.metric("handoffs_total") > 0
         offline = [body | {"service_tier": "flex"} for body in bodies(model, 24, 5, (1400, 1500), 4)]
         load = Load(up.urls, offline)
@@ -119,6 +120,33 @@ def test_xllm_moves_instances_loses_nothing_and_drains_what_waits_at_the_master(
         code = up.stop()
         assert (code, [record.detail for record in load.wait() if record.error]) == (0, [])
         assert not any("Traceback" in line for line in up.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "kind"), [("xllm", "shared"), ("unified", "tcp"), ("least_loaded", "shared")])
+def test_roles_change_again_and_again_and_the_text_is_the_same(policy, kind):
+    """Prompts that have to be early, and then tokens, in turn."""
+    content = {
+        "model": "demo",
+        "engine": BUSY,
+        "instances": [{"role": "prefill", "count": 2}, {"role": "decode", "count": 3}],
+        "policy": policy,
+        "live-roles": True,
+        "transport": {"kind": kind},
+    }
+    with deployed(content) as up:
+        model = asyncio.run(served_model(up.url))
+        for turn in range(6):
+            slo, prompts, tokens = {"ttft_ms": 100}, (1000, 1500), 8
+            if turn % 2:
+                slo, prompts, tokens = {"ttft_ms": 9000, "tpot_ms": 10}, (5, 50), 60
+            made = [body | {"slo": slo} for body in bodies(model, 40, turn, prompts, tokens)]
+            answered(up, model, Load(up.urls, made))
+        assert up.metric("recoveries_total") == 0
+        for role in ("prefill", "decode"):
+            assert any(f" changes to role {role}: " in line for line in up.lines), "".join(up.lines[-60:])
+        assert up.stop() == 0
+        assert not any("Traceback" in line for line in up.lines), "".join(up.lines[-60:])
 
 
 def test_targets_reach_the_engine_of_serve(tmp_path, monkeypatch):

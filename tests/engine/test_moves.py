@@ -167,6 +167,7 @@ class Deployment:
             for instance in self.instances.values():
                 instance.turn(self.hear, self.stayed)
         for instance in self.instances.values():
+            instance.turn(self.hear, self.stayed)  # what the last turn's clock has ended is told
             instance.engine.check()
             instance.intake.check()
             assert len(instance.intake) == instance.engine.scheduler.pool.used == 0

@@ -62,6 +62,7 @@ def paced(
         "model": "demo",
         "engine": UNHURRIED,
         "instances": [{"role": "prefill", "count": prefill}, {"role": "decode", "count": decode}],
+        "policy": "least_loaded",  # all requests are handed over
         "transport": transport,
         "kv-pool": {"orphans": 3},
         "restart": {"backoff": 1e-6, "limit": 1000},

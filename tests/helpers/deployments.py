@@ -160,6 +160,7 @@ def colocated(count: int = 2, **top: Any) -> dict[str, Any]:
 
 
 def disaggregated(prefill: int = 1, decode: int = 1, kind: str = "shared", **top: Any) -> dict[str, Any]:
-    """Demo engines, some for prompts and some for answers."""
+    """Demo engines, for prompts and for answers; unless `top` says otherwise all requests are handed over."""
     instances = [{"role": "prefill", "count": prefill}, {"role": "decode", "count": decode}]
-    return {"model": "demo", "engine": DEMO, "instances": instances, "transport": {"kind": kind}} | top
+    content = {"model": "demo", "engine": DEMO, "instances": instances, "transport": {"kind": kind}}
+    return content | {"policy": "least_loaded"} | top

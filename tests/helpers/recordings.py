@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Later, Move
+from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Later, Migration, Move
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.recorder import FlightRecorder
 
@@ -60,6 +60,8 @@ def an_afternoon(recorder: FlightRecorder) -> None:
         recorder.moved(10.2, move)
         recorder.decided(10.2, view, output, f"two-0-12345678-{number}", "f", chosen)
     recorder.ended(10.45, "one-0badc0de", "f", outcome("one-0badc0de", ttft_ms=350.0))
+    recorder.relocated(10.46, "busy", Migration(key=("f", "two-0-12345678-1"), to="busy", reason="stays"))
+    recorder.relocated(10.47, "busy", Migration(key=("f", "two-0-12345678-1"), to="free", reason="slow: it [is]"))
     recorder.moved(10.5, Move(name="busy", role="decode", reason="it decodes"))
     for number in range(2):
         recorder.ended(11.0, f"two-0-12345678-{number}", "f", outcome(f"two-0-12345678-{number}"))

@@ -17,8 +17,8 @@ from penstock.sched.cluster.colocation import (
     ColocatedRoles,
     LatencyRoles,
 )
+from penstock.sched.cluster.elastic_roles import DWELL, ElasticRoles, turning
 from penstock.sched.cluster.xllm import Xllm, make_xllm
-from penstock.sched.cluster.xllm_roles import DWELL, XllmRoles, turning
 from penstock.sim.baselines.colocation import OnlineFirst, Separate
 from tests.helpers.policies import Subject, ToyMaster, clusters, demand, instance, workloads
 
@@ -127,25 +127,49 @@ def test_the_prefiller_with_the_earliest_first_token_gets_it():
     assert not decision.moves
 
 
+def test_hit_load_and_queue_are_weighed_within_a_pool():
+    one = online(prompt_tokens=20_000, hits={"p1": 19_200, "d0": 19_200})
+    d = {"d0": {}, "d1": {}}
+    assert decide(cluster(p0={}, p1={}, **d), one).prefill == "p1"
+    assert decide(cluster(p0={}, p1=prefilling(0.1), **d), one).prefill == "p1", "it waits less than it saves"
+    assert decide(cluster(p0={}, p1=prefilling(0.9), **d), one).prefill == "p0"
+    slow = replace(one, loads={"p1": 19_200})
+    (holder,) = (i for i in cluster(p1={}) if i.name == "p1")
+    gain = holder.prefill_seconds(20_000) - holder.prefill_seconds(800, 19_200) - holder.load_seconds(19_200)
+    assert (decide(cluster(p0={}, p1={}, **d), slow).prefill == "p1") == (gain > 0)
+    assert gain > 0, "this device loads faster than it computes"
+    assert decide(cluster(p0={}, p1={}, **d), replace(one, hits={"d0": 19_200})).prefill == "p0", "pools go before hits"
+
+
+def test_who_has_the_prompt_is_compared_however_many_wait_less():
+    others = {f"p{k}": {} for k in range(1, 40)}
+    loads = cluster(p0=prefilling(0.05), **others, d0={}, d1={})
+    assert decide(loads, online(prompt_tokens=20_000, hits={"p0": 19_200})).prefill == "p0"
+
+
 def test_prefillers_that_still_decode_are_asked_only_when_the_others_are_late():
     turned = {"p1": BUSY, "d0": {}, "d1": {}}
     assert decide(cluster(p0=prefilling(0.1), **turned), online()).prefill == "p0"
-    assert decide(cluster(p0=prefilling(0.5), **turned), online()).prefill == "p1"
+    assert decide(cluster(p0=prefilling(0.5), **turned), online()).prefill == "p0"
+    assert decide(cluster(p0=prefilling(1.1), **turned), online()).prefill == "p1"
+    # nor is it believed that it will be in time, where others were not
+    assert decide(cluster(p0=prefilling(0.5, ttft_measured=1.2), **turned), online()).prefill == "p1"
+    assert decide(cluster(p0={"ttft_measured": 1.2}, **turned), online()).prefill == "p0"
 
 
 def test_the_lightest_decoder_becomes_a_prefiller_when_prefillers_are_late():
     loads = {"d0": BUSY, "d1": BUSY | {"held_tokens": 10_000}, "d2": BUSY}
-    decision = decide(cluster(p0=prefilling(0.9), **loads), online())
+    decision = decide(cluster(p0=prefilling(1.1), **loads), online())
     assert decision.prefill == "d1"
     assert [(move.name, move.role) for move in decision.moves] == [("d1", "prefill")]
     assert decision.reason == "converted"
     # but not for who has no target
-    assert decide(cluster(p0=prefilling(0.9), **loads), online(ttft=inf)).prefill == "p0"
+    assert decide(cluster(p0=prefilling(1.1), **loads), online(ttft=inf)).prefill == "p0"
 
 
 def test_decoders_that_still_prefill_leave_first():
     loads = {"d0": BUSY, "d1": BUSY | prefilling(0.05, held_tokens=30_000), "d2": BUSY}
-    decision = decide(cluster(p0=prefilling(0.9), **loads), online())
+    decision = decide(cluster(p0=prefilling(1.1), **loads), online())
     assert [move.name for move in decision.moves] == ["d1"]
 
 
@@ -164,14 +188,14 @@ def test_a_burst_turns_all_but_the_last_decoders_at_once(decoders, stay):
 
 def test_nobody_leaves_decoders_that_cannot_do_without():
     strained = BUSY | {"interval": 0.08}
-    instances = cluster(p0=prefilling(0.9), d0=strained, d1=strained, d2=strained)
+    instances = cluster(p0=prefilling(1.1), d0=strained, d1=strained, d2=strained)
     assert not decide(instances, online(prompt_tokens=6000)).moves
     at_ease = [replace(i, interval=0.01) if i.name == "d2" else i for i in instances]
     assert [move.name for move in decide(at_ease, online(prompt_tokens=6000)).moves] == ["d0"]
 
 
 def test_the_last_decoders_prefill_what_fits_into_a_step():
-    instances = cluster(p0=prefilling(0.9), p1=prefilling(0.9), d0=BUSY, d1=BUSY | prefilling(0.04))
+    instances = cluster(p0=prefilling(1.1), p1=prefilling(1.1), d0=BUSY, d1=BUSY | prefilling(0.04))
     decision = decide(instances, online())
     assert (decision.prefill, decision.decode, decision.moves) == ("d0", None, [])
     assert decision.reason == "spare-decoder"
@@ -229,7 +253,7 @@ def test_whose_instance_has_gone_waits():
 
 
 def test_without_roles_pools_stay_as_they_are():
-    instances = cluster(p0=prefilling(0.9), d0={}, d1={}, d2={})
+    instances = cluster(p0=prefilling(1.1), d0={}, d1={}, d2={})
     assert not decide(instances, online(), policy=Xllm()).moves
 
 
@@ -259,33 +283,35 @@ def test_turning_is_having_work_of_the_other_pool():
 def test_a_prefiller_helps_decoders_in_trouble(trouble):
     loads = {"d0": BUSY | trouble, "d1": BUSY | trouble}
     # first one that decodes already
-    assert names(XllmRoles().decide(view(cluster(p0={}, p1=BUSY, **loads)))) == [("p1", "decode")]
-    assert names(XllmRoles().decide(view(cluster(p0=prefilling(0.1), p1={}, **loads)))) == [("p1", "decode")]
+    assert names(ElasticRoles().decide(view(cluster(p0={}, p1=BUSY, **loads)))) == [("p1", "decode")]
+    assert names(ElasticRoles().decide(view(cluster(p0=prefilling(0.1), p1={}, **loads)))) == [("p1", "decode")]
     # the last prefiller stays, and those that are needed
-    assert not XllmRoles().decide(view(cluster(p0={}, **loads)))
-    assert not XllmRoles().decide(view(cluster(p0=prefilling(2.0), p1=prefilling(2.0), **loads)))
-    assert not XllmRoles().decide(view(cluster(p0={}, p1={}, d0=BUSY, d1=BUSY | trouble)))
+    assert not ElasticRoles().decide(view(cluster(p0={}, **loads)))
+    assert not ElasticRoles().decide(view(cluster(p0=prefilling(2.0), p1=prefilling(2.0), **loads)))
+    assert not ElasticRoles().decide(view(cluster(p0={}, p1={}, d0=BUSY, d1=BUSY | trouble)))
 
 
 def test_an_idle_prefiller_helps_busy_decoders_after_a_while():
     half = BUSY | {"held_tokens": int(0.6 * 8192 * BLOCK_TOKENS), "tpot": 1.0}
-    instances, roles = cluster(p0={}, p1={}, d0=half, d1=half), XllmRoles()
+    instances, roles = cluster(p0={}, p1={}, d0=half, d1=half), ElasticRoles()
     assert not roles.decide(view(instances))
     assert names(roles.decide(view(instances, now=NOW + DWELL))) == [("p0", "decode")]
-    easy, roles = cluster(p0={}, p1={}, d0=BUSY, d1=BUSY), XllmRoles()
+    easy, roles = cluster(p0={}, p1={}, d0=BUSY, d1=BUSY), ElasticRoles()
     assert not roles.decide(view(easy))
     assert not roles.decide(view(easy, now=NOW + DWELL))
 
 
 def test_late_prefillers_get_a_decoder_by_the_clock_as_well():
-    assert names(XllmRoles().decide(view(cluster(p0=prefilling(1.5), d0={}, d1=BUSY, d2=BUSY)))) == [("d0", "prefill")]
+    assert names(ElasticRoles().decide(view(cluster(p0=prefilling(1.5), d0={}, d1=BUSY, d2=BUSY)))) == [
+        ("d0", "prefill")
+    ]
 
 
 def test_who_has_moved_stays_a_while_unless_a_target_is_missed():
     half = BUSY | {"held_tokens": int(0.6 * 8192 * BLOCK_TOKENS), "tpot": 1.0}
     policy, roles = make_xllm()
     # the dispatch policy has moved d0
-    first = decide(cluster(p0=prefilling(0.9), d0={}, d1=half, d2=half), online(), policy=policy)
+    first = decide(cluster(p0=prefilling(1.1), d0={}, d1=half, d2=half), online(), policy=policy)
     assert names(first.moves) == [("d0", "prefill")]
     instances = moved(cluster(p0={"pending_tokens": 100}, d0={}, d1=half, d2=half), first.moves)
     at = NOW + 0.01
@@ -299,9 +325,9 @@ def test_a_decoder_with_nothing_online_prefills_offline_prompts():
     offline = [demand("o", 2000, offline=True)]
     quiet = {"requests": 5, "offline_requests": 5, "decoding": 5, "held_tokens": 9_000, "offline_tokens": 9_000}
     instances = cluster(p0={}, d0=BUSY, d1=quiet, d2=BUSY)
-    assert names(XllmRoles().decide(view(instances, offline=offline))) == [("d1", "prefill")]
-    assert not XllmRoles().decide(view(instances))
-    assert not XllmRoles().decide(view(instances[:1] + instances[2:], [online()], offline))
+    assert names(ElasticRoles().decide(view(instances, offline=offline))) == [("d1", "prefill")]
+    assert not ElasticRoles().decide(view(instances))
+    assert not ElasticRoles().decide(view(instances[:1] + instances[2:], [online()], offline))
 
 
 # --- offline beside online
@@ -371,7 +397,7 @@ def test_online_work_never_goes_to_those_apart():
     policy, apart = Colocated(make_xllm()[0], Separate(0.5)), {"a1", "a3"}
     for number in range(10):
         assert decide(instances, online(str(number)), policy=policy).prefill not in apart
-    roles = ColocatedRoles(XllmRoles(), Separate(0.5))
+    roles = ColocatedRoles(ElasticRoles(), Separate(0.5))
     loads = cluster(p0=prefilling(5.0), p1={}, p2=prefilling(5.0), d0={}, d1={}, d2={}, d3=BUSY, d4=BUSY)
     granted = {i.name for i in Separate(0.5).online(view(loads))}
     assert {move.name for move in roles.decide(view(loads))} <= granted

@@ -105,9 +105,11 @@ def test_a_policy_says_what_is_linked_and_how_engines_pace_their_steps():
     )
     assert told(SMALLEST + "engine: {scheduling-policy: fcfs}") == ("unified", True, "fcfs")
     roles = "model: demo\ninstances: [{role: prefill}, {role: decode, scheduling-policy: slack}]\n"
-    assert told(roles) == ("least_loaded", True, "fcfs")
+    assert told(roles) == ("unified", True, "slack")
+    assert told(roles + "policy: least_loaded") == ("least_loaded", True, "fcfs")
     assert read(roles).groups[1].options["scheduling_policy"] == "slack"
-    assert read(roles + "policy: unified").warnings == ("policy: unified does not look at roles",)
+    assert not read(roles).warnings
+    assert [read(roles + more).live_roles for more in ("", "live-roles: true")] == [False, True]
 
 
 def test_what_ray_sets_apart_and_what_its_nodes_share():

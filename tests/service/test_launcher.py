@@ -363,6 +363,7 @@ router.recv_multipart()
     def drive():
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(f"ipc://{tmp_path}/master")
+            router.setsockopt(zmq.RCVTIMEO, 20_000)
 
             def hear(state):
                 while not states or states[-1] != state:
@@ -426,6 +427,7 @@ def test_engines_may_run_elsewhere_and_what_was_kept_for_one_is_released_when_it
     def drive():
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(f"ipc://{tmp_path}/master")
+            router.setsockopt(zmq.RCVTIMEO, 20_000)
 
             def hear(*wanted):
                 while not seen or seen[-1] != {"engine-1": ("", "stopped")} | dict(wanted):
@@ -433,7 +435,6 @@ def test_engines_may_run_elsewhere_and_what_was_kept_for_one_is_released_when_it
                     seen.append({e.name: (e.address, e.state) for e in decode_to_master(report).instances})
                 return sender
 
-            hear()
             hear(("engine-0", (f"ipc://{tmp_path}/life-0", "running")))
             elsewhere.spawned[0].kill()
             sender = hear(("engine-0", (f"ipc://{tmp_path}/life-1", "running")))

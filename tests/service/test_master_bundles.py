@@ -34,11 +34,11 @@ STEP = 0.05  # seconds
 class Days:
     """Instances read 200 prompt tokens and draw 2 in every step."""
 
-    def __init__(self, policy, roles, seed):
+    def __init__(self, policy, roles, seed, live=False):
         self.rng = random.Random(seed)
         self.roles = {f"{role}-{i}": role for i, role in enumerate(roles)}
         bounds = {p: Bounds(ttft=Range(0.1, 0.5), tpot=Range(0.01, 0.05)) for p in (0, 5)}
-        policies = BUNDLES[policy].make(Circumstances(priorities=bounds))
+        policies = BUNDLES[policy].make(Circumstances(priorities=bounds, live_roles=live))
         endpoints = [Endpoint(name, "", role) for name, role in self.roles.items()]
         self.master = Master(endpoints, policies, random.Random(seed), 1)
         self.now, self.life, self.asked = 0.0, 1, 0
@@ -142,7 +142,7 @@ class Days:
 @pytest.mark.parametrize("policy", STEADY)
 def test_whatever_happens_everything_gets_its_place(policy, shape):
     for seed in range(3):
-        days = Days(policy, ROLES[shape], seed)
+        days = Days(policy, ROLES[shape], seed, live=seed == 1)
         for _ in range(60):
             for _ in range(days.rng.randrange(3)):
                 days.ask()

@@ -97,6 +97,9 @@ class Recorder:
     def moved(self, now, move):
         self.told.append(("moved", move.name))
 
+    def relocated(self, now, at, migration):
+        self.told.append(("relocated", migration.key[1], at, migration.to, migration.reason))
+
     def ended(self, now, request_id, frontend, outcome):
         self.told.append(("ended", request_id, outcome and outcome.tokens))
 
@@ -167,6 +170,7 @@ def test_who_decodes_is_asked_when_the_prompt_has_ended_and_until_there_is_an_an
     (told,) = messages(cluster.did())
     assert (told.request_id, told.generation, told.peer.name, told.reason) == ("r", 0, "b", "told: so")
     assert homes(cluster) == {"b": ["r"]}
+    assert cluster.recorder.told[-1] == ("relocated", "r", "a", "b", "told: so")
     assert cluster.master.wake == inf
     assert messages(cluster.did()) == [], "it was told once"
     assert messages(cluster.say(Settled("r", 1, "a"))) == []
@@ -367,7 +371,10 @@ def test_a_move_is_told_counts_at_once_and_outlives_the_instance():
     assert ("moved", "a") in cluster.recorder.told
     # a report from before it heard, which is told again, and one from after
     assert cluster.engine("a", snapshot(1, 1, "any")) == [ToEngine("a", SetRole(1, "decode", 1))]
-    assert cluster.engine("a", snapshot(1, 2, "decode", role_generation=1)) == []
+    cluster.now = 0.25
+    for said in (["a has role decode 250.0 ms after the decision"], []):  # once
+        actions = cluster.master.tick(0.25, FromEngine("a", snapshot(1, 2, "decode", role_generation=1)))
+        assert [action.text for action in actions] == said
     cluster.engine("a", ChannelLost("gone"))
     again = cluster.engine("a", ready("a", 2))
     assert ToEngine("a", SetRole(2, "decode", 1)) in again

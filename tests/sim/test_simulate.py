@@ -8,7 +8,8 @@ from itertools import accumulate
 import pytest
 from msgspec.structs import replace
 
-from penstock.sched.cluster import Everywhere, Migration, Unified
+from penstock.sched.cluster import Migration, Unified
+from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.local import Scheduler
 from penstock.service.policies import Bundle, Policies
 from penstock.sim.baselines import POLICIES
@@ -79,7 +80,7 @@ class Restless:
 def test_what_is_moved_again_and_again_ends_as_it_would_have(shape, transport, monkeypatch):
     def make(at):
         unified = Unified()
-        return Policies(dispatch=unified, migration=unified, balance=Restless(5), roles=Everywhere())
+        return Policies(dispatch=unified, migration=unified, balance=Restless(5), roles=ElasticRoles())
 
     monkeypatch.setitem(POLICIES, "restless", Bundle(make=make, moves=True))
     failure = FAILURE_OF_ONE if shape == "failing" else ""

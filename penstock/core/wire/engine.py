@@ -253,8 +253,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         migrating: requests that wait for the end of their hand-over from it.
         migration_queue: requests of other instances that wait for blocks here.
         migration_wait_ms: for how long the first of them has.
-        ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token, time
-            per token after it, and time between the last two steps; None before there is one.
+        ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token of those
+            online, time per token after it, and time between the last two steps; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
     """
 

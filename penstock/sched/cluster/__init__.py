@@ -35,7 +35,7 @@ from penstock.sched.cluster.dispatch import Immediate, LeastLoaded, RoundRobin
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.rtp_llm import make_rtp_llm
 from penstock.sched.cluster.stages import hands_over
-from penstock.sched.cluster.unified import Everywhere, Unified
+from penstock.sched.cluster.unified import Unified
 from penstock.sched.cluster.xllm import Xllm
 
 DISPATCH: dict[str, Callable[[], DispatchPolicy]] = {
@@ -57,7 +57,6 @@ __all__ = [
     "Decision",
     "Demand",
     "DispatchPolicy",
-    "Everywhere",
     "Fleet",
     "Immediate",
     "InstanceLoad",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.cluster.base import ClusterView, InstanceLoad, Key, Migration, Resident, fitting
+from penstock.sched.cluster.base import Balancer, ClusterView, InstanceLoad, Key, Migration, Resident, fitting
 from penstock.sched.cluster.headroom import headroom, needed
 
 LASTS = 0.3  # seconds of trouble before anything moves
@@ -92,3 +92,18 @@ def _bears(load: InstanceLoad, resident: Resident) -> bool:
         return False
     growth = (load.requests + 1) * HORIZON / step
     return demand.prompt_tokens + growth < load.free_blocks * BLOCK_TOKENS
+
+
+class Together:
+    """Several balancers; a sequence goes where the first one that moves it says."""
+
+    def __init__(self, *balancers: Balancer) -> None:
+        self.name = "+".join(balancer.name for balancer in balancers)
+        self._balancers = balancers
+
+    def balance(self, view: ClusterView, residents: Callable[[str], Sequence[Resident]]) -> Sequence[Migration]:
+        moved: dict[Key, Migration] = {}
+        for balancer in self._balancers:
+            for migration in balancer.balance(view, residents):
+                moved.setdefault(migration.key, migration)
+        return list(moved.values())

@@ -53,6 +53,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         ttft, tpot: the strictest targets of its online sequences in flight, seconds; inf without any.
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
+        ttft_measured: seconds from an online prompt's arrival there to its first token, likewise.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
     """
@@ -78,6 +79,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     offline_requests: int = 0
     offline_tokens: int = 0
     interval: float | None = None
+    ttft_measured: float | None = None
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 

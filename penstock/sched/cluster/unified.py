@@ -11,9 +11,15 @@ Until then it waits in one queue. The rules:
 - A prompt goes where it keeps its deadline, and of these where it is prefilled soon and with little computing, so to
   its prefix, and where it pushes little out of the cache that is still asked for (`turnover`); where nowhere does, to
   where it is prefilled first.
+- A turn of a chat goes back to the instance with its KV unless waiting there costs more than that saves, now and in the
+  next turn.
 - It stays there to decode unless its tokens would come too slowly or there is no room: then who decodes is decided
-  when its prompt has ended, the instance whose steps stay shortest. Pools are not looked at: engines that pace their
-  steps by slack prefill and decode at once. What runs moves on when that turns out badly (`balance`).
+  when its prompt has ended, the instance whose steps stay shortest. What runs moves on when that turns out badly
+  (`balance`).
+- Roles are preferences, as engines that pace their steps by slack prefill and decode at once: a prompt counts as dearer
+  on an instance that is meant to decode, so it goes there when those for prompts are behind or its prefix is there; and
+  from an instance for prompts a sequence goes on to one that decodes, if it lasts longer than the hand-over and its
+  tokens come soon enough there. Roles change as under `elastic_roles`.
 - Offline work is given out only as far as it fits beside that: a little to prefill, and decodes while steps stay well
   under the strictest target and memory is left.
 """
@@ -24,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +43,6 @@ from penstock.sched.cluster.base import (
     Key,
     Later,
     Migration,
-    Move,
     Random,
     Resident,
     Stage,
@@ -44,12 +50,15 @@ from penstock.sched.cluster.base import (
 )
 from penstock.sched.cluster.columns import Column, Places
 from penstock.sched.cluster.headroom import Headrooms, headroom, needed
+from penstock.sched.cluster.rtp_llm import returns
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
 
 AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its reports are old
+DEARER = 0.5  # by how much a prompt counts more on an instance that is meant to decode
 SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, under load
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
+LASTS = 0.5  # seconds that a sequence decodes at least, to leave an instance that is meant for prompts
 ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
 OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
 OFFLINE_STEP = 0.6  # of the strictest TPOT that a step with offline decodes may take
@@ -105,43 +114,46 @@ class Unified:
             barred: one that may not be taken.
         """
         able = fitting(view, demand)
-        latest = demand.arrived + demand.ttft * MARGIN
-        costs: dict[str, float] = {}
-        turnover, among = self._turnover, len(view.instances)
-        saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
-        best, best_rank, best_done = None, (True, inf), 0.0
-        for i in self._compared(view, demand, able):
-            if i.name == barred:
-                continue
-            compute = demand.to_compute(i.name)
-            prefiller = self._prefiller(i)
-            alone = prefiller.alone(compute, demand.prompt_tokens - compute)
-            done = i.begins_at(view.now, demand) + prefiller.paced(alone, demand.tpot)
-            costs[i.name] = (done - demand.arrived) * 1e3
-            late = done > latest
-            # prefilling delays others, and evicts prefixes that they would have found: both count
-            # when the deadline allows waiting
-            rank = (late, done if late else done + (saving + turnover.cost(i.name, among)) * alone)
-            if best is None or rank < best_rank:
-                best, best_rank, best_done = i, rank, done
-        if best is None or best.free_at - view.now >= AHEAD:
+        offers = [self._offer(view, demand, i) for i in self._compared(view, demand, able) if i.name != barred]
+        if not offers:
             return None
-        turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
+        offer = min(offers, key=_rank)
+        back = _holder(view, demand, offers, offer) if demand.chat else None
+        best = (back or offer).instance
+        if best.free_at - view.now >= AHEAD:
+            return None
+        self._turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
         others = able if barred is None else [i for i in able if i.name != barred]
         decode, decode_costs = _home(view, demand, best, others)
+        costs = {o.instance.name: (o.done - demand.arrived) * 1e3 for o in offers}
         stages: dict[Stage, Mapping[str, float]] = {"prefill": costs}
         if decode_costs:
             stages["decode"] = decode_costs
+        reason = "stays" if decode is None else "open"
         return Decision(
             key=demand.key,
             prefill=best.name,
             decode=None,
             policy=self.name,
-            reason="stays" if decode is None else "open",
+            reason=reason if back is None else f"chat: its KV is there; {reason}",
             costs=stages,
-            predicted_ttft=best_done - demand.arrived,
+            predicted_ttft=(back or offer).done - demand.arrived,
             open=decode is not None,
         )
+
+    def _offer(self, view: ClusterView, demand: Demand, instance: InstanceLoad) -> _Offer:
+        compute = demand.to_compute(instance.name)
+        prefiller = self._prefiller(instance)
+        alone = prefiller.alone(compute, demand.prompt_tokens - compute)
+        begins = instance.begins_at(view.now, demand)
+        done = begins + prefiller.paced(alone, demand.tpot)
+        # prefilling delays others, and evicts prefixes that they would have found: both count
+        # when the deadline allows waiting
+        saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
+        weight = saving + self._turnover.cost(instance.name, len(view.instances))
+        weight += DEARER if instance.role == "decode" else 0.0
+        late = done > demand.arrived + demand.ttft * MARGIN
+        return _Offer(instance, begins, alone, done, late, done if late else done + weight * alone)
 
     def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
         """The first of them: where it is, if that keeps its pace by now, else where steps stay shortest."""
@@ -215,6 +227,42 @@ class Unified:
         return None
 
 
+class _Offer(NamedTuple):
+    """What comes of a prompt on an instance.
+
+    Attributes:
+        begins: when it begins to be prefilled.
+        alone: seconds that this takes, without what decodes there.
+        done: when it is prefilled, so that the instance keeps its pace.
+        late: that is after its deadline, less the margin.
+        cost: `done`, and what else counts, in seconds.
+    """
+
+    instance: InstanceLoad
+    begins: float
+    alone: float
+    done: float
+    late: bool
+    cost: float
+
+
+def _rank(offer: _Offer) -> tuple[bool, float]:
+    return offer.late, offer.cost
+
+
+def _holder(view: ClusterView, demand: Demand, offers: Sequence[_Offer], best: _Offer) -> _Offer | None:
+    """That of the instance with the most of a chat's KV, if it is not the best and going back pays nevertheless; see
+    `rtp_llm.returns`. A deadline is not missed for it."""
+    hits = demand.hits
+    holder = max(offers, key=lambda o: (hits.get(o.instance.name, 0), -o.begins))
+    there = hits.get(holder.instance.name, 0)
+    if holder is best or there <= hits.get(best.instance.name, 0) or (holder.late and not best.late):
+        return None
+    reload = holder.instance.prefill_seconds(demand.prompt_tokens) - holder.alone
+    pays = returns(holder.begins - view.now, best.done - view.now, max(0.0, reload))
+    return holder if pays else None
+
+
 class _Prefiller:
     """How fast an instance prefills prompts. Remembered for as long as its load is the same object."""
 
@@ -248,26 +296,49 @@ class _Prefiller:
 def _home(
     view: ClusterView, demand: Demand, prefiller: InstanceLoad, able: Sequence[InstanceLoad]
 ) -> tuple[str | None, Mapping[str, float]]:
-    """The instance that decodes after the prompt; None for the prefiller."""
-    if _holds(prefiller, demand) and _step_with(prefiller, demand) <= MARGIN * min(prefiller.tpot, demand.tpot):
+    """The instance that decodes after the prompt, as it looks before it; None for the prefiller. With the ms of a step
+    on each that was compared."""
+    bears = _holds(prefiller, demand) and _keeps_pace(prefiller, demand)
+    leaves = prefiller.role == "prefill" and _lasts(view, demand, prefiller)
+    if bears and not leaves:
         return None, {}
     others = [i for i in able if i.name in prefiller.peers and _holds(i, demand)]
+    if bears:
+        others = _decoders(others, demand)
     if not others:
         return None, {}
     costs = {i.name: _step_with(i, demand) * 1e3 for i in (prefiller, *others)}
     best = min(others, key=lambda i: (costs[i.name], i.name))
-    worse = costs[best.name] >= costs[prefiller.name] and _holds(prefiller, demand)
+    worse = not bears and costs[best.name] >= costs[prefiller.name] and _holds(prefiller, demand)
     return (None if worse else best.name), costs
 
 
 def _home_now(view: ClusterView, demand: Demand, here: InstanceLoad) -> str:
     """The same once it has been prefilled `here`, and is counted there."""
     step = here.decode_seconds
-    if step <= MARGIN * min(here.tpot, demand.tpot) and here.free_blocks > 0:
+    bears = step <= MARGIN * min(here.tpot, demand.tpot) and here.free_blocks > 0
+    if bears and not (here.role == "prefill" and _lasts(view, demand, here)):
         return here.name
     others = [i for i in fitting(view, demand) if i.name in here.peers and _holds(i, demand)]
+    if bears:
+        others = _decoders(others, demand)
     best = min(others, key=lambda i: (_step_with(i, demand), i.name), default=here)
-    return best.name if best is not here and _step_with(best, demand) < step else here.name
+    return best.name if bears or _step_with(best, demand) < step else here.name
+
+
+def _decoders(instances: Sequence[InstanceLoad], demand: Demand) -> list[InstanceLoad]:
+    """Those that are meant to decode and have the time for one more."""
+    return [i for i in instances if i.role == "decode" and _keeps_pace(i, demand)]
+
+
+def _lasts(view: ClusterView, demand: Demand, instance: InstanceLoad) -> bool:
+    """Whether its tokens will take clearly longer than to hand it over."""
+    tokens = min(demand.max_tokens, view.rates.output_tokens or demand.max_tokens)
+    return tokens * _step_with(instance, demand) > LASTS
+
+
+def _keeps_pace(instance: InstanceLoad, demand: Demand) -> bool:
+    return _step_with(instance, demand) <= MARGIN * min(instance.tpot, demand.tpot)
 
 
 def _step_with(instance: InstanceLoad, demand: Demand) -> float:
@@ -297,13 +368,3 @@ def _next_gap(view: ClusterView) -> float:
         gap = min(gap, min((i.idle_at - OFFLINE_AHEAD for i in view.instances), default=inf))
     # it is full for other reasons where that is over already: what ends, or a report, will say
     return gap if gap > view.now else inf
-
-
-class Everywhere:
-    """A `RolePolicy` that never changes roles, with links between all instances."""
-
-    name = "everywhere"
-    dynamic = True
-
-    def decide(self, view: ClusterView) -> Sequence[Move]:
-        return ()

@@ -1,11 +1,15 @@
-"""Greedy under predicted latency, over roles that change while it decides (xLLM, section 3.2).
+"""Greedy under predicted latency, over roles that change while it decides (xLLM, sections 3.2 and 3.4).
 
 A prompt goes to the prefiller (role P) with the earliest first token; where that is late, to one that still decodes
 (D->P); where that is late as well, a decoder becomes a prefiller at once and takes it. When its prompt has ended, it
 decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
+The first token's time is estimated from the cache (section 3.4): for each candidate how much of the prompt it has, when
+what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes.
+
+"Late" is when the first token is predicted after its target, or has come after it lately (`misses`).
+
 Not in the paper:
-- "Late" is long before the target (`SOON`): help requested when the target is about to be missed comes too late.
 - When no more decoders may leave, those that can prefill a prompt within one step of their TPOT target help as well.
   xLLM's public code does something like it.
 - When no instance can meet the deadline, the prompt goes where it is prefilled first.
@@ -31,11 +35,20 @@ from penstock.sched.cluster.base import (
     Resident,
     Stage,
 )
+from penstock.sched.cluster.elastic_roles import (
+    DWELL,
+    FULL,
+    MARGIN,
+    ElasticRoles,
+    fullness,
+    interval,
+    misses,
+    step_seconds,
+    turning,
+)
 from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
-from penstock.sched.cluster.xllm_roles import DWELL, FULL, MARGIN, XllmRoles, fullness, step_seconds, turning
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
-SOON = 0.2  # share of a TTFT target that prefillers may need before others help
 OUTPUT = 256  # tokens, where nothing has ended yet
 
 
@@ -53,9 +66,9 @@ class _Prefiller:
     help: str = ""
 
 
-def make_xllm(dwell: float = DWELL) -> tuple[Xllm, XllmRoles]:
+def make_xllm(dwell: float = DWELL) -> tuple[Xllm, ElasticRoles]:
     """Its dispatch and role policies, which share their state."""
-    roles = XllmRoles(dwell)
+    roles = ElasticRoles(dwell)
     return Xllm(roles), roles
 
 
@@ -68,9 +81,9 @@ class Xllm:
     """
 
     name = "xllm"
-    wants_keys = False
+    wants_keys = True
 
-    def __init__(self, roles: XllmRoles | None = None) -> None:
+    def __init__(self, roles: ElasticRoles | None = None) -> None:
         self._roles = roles
 
     def decide(self, view: ClusterView, rng: Random) -> Decision | Later:
@@ -133,7 +146,7 @@ class Xllm:
         for group in (clear, turned):
             if group:
                 found.append(_soonest(view, demand, group, costs))
-                if found[-1].ttft <= SOON * demand.ttft:
+                if found[-1].ttft <= demand.ttft and not misses(found[-1].instance, demand.ttft):
                     return found[-1]
         best = min(found, key=_by_ttft)
         decoders = [i for i in view.instances if i.role == "decode" and _may_hold(demand, i)]
@@ -181,8 +194,13 @@ class Xllm:
 def _soonest(
     view: ClusterView, demand: Demand, candidates: Iterable[InstanceLoad], costs: dict[str, float], help: str = ""
 ) -> _Prefiller:
-    """Of those that wait least, the one with the earliest first token."""
+    """Of those that wait least, and those that have most of the prompt, the one with the earliest first token."""
+    candidates = list(candidates)
     compared = nsmallest(COMPARED, candidates, key=lambda i: (max(i.free_at, view.now), i.pending_tokens))
+    if demand.hits:
+        known = {i.name for i in compared}
+        holders = [i for i in candidates if i.name in demand.hits and i.name not in known]
+        compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
     found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
     costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)
@@ -211,7 +229,7 @@ def _can_spare(demand: Demand, instance: InstanceLoad) -> bool:
 
 def _bears(demand: Demand, instance: InstanceLoad, tokens: int, step_ms: float, sequences: int = 1) -> bool:
     """Whether its memory and its steps, predicted and measured, bear one more sequence of so many tokens."""
-    measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
+    measured = interval(instance) if instance.decoding else 0.0
     if max(step_ms / 1e3, measured) > MARGIN * min(instance.tpot, demand.tpot):
         return False
     return fullness(instance, sequences=sequences, tokens=tokens) <= FULL

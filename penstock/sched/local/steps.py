@@ -206,7 +206,8 @@ class Measurements:
     engine's clock.
 
     Attributes:
-        ttft_ms, tpot_ms: of its own requests.
+        ttft_ms: of its own online requests.
+        tpot_ms: of its own requests.
         interval_ms: between the ends of two steps with decodes.
         factors: see `StepTime`.
         times: predicts its steps with them; None when nothing is known to begin with.
@@ -243,7 +244,7 @@ class Measurements:
         before = len(sequence.request.generated)
         if sequence.answered is None:
             sequence.answered = now
-            if not before:  # else its first token came elsewhere
+            if not before and not sequence.request.offline:  # else its first token came elsewhere, or nobody waits
                 self.ttft_ms = _mean(self.ttft_ms, (now - sequence.added) * 1e3)
         if output.finish is None:
             return

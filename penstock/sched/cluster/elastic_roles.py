@@ -1,10 +1,15 @@
-"""xLLM's elastic roles: which instances prefill and which decode, changed without a pause (xLLM, section 3.2).
+"""Which instances prefill and which decode, changed without a pause (xLLM, section 3.2).
 
 Being meant for another role changes nothing about what runs on an instance: one of "decode" that still prefills
-prompts, or one of "prefill" on which sequences still decode, is turning (the paper's roles P->D and D->P). So a move
-costs nothing by itself, and the dispatch policy makes one in the very decision that needs it; `XllmRoles.decide` does
-the rest by the clock. Two rules prevent oscillation: no instance is taken from a role that would then fall short, and a
-moved instance keeps its role for a while unless a target is being missed.
+prompts, or one of "prefill" on which sequences still decode, is turning (the paper's pools P->D and D->P). So a move
+costs nothing by itself. `ElasticRoles.decide` makes them by the clock, beside any dispatch policy; one that shares its
+state, as `Xllm` does, makes one in the very decision that needs it.
+
+A decoder becomes a prefiller when no prefiller meets the strictest TTFT target, those first that still prefill. A
+prefiller becomes a decoder when the decoders' token intervals pass their targets on average, when none of them has
+room, or when it has had nothing to do, those first that still decode. What is measured counts beside what is
+predicted: the worse of the two. Two rules prevent oscillation: no instance is taken from a role that would then fall
+short, and a moved instance keeps its role for a while unless a target is being missed.
 """
 
 from __future__ import annotations
@@ -12,16 +17,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nsmallest
 from math import inf
+from typing import Literal
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, InstanceLoad, Move
 
+Pool = Literal["P", "D", "P->D", "D->P"]
+
 DWELL = 2.0  # seconds that a moved instance stays where it is, unless a target is being missed
 COMPARED = 32  # decoders of which one at least has to be at ease
+QUEUED = 256  # demands of the queue whose prompts are counted
 FULL = 0.9  # share of an instance's blocks or sequences above which it is short of them
-BUSY = 0.5  # share of that, or of the TPOT target, above which decode instances need help
-MARGIN = 0.9  # share of a target that a prediction may use up
+BUSY = 0.5  # share of that, or of the TPOT target, above which idle prefillers help decoders
+MARGIN = 0.9  # share of a TPOT target that a prediction may use up
 
 
 def online(instance: InstanceLoad) -> int:
@@ -34,6 +43,27 @@ def turning(instance: InstanceLoad) -> bool:
     if instance.role == "prefill":
         return instance.decoding > instance.offline_requests
     return instance.role == "decode" and instance.pending_tokens > 0
+
+
+def pool(instance: InstanceLoad) -> Pool | None:
+    """Of the paper's; None for an instance of "any", which is in none."""
+    match instance.role:
+        case "prefill":
+            return "D->P" if turning(instance) else "P"
+        case "decode":
+            return "P->D" if turning(instance) else "D"
+    return None
+
+
+def interval(instance: InstanceLoad) -> float:
+    """Seconds between two tokens of what decodes there: measured or predicted, whichever is longer."""
+    measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
+    return max(measured, instance.decode_seconds)
+
+
+def misses(instance: InstanceLoad, ttft: float) -> bool:
+    """Whether first tokens have come later than a target there lately, and more are to come."""
+    return instance.ttft_measured is not None and instance.pending_tokens > 0 and instance.ttft_measured > ttft
 
 
 def step_seconds(instance: InstanceLoad, *, sequences: int = 0, kv_tokens: int = 0, prompt: int = 0) -> float:
@@ -63,20 +93,31 @@ def _weight(instance: InstanceLoad) -> tuple[int, str]:
     return instance.held_tokens, instance.name
 
 
+def full(instance: InstanceLoad) -> bool:
+    return fullness(instance) > FULL
+
+
 def strained(instance: InstanceLoad) -> bool:
-    """Whether its token interval, measured or predicted, passes the strictest target on it, or it is short of room."""
-    measured = instance.interval if instance.interval is not None and instance.decoding else 0.0
-    return max(measured, instance.decode_seconds) > instance.tpot or fullness(instance) > FULL
+    """Whether its token interval passes the strictest target on it, or it is short of room."""
+    return interval(instance) > instance.tpot or full(instance)
 
 
-class XllmRoles:
+def short(decoders: Sequence[InstanceLoad]) -> bool:
+    """Whether none of them has room, or tokens come later than targets allow, on average over their sequences."""
+    if all(map(full, decoders)):
+        return True
+    sequences = sum(i.decoding for i in decoders)
+    return sum(i.decoding * interval(i) / i.tpot for i in decoders) > sequences
+
+
+class ElasticRoles:
     """A `RolePolicy`, and the roles' rules for the dispatch policy beside it.
 
     Args:
         dwell: seconds, see `DWELL`.
     """
 
-    name = "xllm"
+    name = "elastic"
     dynamic = True
 
     def __init__(self, dwell: float = DWELL) -> None:
@@ -91,7 +132,7 @@ class XllmRoles:
         prefillers = [i for i in view.instances if i.role == "prefill"]
         if not decoders or not prefillers:
             return ()
-        if all(strained(d) for d in decoders):
+        if short(decoders):
             return self._move(self.to_decode(view, missing=True), "decode", view, "decode-short")
         if self._late(view, prefillers):
             return self._move(self.to_prefill(view, missing=True), "prefill", view, "late-prompts")
@@ -169,10 +210,21 @@ class XllmRoles:
 
     @staticmethod
     def _late(view: ClusterView, prefillers: Sequence[InstanceLoad]) -> bool:
-        """Whether none of them would meet the deadline of a prompt that arrives now."""
-        target = min((i.ttft for i in view.instances), default=inf)
-        return all(i.free_at - view.now > MARGIN * target for i in prefillers)
+        """Whether none of them would meet the deadline of a prompt that arrives now: those before it are prefilled too
+        late, or have been."""
+        target = min((*(i.ttft for i in view.instances), *(d.ttft for d in view.queue[:QUEUED])), default=inf)
+        queued = _queued_seconds(view, prefillers)
+        return all(max(0.0, i.free_at - view.now) + queued > target or misses(i, target) for i in prefillers)
 
     @staticmethod
     def _busy(instance: InstanceLoad) -> bool:
         return fullness(instance) > BUSY * FULL or step_seconds(instance) > BUSY * instance.tpot
+
+
+def _queued_seconds(view: ClusterView, prefillers: Sequence[InstanceLoad]) -> float:
+    """For which what waits at the master keeps them busy."""
+    tokens = sum(d.prompt_tokens for d in view.queue[:QUEUED])
+    if not tokens:
+        return 0.0
+    speed = sum(i.token_budget / i.prefill_seconds(i.token_budget) for i in prefillers)  # tokens/s
+    return tokens / speed
