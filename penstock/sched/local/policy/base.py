@@ -129,7 +129,7 @@ class Allowance:
         self.prefills: list[tuple[int, int]] = []
         self.pressing = False
         self._tokens = 0  # of all
-        self._others = False  # whether another than the favoured one has a token
+        self._others = self._ends = False  # whether another than the favoured one has a token, and its last
         self._more_ms = 0.0  # that they take beyond what as many decoding rows would: attention, less the logits
 
     def chunk(self, sequence: Sequence, cached: int, most: int) -> int:
@@ -147,7 +147,9 @@ class Allowance:
     def granted(self, sequence: Sequence, cached: int, tokens: int) -> None:
         """These tokens are granted."""
         self._count((tokens, cached), 1)
-        self._others |= sequence is not self.favoured
+        if sequence is not self.favoured:
+            self._others = True
+            self._ends |= cached + tokens == len(sequence.tokens)
         self.pressing |= self.presses(sequence)
 
     def presses(self, sequence: Sequence) -> bool:
@@ -155,7 +157,10 @@ class Allowance:
         return not sequence.offline and sequence.first is None
 
     def lengthened(self, cached: int, tokens: int, most: int) -> int:
-        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs."""
+        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs. No more
+        where one of these ends with the step: its first token waits for all of it."""
+        if self._ends:
+            return tokens
         if tokens:
             self._count((tokens, cached), -1)
         longer = max(tokens, self.fitting(cached, most, self.prompts_ms))

@@ -10,9 +10,10 @@ those of lower priority. They and prompts without a target follow, in order of p
 work left first: the least mean time to first token. Streams that were preempted come before prompts.
 
 So that nothing starves, one prompt at a time is favoured: the longest waiting of those beyond their `PATIENCE`. It gets
-at least `SHARE` of the time that steps have for prompts, of each, or of every so many one as a whole. So whatever comes
+at least `SHARE` of the time that steps have for prompts, of each, or all but such a share of every third. So whatever comes
 after it, a prompt waits for at most its PATIENCE and then 1 / SHARE times its own prefill, after those that waited
-longer. The rest of every step is for others, and what these leave is for the favoured one again.
+longer. The rest of every step is for others; what these leave is for the favoured one again, unless one of them ends
+with the step, and so has its first token.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
 it; and none in a step in which a prompt is prefilled that is late or has no deadline.
@@ -81,7 +82,8 @@ class _Paid(Allowance):
         spare_ms: by which the step may be longer than the decodes and the prompts that can be in time need, so that
             they still are.
         held: offline decodes; None where offline work is like any other, as nothing has a target.
-        turn: whether the favoured prompt may have the whole step, where a share of each would hold next to nothing.
+        turn: whether the favoured prompt has all but a share of the step, where a share of each would hold next to
+                nothing.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class _Paid(Allowance):
         self._now, self._spare, self._held = now, spare_ms, held
         self.favoured, self._turn = favoured, turn
         begin = times.step_ms((), decodes.count, decodes.kv_tokens) if decodes.count else 0.0
-        self._favoured_ms = begin + SHARE * (self.prompts_ms - begin)
+        most = self.prompts_ms - begin
+        self._favoured_ms, self._turn_ms = begin + SHARE * most, begin + (1 - SHARE) * most
         self._kept: list[tuple[int, int]] = []  # of `prefills`, what is prefilled to be in time
         self._spare_at_end = inf  # ms that the step may take for those of them that end with it
 
@@ -110,7 +113,7 @@ class _Paid(Allowance):
             share = self.fitting(cached, most, self._favoured_ms)
             if share >= min(most, LEAST_TOKENS):
                 return share
-            return max(1, self.fitting(cached, most, self.prompts_ms)) if self._turn else int(not sequence.blocks)
+            return max(1, self.fitting(cached, most, self._turn_ms)) if self._turn else int(not sequence.blocks)
         if sequence.offline and self._held is not None and not self.pressing:
             return self.fitting(cached, most, self.limit_ms)
         return super().chunk(sequence, cached, most)
@@ -244,7 +247,7 @@ class Slack:
             spare_ms=times.margin * self._spare * 1e3 if self._hopeful else inf,
             held=held,
             favoured=self._favoured,
-            turn=self._steps % round(1 / SHARE) == 0,
+            turn=self._steps % round((1 - SHARE) / SHARE) == 0,
         )
 
     # --- which prompts meet their deadlines
