@@ -13,8 +13,7 @@ from typing import Any
 from penstock.cli.deployment import GROUP, TABLES
 from penstock.cli.devices import load_device, load_factors, load_geometry
 from penstock.cli.options import LARGEST_SCALE, Option, between, integer, number, one_of, read_text, size, switch, text
-from penstock.sched.local import LOCAL_POLICIES
-from penstock.sim.baselines import POLICIES
+from penstock.sim.baselines import ENGINE_POLICIES, POLICIES
 from penstock.sim.cluster import Cluster
 from penstock.sim.scenario import Scenario, ScenarioTables, parse
 from penstock.sim.simulate import simulate
@@ -107,7 +106,7 @@ def make_tables() -> ScenarioTables:
             Option("efficiency", number(0, 1), 1.0, "share of its data sheet that a device reaches"),
             Option("geometry", text, "llama-3.1-8b", "the model whose times are modelled: a name, a folder, or demo"),
             Option(
-                "scheduling-policy", one_of(*LOCAL_POLICIES), None, "of the engines, instead of what the policy has"
+                "scheduling-policy", one_of(*ENGINE_POLICIES), None, "of the engines, instead of what the policy has"
             ),
             Option("max-model-len", integer(2), 16384, "prompt and output tokens of one sequence"),
             Option("noise", between(0, 1), 0.05, "standard deviation of a step's time, relative to it"),

@@ -17,7 +17,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Random, Start, Stop
 from penstock.sched.cluster.columns import least
-from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
+from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
 from penstock.service.events import (
@@ -35,6 +35,7 @@ from penstock.service.policies import Policies
 from penstock.service.recorder import Recorder
 from penstock.service.session import FleetLimits
 from penstock.sim import instance as engine
+from penstock.sim.baselines import ENGINE_POLICIES
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import SimFrontend, SimRecord
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
@@ -57,7 +58,7 @@ class Cluster:
         requests: that come, in order of arrival.
         rng: for randomised policies.
         noises: a numpy Generator of step times for each instance, by number.
-        local_policy: of every engine, a name in `sched.local.LOCAL_POLICIES`.
+        local_policy: of every engine, a name in `baselines.ENGINE_POLICIES`.
         recorder: gets the master's decisions.
         strides: see `SimInstance`.
         judged: numbers of the requests that it is about; all by default.
@@ -290,7 +291,7 @@ class Cluster:
             pool,
             root=self._root,
             prefix_cache=group.prefix_cache,
-            policy=LOCAL_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
+            policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
             offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
             windows=group.windows,
         )

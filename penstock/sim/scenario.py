@@ -74,7 +74,7 @@ class InstanceGroup:
         limit: of a step's time, before the slowdown.
         slowdown: factor on all times, unknown to policies.
         noise: standard deviation of a step's time, relative to it.
-        scheduling_policy: a name in `sched.local.LOCAL_POLICIES`; None is what its policy's bundle has.
+        scheduling_policy: a name in `baselines.ENGINE_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
     """
 

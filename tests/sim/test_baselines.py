@@ -7,10 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from penstock.core.plan import StepResult
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.kv.pool import BlockPool
 from penstock.sched.cluster import ClusterView, Later, Rates, fitting
+from penstock.sched.local import Limits, Scheduler
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.scorpio import Scorpio
+from penstock.sim.baselines.unchunked import Unchunked
 from tests.helpers.policies import SUBJECTS, ToyMaster, clusters, demand, drain, instance, linked, workloads
 
 every_policy = pytest.mark.parametrize("name", SUBJECTS)
@@ -118,3 +124,32 @@ def test_annealing_spreads_over_instances_and_sends_no_more_than_a_step_ahead():
     assert {name for _, name, _ in found} == {"a0", "a1", "a2", "a3"}
     prefilling = instance("a", free_at=0.3, pending_tokens=8000)
     assert Annealing().decide(view([prefilling], demand("r", 500, ttft=9.0)), random.Random(0)) == Later(0.3)
+
+
+# --- engines
+
+
+def test_unchunked_engines_prefill_whole_prompts_in_order_of_arrival_and_decode_in_other_steps():
+    limits = Limits(token_budget=1000, max_sequences=8, max_model_len=4000)
+    scheduler = Scheduler(limits, BlockPool(range(400)), policy=Unchunked())
+
+    def step(*, takes):
+        plan = scheduler.schedule()
+        assert {s.request_id: len(s.tokens) for s in plan.sequences} == takes
+        sampled = sum(s.sample for s in plan.sequences)
+        scheduler.update(plan, StepResult([[1]] * sampled, [None] * sampled), 0.0, 0.0)
+
+    def add(name, prompt, **more):
+        tokens, params = [prompt] * prompt, SamplingParams()
+        request = Request(id=name, prompt=tokens, params=params, seed=0, stop_ids=frozenset(), max_tokens=3, **more)
+        scheduler.add(request)
+
+    add("first", 300, priority=3)
+    add("whole", 600, offline=True)
+    add("no-room", 200, priority=-1)
+    step(takes={"first": 300, "whole": 600})
+    step(takes={"no-room": 200})
+    add("long", 1800)
+    step(takes={"long": 1000})
+    step(takes={"long": 800})
+    step(takes={"first": 1, "whole": 1, "no-room": 1, "long": 1})

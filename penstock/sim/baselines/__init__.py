@@ -8,12 +8,14 @@ from penstock.sched.cluster import Colocated, Immediate
 from penstock.sched.cluster.colocation import Colocation
 from penstock.sched.cluster.dispatch import LeastLoaded
 from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
+from penstock.sched.local import LOCAL_POLICIES
 from penstock.service.policies import BUNDLES, Bundle, Circumstances, Policies, dispatched, scaled
 from penstock.sim.baselines.aladdin import Aladdin
 from penstock.sim.baselines.annealing import Annealing
 from penstock.sim.baselines.colocation import OnlineFirst, Separate
 from penstock.sim.baselines.scorpio import Scorpio
 from penstock.sim.baselines.threshold_scaling import ThresholdScaling
+from penstock.sim.baselines.unchunked import Unchunked
 
 
 def _colocated(share: Callable[[], Colocation]) -> Bundle:
@@ -35,3 +37,4 @@ BASELINES = {
     "annealing": dispatched(Annealing),
 }
 POLICIES = BUNDLES | BASELINES  # all that a scenario may name
+ENGINE_POLICIES = LOCAL_POLICIES | {"unchunked": Unchunked}  # and for its engines

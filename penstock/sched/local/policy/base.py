@@ -157,8 +157,8 @@ class Allowance:
         return not sequence.offline and sequence.first is None
 
     def lengthened(self, cached: int, tokens: int, most: int) -> int:
-        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs. No more
-        where one of these ends with the step: its first token waits for all of it."""
+        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs. No
+        more where one of these ends with the step: its first token waits for all of it."""
         if self._ends:
             return tokens
         if tokens:

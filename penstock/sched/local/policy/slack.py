@@ -10,10 +10,10 @@ those of lower priority. They and prompts without a target follow, in order of p
 work left first: the least mean time to first token. Streams that were preempted come before prompts.
 
 So that nothing starves, one prompt at a time is favoured: the longest waiting of those beyond their `PATIENCE`. It gets
-at least `SHARE` of the time that steps have for prompts, of each, or all but such a share of every third. So whatever comes
-after it, a prompt waits for at most its PATIENCE and then 1 / SHARE times its own prefill, after those that waited
-longer. The rest of every step is for others; what these leave is for the favoured one again, unless one of them ends
-with the step, and so has its first token.
+at least `SHARE` of the time that steps have for prompts, of each, or all but such a share of every third. So whatever
+comes after it, a prompt waits for at most its PATIENCE and then 1 / SHARE times its own prefill, after those that
+waited longer. The rest of every step is for others; what these leave is for the favoured one again, unless one of them
+ends with the step, and so has its first token.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
 it; and none in a step in which a prompt is prefilled that is late or has no deadline.
