@@ -197,12 +197,10 @@ def make_site(
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
     """
-    import zmq
-
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
-    from penstock.service.channel import master_channel
+    from penstock.service.channel import make_context, master_channel
     from penstock.service.checkpoint import read_defaults
     from penstock.service.embedding import read_embedding
     from penstock.service.engine_client import EngineClient
@@ -212,7 +210,7 @@ def make_site(
     from penstock.service.policies import BUNDLES, Circumstances
     from penstock.text.tokenizer import Tokenizer
 
-    clock, context = SystemClock(), zmq.Context()
+    clock, context = SystemClock(), make_context()
     placement: Placement
     registry: Registry
     if isinstance(master, str):

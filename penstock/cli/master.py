@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.curve import curve_of
-from penstock.cli.http import make_master
+from penstock.cli.http import allow_connections, make_master
 from penstock.core.clock import RunningClock
 from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
@@ -109,11 +109,11 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     Args:
         registers: whether launchers register their instances here.
     """
-    import zmq
-
+    from penstock.service.channel import make_context
     from penstock.service.master_pump import serve_frontends
 
-    context = zmq.Context()
+    allow_connections()  # there is one to every engine
+    context = make_context()
     recording = settings["flight_recorder"]
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
     scaling = dict(settings["scaling"] or {})

@@ -95,6 +95,13 @@ class Inbox:
                 log.exception("a message could not be handled")
 
 
+def make_context() -> zmq.SyncContext:
+    """With sockets for any number of instances: each takes three, and ZMQ's default is 1,023."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
 def prepare(socket: zmq.Socket[Any], address: str, curve: Curve | None) -> None:
     """For a socket that is about to connect there."""
     if curve is not None:

@@ -207,11 +207,11 @@ class _Wire:
     def _socket(self, address: str, options: Mapping[int, int] | None = None) -> zmq.Socket[bytes]:
         import zmq
 
-        from penstock.service.channel import prepare
+        from penstock.service.channel import make_context, prepare
         from penstock.service.curve import Curve
 
         if self._context is None:
-            self._context = zmq.Context()
+            self._context = make_context()
         if address not in self._sockets:
             made = self._sockets[address] = self._context.socket(zmq.DEALER)
             for option, value in {zmq.LINGER: 0, **(options or {})}.items():

@@ -1,18 +1,21 @@
 """The wire itself: greetings, order, and that a loss is noticed at once."""
 
 import asyncio
+import resource
 import tempfile
 import time
 from contextlib import contextmanager
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 
+from penstock.cli.http import allow_connections
 from penstock.core.clock import SystemClock
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Cancel, Failed, Hello, decode_command
-from penstock.service.channel import GREETING_INTERVAL, Inbox, engine_channel
+from penstock.service.channel import GREETING_INTERVAL, Inbox, engine_channel, make_context
 from penstock.service.instances import ChannelLost
 from tests.helpers.scripted import ready
 from tests.helpers.waiting import until
@@ -43,7 +46,7 @@ class Engine:
 def ends():
     """A channel and an address where engines come and go."""
     with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
-        address, context = f"ipc://{folder}/e", zmq.Context()
+        address, context = f"ipc://{folder}/e", make_context()
         channel = engine_channel(context, address, "me", "frontend", SystemClock())
         yield channel, address
         channel.close()
@@ -164,6 +167,24 @@ def test_a_closed_channel_is_not_read_any_longer():
 
     with zmq.Context() as context:
         asyncio.run(scenario(context))
+
+
+def test_one_process_has_channels_to_as_many_engines_as_its_open_files_allow():
+    """With ZMQ's own limit of 1,023 sockets there would be 340."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 4096:
+        pytest.skip("this process may not open enough files")
+    allow_connections()
+    context = make_context()
+    channels = []
+    try:
+        for i in range(500):
+            channels.append(engine_channel(context, f"ipc:///tmp/penstock-{i}", "me", "master", SystemClock()))
+    finally:
+        for channel in channels:
+            channel.close()
+        context.term()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_message_that_cannot_be_handled_is_logged_and_none_is_handled_after_the_end(caplog):
