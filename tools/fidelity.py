@@ -242,10 +242,13 @@ def real(work: Workspace, options: argparse.Namespace) -> Setup:
 
 
 def paced(work: Workspace, options: argparse.Namespace) -> Setup:
-    """Engines whose steps last as long as on an L4: long enough for many of them to share a few cores."""
-    engine = {"device": "modelled:l4", "geometry": "qwen3-8b", "noise": 0.05}
+    """Engines whose steps last long enough for many of them to share a few cores, as on an L4 or slowed down."""
+    engine = {"device": f"modelled:{options.device}", "geometry": "qwen3-8b", "noise": 0.05}
+    engine |= {"slowdown": options.slowdown}
     engine |= {"max-model-len": MAX_MODEL_LEN, "max-num-seqs": 128}
-    same = {"policy": options.policy, "engine": engine, "instances": [{"count": options.instances}]}
+    roles = [{"role": role, "count": options.instances // 2} for role in ("prefill", "decode")]
+    groups = roles if options.split else [{"count": options.instances}]
+    same = {"policy": options.policy, "engine": engine, "instances": groups}
     file = work.folder / "up.yaml"
     file.write_text(yaml.safe_dump({"model": "demo", **same}, sort_keys=False))
     return ["up", str(file)], same
@@ -303,7 +306,7 @@ def busy_cores(seconds: float = 2.0) -> float:
 
 
 def read_slice(options: argparse.Namespace) -> list[WorkRequest]:
-    options.trace = options.traces / TRACE
+    options.trace = options.traces / options.trace
     if not options.trace.exists():
         console.print(f"[yellow]{options.trace} is not there: a synthetic stand-in takes its place[/]")
         options.trace = None
@@ -350,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode, rate, scale in (("real", 4.0, 0.5), ("paced", 8.0, 1.0)):
         one = modes.add_parser(mode, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         one.add_argument("--traces", type=Path, default=TRACES, help="the folder of traces")
+        one.add_argument("--trace", default=TRACE, help="its file")
         one.add_argument("--start", type=float, default=600.0, help="seconds into the trace")
         one.add_argument("--seconds", type=float, default=60.0, help="for which requests arrive")
         one.add_argument("--rate", type=float, default=rate, help="requests/s")
@@ -359,6 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if mode == "paced":
             one.add_argument("--policy", default="unified")
             one.add_argument("--instances", type=int, default=16)
+            one.add_argument("--split", action="store_true", help="half of them for prefill, half for decode")
+            one.add_argument("--device", default="l4")
+            one.add_argument("--slowdown", type=float, default=1.0, help="of it")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         document = run(options.mode, options, Path(folder))
