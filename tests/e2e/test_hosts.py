@@ -15,20 +15,22 @@ import yaml
 
 from tests.helpers import network
 from tests.helpers.deployments import PACED
+from tests.helpers.links import NEEDS_MOONCAKE
 from tests.helpers.servers import READY, Served
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 SLOW = PACED | {"slowdown": 3}
 TOKENS, PORT = 300, 7600
-PROMPT = "import os\n" * 100  # of several blocks
+CUT = 10.0  # seconds without the cable
 
 
-def test_three_hosts_serve_as_one_and_lose_no_token(tmp_path):
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
+def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
     with network.hosts(3) as (first, second, third), contextlib.ExitStack() as stack:
-        run = partial(begin, stack, tmp_path)
+        run = partial(begin, stack, tmp_path, transport={"kind": kind})
         up = run(first, "up", host="0.0.0.0", **{"api-key": ["k"]})
         master = f"{first.address}:{PORT}"
         prefill = run(second, "join", master, instances=[{"role": "prefill", "count": 2}])
@@ -40,37 +42,49 @@ def test_three_hosts_serve_as_one_and_lose_no_token(tmp_path):
         for name in everybody:
             eventually(lambda name=name: any(f"{name} is ready: " in line for line in up.lines), 30, up.log)
 
-        expected = alone(tmp_path, stack)
-        assert ask(url) == expected
-        assert up.metric("handoffs_total") == 1, "over TCP, between hosts"
+        single = alone(tmp_path, stack)
+        assert ask(url, "first") == ask(single, "first")
+        assert up.metric("handoffs_total") == 1, "between hosts"
 
-        def all_right(trouble):
-            """Eight streams, with some trouble in their middle; seconds until the last has ended."""
-            with ThreadPoolExecutor(8) as pool:
-                texts = [pool.submit(ask, url) for _ in range(8)]
+        def all_right(what, trouble):
+            """Eight streams, with some trouble in their middle, and four that begin as it does; seconds until the last
+            has ended. Each has a prompt of its own, so that its blocks do travel."""
+            prompts = [f"{what} {number}" for number in range(12)]
+            with ThreadPoolExecutor(12) as pool:
+                expected = list(pool.map(partial(ask, single), prompts))
+                texts = [pool.submit(ask, url, prompt) for prompt in prompts[:8]]
                 eventually(lambda: up.metric("num_requests_running") >= 4, 30, up.log)
                 time.sleep(0.5)  # some way into the answers
                 began = time.monotonic()
                 trouble()
-                assert {text.result() for text in texts} == {expected}
-            return time.monotonic() - began
+                texts += [pool.submit(ask, url, prompt) for prompt in prompts[8:]]
+                assert [text.result() for text in texts] == expected
+            took[what] = time.monotonic() - began
 
-        took = {"decode engine": all_right(lambda: kill(decode, "decode-0"))}
+        def moved(what):
+            """Whether a request is handed over."""
+            before = up.metric("handoffs_total")
+            assert ask(url, what) == ask(single, what)
+            return up.metric("handoffs_total") == before + 1
+
+        took = {}
+        all_right("decode engine", lambda: kill(decode, "decode-0"))
         eventually(lambda: ready(up) == everybody, 60, up.log)
-        took["prefill engine"] = all_right(lambda: kill(prefill, "prefill-1"))
+        all_right("prefill engine", lambda: kill(prefill, "prefill-1"))
         eventually(lambda: ready(up) == everybody, 60, up.log)
-        took["master"] = all_right(lambda: kill(up, "master"))
+        all_right("master", lambda: kill(up, "master"))
         eventually(lambda: ready(up) == everybody, 60, up.log)
         spare = run(second, "join", master, instances=[{"name": "spare"}])
         eventually(lambda: "spare-0" in ready(up), 60, up.log)
-        took["cable"] = all_right(lambda: third.link("down"))
+        all_right("cable", lambda: third.link("down"))
         eventually(lambda: ready(up) == {"prefill-0", "prefill-1", "spare-0"}, 30, up.log)
+        time.sleep(max(0.0, CUT - took["cable"]))
         third.link("up")
         eventually(lambda: ready(up) == {*everybody, "spare-0"}, 60, up.log)
-        assert ask(url) == expected
         spare.process.send_signal(signal.SIGTERM)
         assert spare.process.wait(60) == 0
-        took["launcher"] = all_right(decode.process.kill)
+        assert moved("again"), "over the cable that was cut"
+        all_right("launcher", decode.process.kill)
         eventually(lambda: ready(up) == {"prefill-0", "prefill-1"}, 30, up.log)
         print({trouble: round(seconds, 1) for trouble, seconds in took.items()})
 
@@ -100,21 +114,22 @@ def ready(up):
     return {i["name"] for i in said if i["state"] == "ready"}
 
 
-def ask(url):
+def ask(url, what):
     client = openai.OpenAI(base_url=url + "/v1", api_key="k", max_retries=0, timeout=120)
+    prompt = f"{what}\n" * 100  # of several blocks
     chunks = client.completions.create(
-        model="demo", prompt=PROMPT, temperature=0, max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+        model="demo", prompt=prompt, temperature=0, max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
     )
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
 def alone(folder, stack):
-    """What a single engine answers."""
+    """URL of a single engine."""
     file = folder / "alone.yaml"
     file.write_text(yaml.safe_dump({"model": "demo", "engine": PACED, "instances": [{}]}))
     single = Served("up", str(file))
     stack.callback(end, single)
-    return ask(single.wait_for(READY)[1])
+    return single.wait_for(READY)[1]
 
 
 def kill(served, name):
