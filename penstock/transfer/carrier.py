@@ -38,6 +38,7 @@ from penstock.transfer.peer_link import (
     ReceivedMessage,
     Staging,
 )
+from penstock.transfer.tls import TLS, TLSSocket
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +57,18 @@ class Carrier:
         sockets: connections per link.
         payload_bytes: of a push's payload; 0 when no bytes travel.
         secret: the deployment's secret, see `Handshake`; None for trusted peers.
+        tls: for every connection; None without.
     """
 
-    def __init__(self, me: Greet, sockets: int, payload_bytes: int, secret: str | None = None) -> None:
+    def __init__(
+        self, me: Greet, sockets: int, payload_bytes: int, secret: str | None = None, tls: TLS | None = None
+    ) -> None:
         self._listener, address = listen(me.address)
         self._me = msgspec.structs.replace(me, address=address)
         self._socket_file = socket_file(address)
         self._sockets = sockets
         self._payload_bytes = payload_bytes
-        self._key = key_of(secret)
+        self._key, self._tls = key_of(secret), tls
         self.address = address
         self.counters = Counters()
         self._links: dict[PeerKey, list[PeerLink]] = {}
@@ -251,9 +255,30 @@ class Carrier:
         sock.setblocking(False)
         tune(sock)
         connection = PeerConnection(sock, Handshake(self._key, dialled=False))
-        self._watch(connection)
         self._io.later(GREET_SECONDS, partial(self._send_away, connection))
-        if challenge := connection.handshake.first_word():
+        self._guard(connection, partial(self._connected, connection))
+        self._watch(connection)
+
+    def _connected(self, connection: PeerConnection) -> None:
+        if self._tls is None:
+            self._speak(connection)
+            return
+        assert isinstance(connection.sock, socket.socket)
+        connection.sock = self._tls.over(connection.sock, dialled=connection.link is not None)
+        self._shake_hands(connection)
+
+    def _shake_hands(self, connection: PeerConnection) -> None:
+        assert isinstance(connection.sock, TLSSocket)
+        connection.shaking = connection.sock.shake_hands()
+        if not connection.shaking:
+            self._speak(connection)
+
+    def _speak(self, connection: PeerConnection) -> None:
+        """Say what this side says first, if anything."""
+        if connection.link is not None:
+            if connection.handshake.may_greet:
+                self._greet(connection, connection.link.peer.incarnation)
+        elif challenge := connection.handshake.first_word():
             self._transmit(connection, make_frame(challenge, 0, 0))
 
     def _send_away(self, connection: PeerConnection) -> None:
@@ -265,13 +290,14 @@ class Carrier:
 
     def _ready(self, connection: PeerConnection, events: int) -> None:
         if connection.connecting:
+            assert isinstance(connection.sock, socket.socket)
             failed = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failed:
                 raise OSError(failed, os.strerror(failed))
             connection.connecting = False
-            assert connection.link is not None
-            if connection.handshake.may_greet:
-                self._greet(connection, connection.link.peer.incarnation)
+            self._connected(connection)
+        elif connection.shaking:
+            self._shake_hands(connection)
         elif events & _READ:
             self._take(connection, connection.read())
         if events & _WRITE and not connection.closed:
@@ -279,10 +305,14 @@ class Carrier:
         self._watch(connection)
 
     def _take(self, connection: PeerConnection, frames: Iterator[ReceivedFrame]) -> None:
-        for received in frames:
-            self._hear(connection, received)
-            if connection.closed:
+        while True:
+            for received in frames:
+                self._hear(connection, received)
+                if connection.closed:
+                    return
+            if connection.starved or not connection.pending:
                 return
+            frames = connection.read()
 
     def _feed_starved(self) -> None:
         for connection in [c for c in self._connections if c.starved]:
@@ -297,6 +327,8 @@ class Carrier:
         interest = _WRITE if connection.connecting or connection.unsent else 0
         if not connection.connecting and not connection.starved:
             interest |= _READ
+        if connection.shaking:
+            interest = connection.shaking
         if interest == connection.interest:
             return
         if not interest:
@@ -359,7 +391,7 @@ class Carrier:
             self._guard(connection, partial(self._flush, connection))
 
     def _flush(self, connection: PeerConnection) -> None:
-        if connection.unsent and not connection.connecting:
+        if connection.unsent and not connection.connecting and not connection.shaking:
             self.counters.bytes_sent += connection.flush()
         self._watch(connection)
 

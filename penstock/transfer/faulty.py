@@ -20,6 +20,7 @@ from penstock.core.wire.handoff import PeerMessage, Renew
 from penstock.transfer.carrier import Carrier
 from penstock.transfer.frames import Frame, Greet, Greeting
 from penstock.transfer.peer_link import PeerConnection, ReceivedFrame
+from penstock.transfer.tls import TLS
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +77,22 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FaultyCarrier(Carrier):
     """Draws from (seed, own name): a run is reproducible as far as the order of frames is."""
 
-    def __init__(self, me: Greet, sockets: int, payload_bytes: int, faults: Faults, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        me: Greet,
+        sockets: int,
+        payload_bytes: int,
+        faults: Faults,
+        secret: str | None = None,
+        tls: TLS | None = None,
+    ) -> None:
         self._faults = faults
         self._random = Random(f"{faults.seed}:{me.name}")
         self._passed = 0  # frames, sent or received
         self._cut: float | None = None  # when the partition began
         self._stalled: set[tuple[str, str]] = set()  # message name, request id
         self._held: list[Callable[[], None]] = []  # frames that wait to be overtaken
-        super().__init__(me, sockets, payload_bytes, secret)
+        super().__init__(me, sockets, payload_bytes, secret, tls)
 
     def _transmit(self, connection: PeerConnection, frame: Frame) -> None:
         if self._partitioned():

@@ -18,6 +18,7 @@ from zlib import crc32
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push, Sent
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame, Handshake, Header, read_header
+from penstock.transfer.tls import TLSSocket
 
 _SCRATCH_BYTES = 16 << 10  # read ahead, for headers and small bodies
 _BUFFERS = 256  # handed to one sendmsg; the kernel allows 1024
@@ -91,6 +92,7 @@ class PeerConnection:
         handshake: how the two sides introduce themselves.
         link: None until the other side has greeted.
         index: which of the link's connections this is.
+        shaking: the selector event that TLS waits for, before anybody speaks; 0 when it does not.
         ready: greeted both ways.
         starved: there is no staging memory for the next payload, so nothing is read.
         interest: selector events that it is registered for.
@@ -98,12 +100,12 @@ class PeerConnection:
     """
 
     def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
-        self.sock = sock
+        self.sock: socket.socket | TLSSocket = sock
         self.handshake = handshake
         self.link: PeerLink | None = None
         self.index = 0
         self.connecting = self.ready = self.starved = self.closed = False
-        self.interest = self.backlog = 0
+        self.shaking = self.interest = self.backlog = 0
         self._staging: Staging | None = None
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._start = self._end = 0  # unread bytes of scratch
@@ -119,15 +121,23 @@ class PeerConnection:
     # --- in
 
     def read(self) -> Iterator[ReceivedFrame]:
-        """Reads once. BlockingIOError, EOFError and OSError as the socket has them, ValueError on bad bytes."""
+        """Reads once. EOFError and OSError as the socket has them, ValueError on bad bytes."""
         views = [self._target, memoryview(self._scratch)[self._end :]]
-        count = self.sock.recvmsg_into(views)[0]
+        try:
+            count = self.sock.recvmsg_into(views)[0]
+        except BlockingIOError:  # what came was for TLS itself
+            return iter(())
         if count == 0:
             raise EOFError("the other side closed it")
         straight = min(count, len(self._target))
         self._target = self._target[straight:]
         self._end += count - straight
         return self.frames()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to read of which the selector does not tell."""
+        return isinstance(self.sock, TLSSocket) and self.sock.pending
 
     def frames(self) -> Iterator[ReceivedFrame]:
         """What can be cut from the bytes that are here; goes on after a pause for want of staging memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from penstock.core.errors import ConfigError
@@ -19,6 +19,7 @@ from penstock.transfer.peer_link import LinkDown, ReceivedMessage
 from penstock.transfer.pool import KVPool
 from penstock.transfer.shared import SharedBlocks
 from penstock.transfer.tcp import CopiedBlocks
+from penstock.transfer.tls import TLS
 
 
 class BlockPath(KVConnector[ReceivedMessage], Protocol):
@@ -137,6 +138,7 @@ def open_transport(
     pool: KVPool,
     faults: dict[str, Any] | None = None,
     secret: str | None = None,
+    tls: Mapping[str, str] | None = None,
 ) -> KVTransport:
     """Listens at `address` ("tcp:HOST:0" takes any free port) and starts the I/O thread.
 
@@ -144,12 +146,17 @@ def open_transport(
         name, incarnation: of this engine.
         faults: see `faulty.Faults`; None without faults.
         secret: the deployment's secret; None where every peer that reaches the address is trusted.
+        tls: arguments of `TLS`, for kind tcp; None without.
 
     Raises:
-        ConfigError: an unknown kind or fault, an address that cannot be had, a pool that does not fit the kind.
+        ConfigError: an unknown kind or fault, an address that cannot be had, a pool that does not fit the kind,
+            certificates that cannot be used.
     """
     if kind not in TRANSPORTS:
         raise ConfigError(f"transport: {kind!r}, allowed: {', '.join(TRANSPORTS)}", "transport")
+    if tls is not None and kind != "tcp":
+        raise ConfigError(f"transport.tls: allowed with tcp, and not with {kind}, whose blocks go another way", "tls")
+    secured = None if tls is None else TLS(**tls)
     path = TRANSPORTS[kind](pool, layout, address)
     try:
         if path.shares and not address.startswith("unix:"):
@@ -164,9 +171,9 @@ def open_transport(
             memory=path.memory,
         )
         if faults is None:
-            carrier = Carrier(me, path.sockets, path.payload_bytes, secret)
+            carrier = Carrier(me, path.sockets, path.payload_bytes, secret, secured)
         else:
-            carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret)
+            carrier = FaultyCarrier(me, path.sockets, path.payload_bytes, Faults.parse(faults), secret, secured)
     except BaseException:
         path.close()
         raise

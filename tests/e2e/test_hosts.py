@@ -68,12 +68,10 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
             return up.metric("handoffs_total") == before + 1
 
         took = {}
-        all_right("decode engine", lambda: kill(decode, "decode-0"))
-        eventually(lambda: ready(up) == everybody, 60, up.log)
-        all_right("prefill engine", lambda: kill(prefill, "prefill-1"))
-        eventually(lambda: ready(up) == everybody, 60, up.log)
-        all_right("master", lambda: kill(up, "master"))
-        eventually(lambda: ready(up) == everybody, 60, up.log)
+        victims = {"decode engine": (decode, "decode-0"), "prefill engine": (prefill, "prefill-1")}
+        for what, victim in (victims | {"master": (up, "master")}).items():
+            all_right(what, partial(kill, *victim))
+            eventually(lambda: ready(up) == everybody, 60, up.log)
         spare = run(second, "join", master, instances=[{"name": "spare"}])
         eventually(lambda: "spare-0" in ready(up), 60, up.log)
         all_right("cable", lambda: third.link("down"))

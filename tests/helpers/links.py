@@ -19,10 +19,11 @@ from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Committed, Lease, Missing, PeerMessage, Push, Release
 from penstock.kv.connector import Moved
-from penstock.transfer import mooncake
+from penstock.transfer import mooncake, transports
 from penstock.transfer.kv_pool_server import KVPoolServer
 from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
-from penstock.transfer.transports import TRANSPORTS, KVTransport, LinkDown, ReceivedMessage, open_transport
+from penstock.transfer.transports import TRANSPORTS, KVTransport, LinkDown, ReceivedMessage
+from tests.helpers.certificates import certificate
 
 BLOCK_BYTES = 16 << 10
 LAYOUT = KVLayout(
@@ -37,6 +38,14 @@ LEASE = Lease("r", 0)
 LEASE_OVER = Release(LEASE, "over")
 NEEDS_MOONCAKE = pytest.mark.skipif(bool(mooncake.missing()), reason=mooncake.missing())
 KINDS = [pytest.param(kind, marks=[NEEDS_MOONCAKE] if kind == "mooncake" else []) for kind in TRANSPORTS]
+TLS = "tcp under TLS"  # to these helpers a kind like the others
+
+
+def open_transport(kind: str, *arguments: Any, tls: dict[str, str] | None = None, **named: Any) -> KVTransport:
+    """As the one of `transports`; with certificates where the kind is TLS."""
+    if kind == TLS:
+        kind, tls = "tcp", tls or certificate()
+    return transports.open_transport(kind, *arguments, tls=tls, **named)
 
 
 @contextmanager
@@ -171,7 +180,8 @@ def far_process(
     kind: str, folder: Path, kv_pool_path: str = "", where: str = "", prefix: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
     """An end named "far", incarnation 2, in a process of its own; see `main`. `prefix`: of its command line."""
-    options = {"kind": kind, "address": where or address(kind, folder, "far"), "kv_pool": kv_pool_path}
+    options: dict[str, Any] = {"kind": kind, "address": where or address(kind, folder, "far"), "kv_pool": kv_pool_path}
+    options["tls"] = certificate() if kind == TLS else None
     command = [*prefix, sys.executable, "-m", "tests.helpers.links", json.dumps(options)]
     root = Path(__file__).parents[2]
     far = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -185,14 +195,14 @@ def far_process(
         far.stdout.close()
 
 
-def main(kind: str, address: str, kv_pool: str) -> None:
+def main(kind: str, address: str, kv_pool: str, tls: dict[str, str] | None) -> None:
     """Lands every push, pushes what is Missing and answers every Commit, until its input ends.
 
     Prints its address, then for each Commit {"landed": blocks, "right": those that are what `End.fill` writes for their
     index}.
     """
     pool = open_pool(kind, kv_pool, "far", 2)
-    end = End(open_transport(kind, address, "far", 2, LAYOUT, pool), pool, "far", 2)
+    end = End(open_transport(kind, address, "far", 2, LAYOUT, pool, tls=tls), pool, "far", 2)
     print(end.transport.address, flush=True)
     landed: dict[int, bytes] = {}
     while sys.stdin not in select.select([end.transport, sys.stdin], [], [])[0]:

@@ -1,9 +1,10 @@
 import pytest
 
-from tests.helpers.links import KINDS, ends
+from tests.helpers.certificates import NEEDS_OPENSSL
+from tests.helpers.links import KINDS, TLS, ends
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, pytest.param(TLS, marks=NEEDS_OPENSSL)])
 def kind(request):
     return request.param
 

@@ -4,25 +4,30 @@ import contextlib
 import dataclasses
 import re
 import socket
+import ssl
 from contextlib import closing
 
 import pytest
 
 import penstock.transfer.carrier
+from penstock.core.errors import ConfigError
 from penstock.core.layout import attention_groups
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Peer
 from penstock.transfer.addresses import listen
-from penstock.transfer.frames import HEADER_BYTES, Challenge, make_frame, read_header
-from penstock.transfer.transports import open_transport
+from penstock.transfer.frames import Challenge, make_frame, read_header
+from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.links import (
     LAYOUT,
     LEASE_OVER,
+    TLS,
     End,
     address,
     ends,
+    open_pool,
+    open_transport,
 )
-from tests.helpers.strangers import Stranger, greet
+from tests.helpers.strangers import Stranger, greet, hear, under
 
 INT8 = attention_groups((None, None), 1, 16, "int8")
 
@@ -48,7 +53,7 @@ def test_another_layout_is_refused_on_both_sides_with_both_values(way, tmp_path)
 )
 def test_other_differences_are_refused_too(pair, kind, field, theirs):
     a, _ = pair
-    stranger = Stranger(a.peer.address)
+    stranger = Stranger(a.peer.address, kind)
     stranger.say(greet(a, kind, **{field: theirs}))
     mine = getattr(stranger.hear_greet(), field)
     assert stranger.is_sent_away()
@@ -69,7 +74,7 @@ def test_an_earlier_incarnation_of_ours_gets_no_message(pair):
 
 def test_messages_from_or_for_another_incarnation_are_dropped_on_a_link_that_stands(pair, kind):
     a, _ = pair
-    stranger = Stranger(a.peer.address)
+    stranger = Stranger(a.peer.address, kind)
     stranger.say(greet(a, kind))
     stranger.hear_greet()
     stranger.say(LEASE_OVER, sender=8)
@@ -82,7 +87,7 @@ def test_messages_from_or_for_another_incarnation_are_dropped_on_a_link_that_sta
 
 def test_a_new_incarnation_ends_the_one_before_it(pair, kind):
     a, _ = pair
-    old, new, again = (Stranger(a.peer.address) for _ in range(3))
+    old, new, again = (Stranger(a.peer.address, kind) for _ in range(3))
     old.say(greet(a, kind))
     old.hear_greet()
     new.say(greet(a, kind, incarnation=15), sender=15)
@@ -103,11 +108,12 @@ def test_a_new_incarnation_ends_the_one_before_it(pair, kind):
     "noise", ["garbage", "no greeting", "a greeting out of place", "no life", "two greetings", "silence"]
 )
 def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypatch):
-    if noise == "silence":
-        monkeypatch.setattr(penstock.transfer.carrier, "GREET_SECONDS", 0.1)
     a, b = pair
     a.transport.send(b.peer, LEASE_OVER)
-    stranger = Stranger(a.peer.address)
+    b.until(lambda: b.arrivals)
+    if noise == "silence":
+        monkeypatch.setattr(penstock.transfer.carrier, "GREET_SECONDS", 0.1)
+    stranger = Stranger(a.peer.address, kind)
     if noise == "garbage":
         stranger.sock.sendall(b"GET / HTTP/1.1\r\nHost: penstock.example.com\r\n\r\n")
     elif noise == "no greeting":
@@ -128,7 +134,7 @@ def test_broken_bytes_end_their_own_connection_only(pair, kind, noise, monkeypat
 
 def test_a_late_greeting_of_an_earlier_incarnation_is_stale(pair, kind):
     a, _ = pair
-    new, late, again = (Stranger(a.peer.address) for _ in range(3))
+    new, late, again = (Stranger(a.peer.address, kind) for _ in range(3))
     new.say(greet(a, kind, incarnation=15), sender=15)
     new.hear_greet()
     late.say(greet(a, kind))
@@ -165,10 +171,11 @@ def test_a_stranger_hears_nothing_but_a_number(way, tmp_path, caplog):
     with ends(kind, tmp_path, "a", faults=faults, secret="of the deployment") as (a,):
         heard = []
         for transport in (kind, "?"):
-            stranger = Stranger(a.peer.address)
+            stranger = Stranger(a.peer.address, kind)
             stranger.say(greet(a, kind, transport=transport))
-            header = read_header(stranger.sock.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            heard.append(stranger.sock.recv(header.body, socket.MSG_WAITALL))
+            first, body = hear(stranger.sock)
+            header = read_header(first)
+            heard.append(body)
             assert (header.sender, header.to, len(heard[-1])) == (0, 0, len(encode(Challenge(bytes(16)))))
             with contextlib.suppress(ConnectionError):  # it may not have read all that was said
                 assert stranger.sock.recv(1) == b""
@@ -206,16 +213,92 @@ def test_who_only_sits_at_a_peers_address_is_told_nothing_more(kind, tmp_path):
         with listener:
             a.transport.send(Peer("n", 9, where), LEASE_OVER)
             listener.setblocking(True)
-            sock, _ = listener.accept()
-            with sock:
-                sock.settimeout(10)
+            accepted, _ = listener.accept()
+            with under(kind, accepted, dialled=False) as sock:
                 challenge = make_frame(Challenge(b"0123456789abcdef"), 0, 0)
                 sock.sendall(challenge.header + challenge.body)
-                header = sock.recv(HEADER_BYTES, socket.MSG_WAITALL)
-                body = sock.recv(read_header(header).body, socket.MSG_WAITALL)
+                header, body = hear(sock)
                 sock.sendall(header + body)  # as if it could prove something with that
                 with contextlib.suppress(ConnectionError):
                     assert sock.recv(1) == b""
             a.until(lambda: a.downs)
             assert "does not know this deployment's secret" in a.downs[0].message
             assert a.transport.counters.dropped["stranger"] == 1
+
+
+# --- certificates
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize(
+    ("theirs", "secret", "here", "there"),
+    [
+        (
+            "another deployment's",
+            "s",
+            "it does not accept this side's certificate",
+            "its certificate is not one of",
+        ),
+        (
+            "signed by another CA",
+            "s",
+            "its certificate is not one of",
+            "it does not accept this side's certificate",
+        ),
+        ("no TLS", None, "no TLS as expected", "b at .* (ended|cannot be reached)"),
+    ],
+)
+def test_without_a_certificate_of_the_deployment_there_is_no_link(theirs, secret, here, there, tmp_path, caplog):
+    another = certificate("another")
+    with ends(TLS, tmp_path, "b", secret=secret) as (b,):
+        kinds = {"another deployment's": another, "signed by another CA": another | {"ca": certificate()["ca"]}}
+        where, tls = address(TLS, tmp_path, "o"), kinds.get(theirs)
+        with closing(open_transport("tcp", where, "o", 7, LAYOUT, b.pool, secret=secret, tls=tls)) as transport:
+            o = End(transport, b.pool, "o", 7)
+            transport.send(b.peer, LEASE_OVER)
+            o.until(lambda: o.downs)
+            assert re.search(there, o.downs[0].message)
+            b.until(lambda: b.transport.counters.dropped["stranger"])
+            assert f"a stranger was turned away: {here}" in caplog.text
+            assert not b.news
+
+
+@NEEDS_OPENSSL
+def test_who_shows_no_certificate_is_turned_away(tmp_path, caplog):
+    with ends(TLS, tmp_path, "a") as (a,):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(certificate()["ca"])
+        with socket.create_connection(("127.0.0.1", int(a.peer.address.rpartition(":")[2])), 10) as sock:
+            secure = context.wrap_socket(sock)
+            with secure, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+                secure.recv(1)
+        assert "a stranger was turned away: it shows no certificate" in caplog.text
+
+
+@NEEDS_OPENSSL
+def test_who_speaks_tls_to_one_that_does_not_gives_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(penstock.transfer.carrier, "CONNECT_SECONDS", 0.3)
+    with ends("tcp", tmp_path, "b") as (b,), ends(TLS, tmp_path, "a") as (a,):
+        a.transport.send(b.peer, LEASE_OVER)
+        a.until(lambda: a.downs)
+        assert "it hung up in the middle of TLS" in a.downs[0].message
+        assert not b.transport.receive()
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize(
+    ("kind", "wrong", "why"),
+    [
+        ("tcp", {"ca": "/nowhere"}, "transport.tls.ca: '/nowhere', cannot be read: No such file"),
+        ("tcp", {"ca": __file__}, "transport.tls.ca: .*no certificate"),
+        ("tcp", {"key": "/nowhere"}, "transport.tls.certificate: .* and key '/nowhere', cannot be read: No such file"),
+        ("tcp", {"key": "another's"}, "transport.tls.certificate: .*key values mismatch"),
+        ("mooncake", {}, "transport.tls: allowed with tcp, and not with mooncake"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_named(kind, wrong, why):
+    if wrong.get("key") == "another's":
+        wrong = {"key": certificate("another")["key"]}
+    with closing(open_pool("tcp", "", "a", 1)) as pool, pytest.raises(ConfigError, match=why):
+        open_transport(kind, "tcp:127.0.0.1:0", "a", 1, LAYOUT, pool, tls=certificate() | wrong)

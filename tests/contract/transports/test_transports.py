@@ -16,12 +16,12 @@ from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, Lease, Push, Release, Renew, Reserved
 from penstock.transfer.addresses import dial, listen, parse
 from penstock.transfer.frames import HEADER_BYTES, make_frame
-from penstock.transfer.transports import open_transport
 from tests.helpers.links import (
     KEY,
     LAYOUT,
     LEASE,
     LEASE_OVER,
+    TLS,
     End,
     address,
     ends,
@@ -29,10 +29,11 @@ from tests.helpers.links import (
     no_descriptors,
     open_files,
     open_pool,
+    open_transport,
     pool_server,
     transfer_threads,
 )
-from tests.helpers.strangers import Stranger, greet
+from tests.helpers.strangers import Stranger, greet, under
 
 
 def releases(count: int) -> list[Release]:
@@ -182,7 +183,7 @@ def test_an_engine_that_does_not_look_slows_its_peer_but_stops_nobody(pair, kind
         a.push(b.peer, a.pool.blocks[index % 16], index, request=f"r{index % 5}", key=b"")
     a.transport.send(b.peer, LEASE_OVER)
     b.until(lambda: LEASE_OVER in b.messages)  # it is not behind the blocks
-    if kind == "tcp":
+    if kind in ("tcp", TLS):
         assert len(b.arrivals) <= 8 + 1
     landed = set()
     while len(landed) < count:
@@ -202,7 +203,7 @@ def test_an_engine_that_does_not_look_slows_its_peer_but_stops_nobody(pair, kind
 def test_a_peer_that_does_not_read_is_lost(pair, kind, monkeypatch):
     monkeypatch.setattr(penstock.transfer.carrier, "BACKLOG_BYTES", 1 << 20)
     a, b = pair
-    deaf = Stranger(a.peer.address)
+    deaf = Stranger(a.peer.address, kind)
     deaf.say(greet(a, kind))
     deaf.hear_greet()
     peer = Peer("x", 9, a.peer.address)
@@ -248,8 +249,9 @@ def test_without_descriptors_it_waits_and_does_not_spin(pair, kind, monkeypatch,
                 threading.Event().wait(0.05)
             assert len(tries) - before <= (time.monotonic() - began) / 0.05 + 1
         frame = make_frame(greet(a, kind), 9, 1)
-        late.sendall(frame.header + frame.body)
-        assert late.recv(HEADER_BYTES)
+        with under(kind, late, dialled=True) as greeting:
+            greeting.sendall(frame.header + frame.body)
+            assert greeting.recv(HEADER_BYTES)
     told = [record for record in caplog.records if "no connection can be accepted" in record.getMessage()]
     assert len(told) == 1
 
