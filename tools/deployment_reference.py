@@ -23,6 +23,7 @@ SECTIONS = (
     ("the same, on `modelled:` devices", TABLES.modelled),
     ("a group of `instances` that is a running vLLM server", TABLES.adopted),
     ("`transport`", TABLES.transport),
+    ("`transport.tls`, with kind `tcp`", TABLES.tls),
     ("`transport.faults`, for tests", TABLES.faults),
     ("`transport.faults.partition`", TABLES.partition),
     ("`kv-pool`", TABLES.kv_pool),

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import re
 from math import inf
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.cli.options import Option, between, integer, number, one_of, switch, text, words
@@ -63,6 +64,13 @@ def etcd(value: str) -> str:
     if not ETCD.fullmatch(value):
         raise ValueError("etcd://HOST:PORT,HOST:PORT,.../NAME")
     return value
+
+
+def file(value: str) -> str:
+    """Its path from the root: what reads it may run elsewhere."""
+    if not Path(value).is_file():
+        raise ValueError("a file that is there")
+    return str(Path(value).resolve())
 
 
 def head(value: str) -> str:
@@ -182,6 +190,11 @@ TABLES = Tables(
             "which needs penstock[mooncake]",
         ),
         Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
+    ),
+    tls=(
+        Option("certificate", file, None, "PEM file of this host's, as client and as server"),
+        Option("key", file, None, "PEM file of its key, without a passphrase"),
+        Option("ca", file, None, "PEM file of the CA that has signed those of all hosts, and no others"),
     ),
     faults=(
         Option("seed", integer(0), 0, "seed of the faults"),

@@ -10,7 +10,7 @@ JSON:
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection
     kv_pool             the socket of the host's KV pool server; null for memory of its own
-    transport           {"kind", "address", "faults"}: the transport to other engines; null for none
+    transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     log_level, log_format
 
@@ -164,6 +164,7 @@ def open_way(
         built.pool,
         way.get("faults"),
         secret=os.environ.get("PENSTOCK_CLUSTER_SECRET"),
+        tls=way.get("tls"),
     )
     stack.callback(transport.close)
     return transport

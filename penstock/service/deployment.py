@@ -39,6 +39,7 @@ class Tables:
         adopted: of a running server that becomes one; at least url.
         instances: of a group besides those: name, count, role, cpus, resources.
         priorities: of each entry in that list; all are needed.
+        tls: of `transport.tls`; all are needed.
         faults: of `transport.faults`, `partition` of the section in it.
     """
 
@@ -50,6 +51,7 @@ class Tables:
     instances: Sequence[Setting]
     priorities: Sequence[Setting]
     transport: Sequence[Setting]
+    tls: Sequence[Setting]
     faults: Sequence[Setting]
     partition: Sequence[Setting]
     kv_pool: Sequence[Setting]
@@ -125,10 +127,12 @@ class Transport:
     """How engines hand requests over to each other.
 
     Attributes:
+        tls: PEM files for its links: certificate, key and ca; None without TLS.
         faults: injected faults; for tests.
     """
 
     kind: str
+    tls: Mapping[str, str] | None
     faults: Mapping[str, Any] | None
 
 
@@ -273,7 +277,7 @@ class _Parser:
         top = _defaults(tables.top) | file.values(spots, tables.top) | overrides
         limits = self._section("limits", tables.limits)
         priorities = self._priorities()
-        transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "faults"])
+        transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "tls", "faults"])
         transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
         orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
@@ -301,6 +305,7 @@ class _Parser:
         if ray is not None and transport["kind"] == "shared":
             why = "allowed with launcher ray is tcp or mooncake: its nodes share no memory"
             file.complain(transport_spots["kind"], f"'shared', {why}")
+        tls = self._tls(transport_spots.get("tls"), transport["kind"])
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
         names = ("model", "frontends", "flight_recorder", "live_roles")
@@ -317,7 +322,7 @@ class _Parser:
             ray=ray,
             scaling=scaling,
             lease=transport["lease"],
-            transport=Transport(kind=transport["kind"], faults=faults) if linked else None,
+            transport=Transport(kind=transport["kind"], tls=tls, faults=faults) if linked else None,
             orphans=orphans if any(group.shares_memory for group in groups) and ray is None else None,
             restart=restart,
             flight_recorder=flight_recorder,
@@ -386,6 +391,17 @@ class _Parser:
                 ttft, tpot = (Range(*(ms / 1e3 for ms in values[key])) for key in ("ttft_ms", "tpot_ms"))
                 found[values["priority"]] = Bounds(ttft=ttft, tpot=tpot)
         return found
+
+    def _tls(self, spot: Spot | None, kind: str) -> dict[str, Any] | None:
+        if spot is None:
+            return None
+        if kind != "tcp":
+            self.file.complain(spot, f"{spot.shown}, allowed only with kind tcp, and this is {kind}")
+        spots = self.file.section(spot, _names(self.tables.tls))
+        for name in _names(self.tables.tls):
+            if name not in spots:
+                self.file.complain(spot, f"{name}: missing, and there is no default")
+        return self.file.values(spots, self.tables.tls)
 
     def _faults(self, spot: Spot | None) -> dict[str, Any] | None:
         """The faults that are given."""

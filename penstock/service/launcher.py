@@ -145,7 +145,7 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
         return None
     kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
     address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
-    return {"kind": kind, "address": address, "faults": deployment.transport.faults}
+    return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from tests.helpers import network
+from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.deployments import PACED
-from tests.helpers.links import NEEDS_MOONCAKE
+from tests.helpers.links import NEEDS_MOONCAKE, TLS
 from tests.helpers.servers import READY, Served
 from tests.helpers.waiting import eventually
 
@@ -25,12 +26,15 @@ TOKENS, PORT = 300, 7600
 CUT = 10.0  # seconds without the cable
 
 
-@pytest.mark.parametrize("kind", ["tcp", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
+@pytest.mark.parametrize(
+    "kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
+)
 def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
+    transport = {"kind": "tcp", "tls": certificate()} if kind == TLS else {"kind": kind}
     with network.hosts(3) as (first, second, third), contextlib.ExitStack() as stack:
-        run = partial(begin, stack, tmp_path, transport={"kind": kind})
+        run = partial(begin, stack, tmp_path, transport=transport)
         up = run(first, "up", host="0.0.0.0", **{"api-key": ["k"]})
         master = f"{first.address}:{PORT}"
         prefill = run(second, "join", master, instances=[{"role": "prefill", "count": 2}])

@@ -250,6 +250,19 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:4: transport.faults.stall: 'Posh', allowed is Reserve",
         ),
         (
+            SMALLEST + "transport: {kind: tcp, tls: {certificate: /nowhere}}",
+            "up.yaml:4: transport.tls.certificate: '/nowhere', allowed is a file that is there",
+        ),
+        (
+            SMALLEST + f"transport: {{kind: tcp, tls: {{certificate: {__file__}, ca: {__file__}}}}}",
+            "up.yaml:4: transport.tls: key: missing, and there is no default",
+        ),
+        (
+            SMALLEST
+            + f"transport: {{kind: mooncake, tls: {{certificate: {__file__}, key: {__file__}, ca: {__file__}}}}}",
+            "up.yaml:4: transport.tls: a section, allowed only with kind tcp, and this is mooncake",
+        ),
+        (
             SMALLEST + "cluster: {host: 10.0.0.7}",
             "up.yaml:4: cluster.host: '10.0.0.7', allowed without a secret is only 127.0.0.1; set cluster.secret",
         ),
