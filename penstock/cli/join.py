@@ -22,11 +22,18 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; then what runs here may finish. Exit codes as of `penstock up`."""
+    from penstock.cli.deployment import TABLES
     from penstock.cli.up import launch, read
+    from penstock.service.deployment import registry_in
+    from penstock.service.etcd import read_settings
 
     text = read_text(args.file, f"{args.file}:")
     try:
-        deployment = read(args.file, text)
+        registry = registry_in(args.file, text, TABLES)
+        common = None if registry is None else read_settings(registry)
+        deployment = read(args.file, text, common=common)
+        if common is not None and (why := deployment.common.difference(common)):
+            raise ConfigError(f"{args.file}: {why}, in the deployment; allowed is the same, or nothing")
         cluster = deployment.cluster
         if cluster is None or not (deployment.groups or cluster.masters):
             missing = "cluster" if cluster is None else "instances"

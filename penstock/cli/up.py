@@ -27,7 +27,7 @@ from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
-    from penstock.service.deployment import Deployment, Group
+    from penstock.service.deployment import Common, Deployment, Group
     from penstock.service.supervisor import ProcessKind
 
 log = logging.getLogger("penstock.up")
@@ -57,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
         for warning in warnings_about(deployment, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
         return 0
+    if deployment.cluster is not None and deployment.cluster.registry is not None:
+        from penstock.service.etcd import write_settings
+
+        write_settings(deployment.cluster.registry, deployment.common)
     return launch(deployment)
 
 
@@ -72,13 +76,13 @@ def _check_checkpoint(deployment: Deployment) -> None:
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
-def read(file: str, text: str, overrides: dict[str, Any] | None = None) -> Deployment:
+def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:
     """Raises ConfigError, with a line for each mistake."""
     from penstock.cli.deployment import TABLES
     from penstock.service.deployment import parse
 
     secret = os.environ.get(SECRET)
-    return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None})
+    return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None}, common)
 
 
 def launch(deployment: Deployment, master: str | None = None) -> int:

@@ -184,9 +184,34 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What the files of all hosts have in common. With etcd the one that begins the deployment says it for all.
+
+    Attributes:
+        transport: kind of it.
+    """
+
+    model: str
+    policy: str
+    live_roles: bool
+    priorities: Mapping[int, Bounds]
+    scaling: Scaling | None
+    transport: str
+    lease: float
+
+    def difference(self, other: Common) -> str:
+        """What is not the same in `other`, both values of each thing; "" when all is. A model may be elsewhere on each
+        host: the master compares checkpoints."""
+        names = ("policy", "live_roles", "priorities", "scaling", "transport", "lease")
+        found = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return "; ".join(f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in found if mine != theirs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """
     Attributes:
+        common: with other hosts, among what follows.
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         policy: a name in `policies.BUNDLES`.
@@ -203,6 +228,7 @@ class Deployment:
     """
 
     model: str
+    common: Common
     frontends: int
     server: Mapping[str, Any]
     groups: tuple[Group, ...]
@@ -237,6 +263,7 @@ def parse(
     overrides: dict[str, Any] | None = None,
     memory: int | None = None,
     cluster: Mapping[str, Any] | None = None,
+    common: Common | None = None,
 ) -> Deployment:
     """
     Args:
@@ -244,16 +271,25 @@ def parse(
         overrides: values of settings at the top by key, that go before the file's.
         memory: bytes of the host's; None when it is not known.
         cluster: values of settings in that section, for where the file gives none.
+        common: of a deployment that this host joins, for what the file does not give.
 
     Raises:
         ConfigError: one line "FILE:LINE: key.path: value, allowed is ..." for each mistake.
     """
-    return _Parser(SettingsFile(name, text), tables, memory).parse(overrides or {}, cluster or {})
+    return _Parser(SettingsFile(name, text), tables, memory, common).parse(overrides or {}, cluster or {})
+
+
+def registry_in(name: str, text: str, tables: Tables) -> str | None:
+    """Address of the etcd that a file names, before the rest of it can be read. ConfigError when it is no YAML; of
+    other mistakes `parse` tells."""
+    file = SettingsFile(name, text)
+    section = file.section(file.section(file.root, ["cluster"]).get("cluster"), _names(tables.cluster))
+    return file.values(section, tables.cluster).get("registry")
 
 
 class _Parser:
-    def __init__(self, file: SettingsFile, tables: Tables, memory: int | None) -> None:
-        self.file, self.tables, self.memory = file, tables, memory
+    def __init__(self, file: SettingsFile, tables: Tables, memory: int | None, common: Common | None = None) -> None:
+        self.file, self.tables, self.memory, self.common = file, tables, memory, common
         self.engine_settings = {s.name: s for s in (*tables.engine, *tables.modelled)}
         self.group_settings = {s.name: s for s in tables.adopted} | self.engine_settings
         sections = (
@@ -274,11 +310,15 @@ class _Parser:
 
     def parse(self, overrides: dict[str, Any], cluster_defaults: Mapping[str, Any]) -> Deployment:
         file, tables, spots = self.file, self.tables, self.spots
-        top = _defaults(tables.top) | file.values(spots, tables.top) | overrides
+        known: dict[str, Any] = {}
+        if (common := self.common) is not None:
+            known = {"model": common.model, "policy": common.policy, "live_roles": common.live_roles}
+        top = _defaults(tables.top) | known | file.values(spots, tables.top) | overrides
         limits = self._section("limits", tables.limits)
-        priorities = self._priorities()
+        priorities = self._priorities() if common is None or "priorities" in spots else dict(common.priorities)
         transport_spots = file.section(spots.get("transport"), [*_names(tables.transport), "tls", "faults"])
-        transport = _defaults(tables.transport) | file.values(transport_spots, tables.transport)
+        known = {} if common is None else {"kind": common.transport, "lease": common.lease}
+        transport = _defaults(tables.transport) | known | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
         orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
         restart = Restart(**self._section("restart", tables.restart))
@@ -289,18 +329,18 @@ class _Parser:
         policy = top.pop("policy") or DEFAULT
         groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         scaling = self._scaling(policy, groups)
-        if scaling is not None and groups:
+        if scaling is not None and groups and "scaling" in spots:
             more = scaling.most - sum(group.count for group in groups)
             groups[0] = replace(groups[0], more=max(0, more))
         for needed in ("model", "instances"):
-            if needed not in spots and (needed == "model" or cluster is None):
+            if needed not in spots and (common is None if needed == "model" else cluster is None):
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
         self._check_groups(groups, alone=cluster is None, ray=ray is not None)
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
         if cluster is not None:
             linked |= bool(groups) and all(group.shares_memory for group in groups)
-        if cluster is not None or ray is not None:
+        if common is None and (cluster is not None or ray is not None):
             transport["kind"] = transport["kind"] if "kind" in transport_spots else "tcp"
         if ray is not None and transport["kind"] == "shared":
             why = "allowed with launcher ray is tcp or mooncake: its nodes share no memory"
@@ -312,6 +352,15 @@ class _Parser:
         model, frontends, flight_recorder, live_roles = (top.pop(key) for key in names)
         return Deployment(
             model=model,
+            common=Common(
+                model=model,
+                policy=policy,
+                live_roles=live_roles,
+                priorities=priorities,
+                scaling=scaling,
+                transport=transport["kind"],
+                lease=transport["lease"],
+            ),
             frontends=frontends,
             server=top | limits,
             groups=tuple(groups),
@@ -361,6 +410,8 @@ class _Parser:
 
     def _scaling(self, policy: str, groups: Sequence[Group]) -> Scaling | None:
         spot = self.spots.get("scaling")
+        if spot is None and self.common is not None and self.common.policy == policy:
+            return self.common.scaling
         if spot is None:
             if BUNDLES[policy].scales:
                 self.file.complain(self.spots["policy"], f"{policy!r}, allowed only beside a section scaling")

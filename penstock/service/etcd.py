@@ -2,6 +2,7 @@
 
     PREFIX/instances/NAME   an `Endpoint` as JSON, under its launcher's lease
     PREFIX/master           address of the master that leads, under its lease
+    PREFIX/settings         what the files of all hosts have in common, as JSON (`deployment.Common`)
 
 Only that goes there: loads, decisions and tokens go by message. Everybody talks to one member and goes on to the next
 when it fails; what was known stays known meanwhile.
@@ -14,23 +15,27 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint
+from penstock.service.deployment import Common
+from penstock.service.policies import BUNDLES
 from penstock.service.registry import LocalRegistry
 
+T = TypeVar("T")
 log = logging.getLogger("penstock.registry")
 ADDRESS = re.compile(r"etcd://([^/,:]+:\d{1,5}(?:,[^/,:]+:\d{1,5})*)(?:/([\w.-]+))?")
 TIMEOUT = 2.0  # seconds for an answer
 RENEW = 0.5  # seconds between two renewals of a lease
 READ_AGAIN = 2.0  # seconds between two readings of what is watched: a member may be cut off from the others
 RETRY = 0.2  # seconds until the next member is asked
-MASTER, INSTANCES = "master", "instances/"
+MASTER, INSTANCES, SETTINGS = "master", "instances/", "settings"
+PATIENCE = 10.0  # seconds for what has to be read or written before anything starts
 
 
 class Etcd:
@@ -95,6 +100,20 @@ class Etcd:
                 finally:
                     reading.cancel()
 
+    async def read(self, key: str) -> bytes | None:
+        """What is there now."""
+        while True:
+            async with self._client() as client:
+                found = await client.get(self._prefix + key.encode())
+                return None if found is None else bytes(found.value)
+
+    async def write(self, key: str, value: bytes) -> None:
+        """Put it there for good."""
+        while True:
+            async with self._client() as client:
+                await client.put(self._prefix + key.encode(), value)
+                return
+
     async def keep(self, wanted: Callable[[], Mapping[str, bytes]]) -> None:
         """Keep what `wanted` says under a lease, until cancelled; then it is removed."""
         lease: int | None = None
@@ -157,6 +176,47 @@ async def _announce(watch: Any, news: asyncio.Event) -> None:
         async for _ in watch:
             news.set()
     news.set()
+
+
+def read_settings(address: str) -> Common | None:
+    """What the deployment's files have in common; None where nobody has begun it. ConfigError when no member
+    answers."""
+    return _in_time(_read_settings(Etcd(address)), address)
+
+
+def write_settings(address: str, common: Common) -> None:
+    """Say that for all hosts. ConfigError when no member answers, or a master leads by other settings."""
+    _in_time(_write_settings(Etcd(address), common), address)
+
+
+async def _read_settings(etcd: Etcd) -> Common | None:
+    found = await etcd.read(SETTINGS)
+    if found is None:
+        return None
+    try:
+        common = msgspec.json.decode(found, type=Common)
+        if common.policy not in BUNDLES:
+            raise ValueError(f"policy: {common.policy!r}")
+    except ValueError as error:
+        raise ConfigError(f"cluster.registry: its settings are of another version of penstock: {error}") from None
+    return common
+
+
+async def _write_settings(etcd: Etcd, common: Common) -> None:
+    if await etcd.read(MASTER) is not None:
+        there = await _read_settings(etcd)
+        if there is not None and (why := common.difference(there)):
+            raise ConfigError(
+                f"{why}, in the deployment that runs; allowed is the same, until its masters have stopped"
+            )
+    await etcd.write(SETTINGS, msgspec.json.encode(common))
+
+
+def _in_time(work: Coroutine[Any, Any, T], address: str) -> T:
+    try:
+        return asyncio.run(asyncio.wait_for(work, PATIENCE))
+    except TimeoutError:
+        raise ConfigError(f"cluster.registry: {address!r}, no member answers for {PATIENCE:g} s", "registry") from None
 
 
 class EtcdRegistry(LocalRegistry):

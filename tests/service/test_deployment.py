@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
 from penstock.engine.modelled import ModelledOptions
-from penstock.service.deployment import parse
+from penstock.service.deployment import parse, registry_in
+from penstock.service.policies import BUNDLES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SMALLEST = "model: demo\ninstances:\n  - count: 2\n"
@@ -340,6 +342,43 @@ def test_instances_fit_into_the_machine_together(text, says):
         parse("up.yaml", text, TABLES, memory=24 << 30)
     assert str(caught.value).startswith(says)
     assert str(caught.value).endswith("allowed is what this machine has, 24.0 GiB")
+
+
+FIRST = """
+model: demo
+policy: xllm
+priorities: [{priority: 1, ttft-ms: [100, 300], tpot-ms: [50, 70]}]
+transport: {kind: mooncake, lease: 2}
+cluster: {registry: "etcd://10.0.0.1:2379/x", secret: s}
+"""
+OTHER = "cluster: {registry: 'etcd://10.0.0.1:2379/x', secret: s}\ninstances: [{name: b, count: 2}]\n"
+
+
+def test_what_all_hosts_have_in_common_is_said_once():
+    first = read(FIRST)
+    assert registry_in("up.yaml", OTHER + "modle: 3", TABLES) == first.cluster.registry == "etcd://10.0.0.1:2379/x"
+    assert registry_in("up.yaml", SMALLEST, TABLES) is None
+    assert msgspec.json.decode(msgspec.json.encode(first.common), type=type(first.common)) == first.common
+    joined = parse("up.yaml", OTHER, TABLES, common=first.common)
+    assert joined.common == first.common
+    assert (joined.policy, joined.lease, joined.transport.kind) == ("xllm", 2, "mooncake")
+    assert (joined.priorities, joined.live_roles) == (first.priorities, first.live_roles)
+    assert joined.groups[0].options["scheduling_policy"] == BUNDLES["xllm"].local_policy
+    same = OTHER + "policy: xllm\ntransport: {lease: 2, kind: mooncake}"
+    assert not parse("up.yaml", same, TABLES, common=first.common).common.difference(first.common)
+    other = OTHER + "policy: hfx\nlive-roles: true\ntransport: {kind: tcp}"
+    difference = parse("up.yaml", other, TABLES, common=first.common).common.difference(first.common)
+    live, kind = "live_roles: True here, False there", "transport: 'tcp' here, 'mooncake' there"
+    assert difference == f"policy: 'hfx' here, 'xllm' there; {live}; {kind}"
+    assert mistakes(OTHER) == ["up.yaml:1: model: missing, and there is no default"]
+
+
+def test_a_host_that_joins_has_spare_instances_only_where_its_own_file_says_so():
+    first = read(FIRST.replace("xllm", "hfx_scaling") + "instances: [{}]\nscaling: {most: 6}")
+    assert len(first.groups[0].spares) == 5
+    joined = parse("up.yaml", OTHER, TABLES, common=first.common)
+    assert joined.scaling == first.scaling
+    assert not joined.groups[0].spares
 
 
 def test_all_mistakes_are_told_in_the_order_of_the_file():
