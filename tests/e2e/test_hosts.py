@@ -43,8 +43,7 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
         up.urls = [url]
         everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
         eventually(lambda: ready(up) == everybody, 90, up.log)
-        for name in everybody:
-            eventually(lambda name=name: any(f"{name} is ready: " in line for line in up.lines), 30, up.log)
+        eventually(lambda: all(f"{name} is ready: " in "".join(up.lines) for name in everybody), 30, up.log)
 
         single = alone(tmp_path, stack)
         assert ask(url, "first") == ask(single, "first")
