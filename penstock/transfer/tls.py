@@ -36,12 +36,12 @@ class TLS:
             try:
                 context.load_verify_locations(ca)
             except OSError as error:
-                raise ConfigError(f"transport.tls.ca: {ca!r}, {_why(error)}", "ca") from error
+                raise ConfigError(f"transport.tls.ca: {ca!r}, {_unusable(error)}", "ca") from error
             try:
                 context.load_cert_chain(certificate, key, password="")  # else it would ask the terminal
             except OSError as error:
                 files = f"{certificate!r} and key {key!r}"
-                raise ConfigError(f"transport.tls.certificate: {files}, {_why(error)}", "certificate") from error
+                raise ConfigError(f"transport.tls.certificate: {files}, {_unusable(error)}", "certificate") from error
         self._contexts[False].num_tickets = 0  # nobody resumes, and one that is not read makes a reset of a close
 
     def over(self, sock: socket.socket, dialled: bool) -> TLSSocket:
@@ -89,7 +89,7 @@ class TLSSocket:
                         return (count,)
                     filled += read
                     count += read
-        except ssl.SSLWantReadError:
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if not count:
                 raise BlockingIOError from None
         except ssl.SSLError as error:
@@ -115,12 +115,16 @@ def _told(error: ssl.SSLError) -> Exception:
     return Stranger(_why(error))
 
 
-def _why(error: OSError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not one of this deployment: {error.verify_message}"
+def _unusable(error: OSError) -> str:
     if not isinstance(error, ssl.SSLError):
         return f"cannot be read: {error.strerror}"
-    reason = error.reason or "no PEM"
+    return f"cannot be used: {(error.reason or 'it is no PEM').lower().replace('_', ' ')}"
+
+
+def _why(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not one of this deployment: {error.verify_message}"
+    reason = error.reason or "unknown"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it shows no certificate"
     said = reason.lower().replace("_", " ")

@@ -16,6 +16,7 @@ import yaml
 from tests.helpers import network
 from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.deployments import PACED
+from tests.helpers.etcd import three_members
 from tests.helpers.links import NEEDS_MOONCAKE, TLS
 from tests.helpers.servers import READY, Served
 from tests.helpers.waiting import eventually
@@ -27,18 +28,22 @@ CUT = 10.0  # seconds without the cable
 
 
 @pytest.mark.parametrize(
-    "kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
+    ("kind", "etcd"),
+    [
+        ("tcp", False),
+        pytest.param(TLS, True, marks=NEEDS_OPENSSL),
+        pytest.param("mooncake", True, marks=NEEDS_MOONCAKE),
+    ],
 )
-def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
+def test_three_hosts_serve_as_one_and_lose_no_token(kind, etcd, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
-    transport = {"kind": "tcp", "tls": certificate()} if kind == TLS else {"kind": kind}
-    with network.hosts(3) as (first, second, third), contextlib.ExitStack() as stack:
-        run = partial(begin, stack, tmp_path, transport=transport)
-        up = run(first, "up", host="0.0.0.0", **{"api-key": ["k"]})
-        master = f"{first.address}:{PORT}"
-        prefill = run(second, "join", master, instances=[{"role": "prefill", "count": 2}])
-        decode = run(third, "join", master, instances=[{"role": "decode", "count": 2}])
+    with network.hosts(3) as hosts, contextlib.ExitStack() as stack:
+        first, second, third = hosts
+        members = stack.enter_context(three_members(hosts)) if etcd else None
+        up, join = started(stack, tmp_path, first, kind, members)
+        prefill = join(second, instances=[{"role": "prefill", "count": 2}])
+        decode = join(third, instances=[{"role": "decode", "count": 2}])
         url = up.wait_for(READY)[1].replace("0.0.0.0", first.address)
         up.urls = [url]
         everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
@@ -64,18 +69,12 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
                 assert [text.result() for text in texts] == expected
             took[what] = time.monotonic() - began
 
-        def moved(what):
-            """Whether a request is handed over."""
-            before = up.metric("handoffs_total")
-            assert ask(url, what) == ask(single, what)
-            return up.metric("handoffs_total") == before + 1
-
         took = {}
         victims = {"decode engine": (decode, "decode-0"), "prefill engine": (prefill, "prefill-1")}
         for what, victim in (victims | {"master": (up, "master")}).items():
             all_right(what, partial(kill, *victim))
             eventually(lambda: ready(up) == everybody, 60, up.log)
-        spare = run(second, "join", master, instances=[{"name": "spare"}])
+        spare = join(second, instances=[{"name": "spare"}])
         eventually(lambda: "spare-0" in ready(up), 60, up.log)
         all_right("cable", lambda: third.link("down"))
         eventually(lambda: ready(up) == {"prefill-0", "prefill-1", "spare-0"}, 30, up.log)
@@ -84,19 +83,35 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, tmp_path):
         eventually(lambda: ready(up) == {*everybody, "spare-0"}, 60, up.log)
         spare.process.send_signal(signal.SIGTERM)
         assert spare.process.wait(60) == 0
-        assert moved("again"), "over the cable that was cut"
+        handoffs = up.metric("handoffs_total")
+        assert ask(url, "again") == ask(single, "again")
+        assert up.metric("handoffs_total") == handoffs + 1, "over the cable that was cut"
+        if members is not None:
+            all_right("a member of etcd", partial(members.kill, 1))
         all_right("launcher", decode.process.kill)
         eventually(lambda: ready(up) == {"prefill-0", "prefill-1"}, 30, up.log)
         print({trouble: round(seconds, 1) for trouble, seconds in took.items()})
 
 
-def begin(stack, folder, where, *command, **content):
+def started(stack, folder, where, kind, members):
+    """The deployment, begun on a host; and what has others join it, with files that give no more than they need."""
+    transport = {"kind": "tcp", "tls": certificate()} if kind == TLS else {"kind": kind}
+    common = {"model": "demo", "policy": "least_loaded", "transport": transport}
+    run = partial(begin, stack, folder, {} if members is None else {"registry": members.address})
+    up = run("up", where, host="0.0.0.0", **{"api-key": ["k"]}, **common)
+    if members is None:
+        return up, partial(run, f"join {where.address}:{PORT}", **common)
+    up.wait_for("this master leads")  # what is common is known by then
+    return up, partial(run, "join", transport={"tls": transport.get("tls")})
+
+
+def begin(stack, folder, registry, command, where, **content):
     """A `penstock up` or `join` on a host."""
-    cluster = {"host": where.address, "port": PORT, "secret": "of three hosts"}
-    settings = {"model": "demo", "cluster": cluster, "engine": SLOW, "policy": "least_loaded"} | content
+    cluster = {"host": where.address, "port": PORT, "secret": "of three hosts"} | registry
+    settings = {"cluster": cluster, "engine": SLOW} | content
     file = folder / f"{where.name}-{len(list(folder.iterdir()))}.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    served = Served(*command, str(file), more=("--port", "0") if command == ("up",) else (), enter=where.enter)
+    served = Served(*command.split(), str(file), more=("--port", "0") if command == "up" else (), enter=where.enter)
     stack.callback(end, served)
     return served
 

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.network import Host
 from tests.helpers.waiting import eventually
 
 PACKAGE = "etcd-server"
@@ -42,15 +43,15 @@ def executable() -> str:
 class Members:
     """
     Attributes:
-        ports: for clients, of each member.
+        clients: "HOST:PORT" for clients, of each member.
     """
 
-    ports: list[int]
+    clients: list[str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
-        return "etcd://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + "/test"
+        return "etcd://" + ",".join(self.clients) + "/test"
 
     def kill(self, number: int) -> None:
         self.processes[number].kill()
@@ -58,22 +59,28 @@ class Members:
 
     def healthy(self, number: int) -> bool:
         with contextlib.suppress(OSError):
-            url = f"http://127.0.0.1:{self.ports[number]}/health"
+            url = f"http://{self.clients[number]}/health"
             return b'"true"' in urllib.request.urlopen(url, timeout=2).read()
         return False
 
 
 @contextlib.contextmanager
-def three_members() -> Iterator[Members]:
+def three_members(hosts: Sequence[Host] = ()) -> Iterator[Members]:
+    """
+    Args:
+        hosts: of each member; by default this one is for all.
+    """
     program = executable()
     ports = _free_ports(6)
-    members = Members(ports[:3])
-    names = [f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(ports[3:])]
+    places = [host.address for host in hosts] or ["127.0.0.1"] * 3
+    members = Members([f"{place}:{port}" for place, port in zip(places, ports[:3], strict=True)])
+    peers = [f"http://{place}:{port}" for place, port in zip(places, ports[3:], strict=True)]
+    names = [f"m{i}={peer}" for i, peer in enumerate(peers)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for number, (port, peer) in enumerate(zip(ports[:3], ports[3:], strict=True)):
-                client, other = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
-                words = [program, "--name", f"m{number}", "--data-dir", f"{folder}/{number}"]
+            for number, (address, other) in enumerate(zip(members.clients, peers, strict=True)):
+                client, enter = f"http://{address}", hosts[number].enter if hosts else ()
+                words = [*enter, program, "--name", f"m{number}", "--data-dir", f"{folder}/{number}"]
                 words += ["--listen-client-urls", client, "--advertise-client-urls", client]
                 words += ["--listen-peer-urls", other, "--initial-advertise-peer-urls", other]
                 words += ["--initial-cluster", ",".join(names)]

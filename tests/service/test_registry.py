@@ -1,9 +1,13 @@
 """Instances come and go: a registry, what the master's process makes of launchers' reports, and what frontends hear."""
 
+import socket
+
 import pytest
 
+from penstock.core.errors import ConfigError
 from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint, HostRefused, HostReport, HostTaken, Members, StartInstance, StopInstance
+from penstock.service import etcd
 from penstock.service.instances import InstanceJoined, InstanceLeft
 from penstock.service.launchers import AGAIN, Launchers
 from penstock.service.master_pump import Roll
@@ -145,3 +149,11 @@ def test_the_launcher_of_an_instance_is_told_to_start_it_until_it_does():
     hosts.launchers.stop("a")
     hosts.report(3 * AGAIN, "one", stopped)
     assert hosts.told[2:] == [(b"one", StopInstance("a"))]
+
+
+def test_an_etcd_that_is_not_there_is_named_in_time(monkeypatch):
+    monkeypatch.setattr(etcd, "PATIENCE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = f"etcd://127.0.0.1:{unused.getsockname()[1]}/x"
+    with pytest.raises(ConfigError, match=f"cluster.registry: '{address}', no member answers for 0.3 s"):
+        etcd.read_settings(address)

@@ -291,9 +291,9 @@ def test_who_speaks_tls_to_one_that_does_not_gives_up(tmp_path, monkeypatch):
     ("kind", "wrong", "why"),
     [
         ("tcp", {"ca": "/nowhere"}, "transport.tls.ca: '/nowhere', cannot be read: No such file"),
-        ("tcp", {"ca": __file__}, "transport.tls.ca: .*no certificate"),
+        ("tcp", {"ca": __file__}, "transport.tls.ca: .*cannot be used: no certificate"),
         ("tcp", {"key": "/nowhere"}, "transport.tls.certificate: .* and key '/nowhere', cannot be read: No such file"),
-        ("tcp", {"key": "another's"}, "transport.tls.certificate: .*key values mismatch"),
+        ("tcp", {"key": "another's"}, "transport.tls.certificate: .*cannot be used: key values mismatch"),
         ("mooncake", {}, "transport.tls: allowed with tcp, and not with mooncake"),
     ],
 )
