@@ -1,6 +1,7 @@
 """What a block's hand-off takes on each transport, between two processes of this machine.
 
     python tools/transfer_bench.py [--block-mib 7] [--blocks 64] [--transports shared,tcp,mooncake]
+        [--tls CERTIFICATE KEY CA]
 
 Times are from a push to the answer that the block is there and verified, one block at a time: the shortest, which other
 work on the machine disturbs least, and the median. `MB/s` is of as many blocks at once.
@@ -29,6 +30,7 @@ from penstock.transfer.pool import KVPool, memfd_pool, shared_pool
 from penstock.transfer.transports import TRANSPORTS, KVTransport, open_transport
 
 WARM = 4  # blocks that are not measured
+TLSFiles = dict[str, str] | None  # as `open_transport` has them
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -44,7 +46,7 @@ def serve_pool(path: str) -> None:
 
 @contextmanager
 def opened(
-    kind: str, folder: str, name: str, incarnation: int, layout: KVLayout, blocks: int
+    kind: str, folder: str, name: str, incarnation: int, layout: KVLayout, blocks: int, tls: TLSFiles
 ) -> Iterator[tuple[KVPool, KVTransport]]:
     with ExitStack() as stack:
         if kind == "shared":
@@ -55,7 +57,8 @@ def opened(
         for block in pool.blocks:
             pool.memory.block(block)[:] = bytes([block % 251 + 1]) * layout.block_bytes
         where = f"unix:{folder}/{name}" if kind == "shared" else "tcp:127.0.0.1:0"
-        yield pool, stack.enter_context(closing(open_transport(kind, where, name, incarnation, layout, pool)))
+        transport = open_transport(kind, where, name, incarnation, layout, pool, tls=tls)
+        yield pool, stack.enter_context(closing(transport))
 
 
 def news(transport: KVTransport) -> list[ReceivedMessage]:
@@ -68,9 +71,11 @@ def news(transport: KVTransport) -> list[ReceivedMessage]:
     return [one for one in found if isinstance(one, ReceivedMessage)]
 
 
-def take(kind: str, folder: str, layout: KVLayout, blocks: int, tell: multiprocessing.connection.Connection) -> None:
+def take(
+    kind: str, folder: str, layout: KVLayout, blocks: int, tls: TLSFiles, tell: multiprocessing.connection.Connection
+) -> None:
     """The end that takes blocks over, and answers each with a Commit."""
-    with opened(kind, folder, "far", 2, layout, blocks) as (pool, transport):
+    with opened(kind, folder, "far", 2, layout, blocks, tls) as (pool, transport):
         tell.send(transport.address)
         while True:
             for arrival in news(transport):
@@ -83,7 +88,7 @@ def take(kind: str, folder: str, layout: KVLayout, blocks: int, tell: multiproce
                 transport.send(peer, Commit(Lease("r", 0), 1, [], 0, 0.0, 0.0))
 
 
-def measure(kind: str, block_bytes: int, blocks: int) -> tuple[list[float], float]:
+def measure(kind: str, block_bytes: int, blocks: int, tls: TLSFiles) -> tuple[list[float], float]:
     """Seconds of each block alone, and of all of as many at once."""
     layout, quota = layout_of(block_bytes), 2 * blocks + WARM
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -94,10 +99,10 @@ def measure(kind: str, block_bytes: int, blocks: int) -> tuple[list[float], floa
             while not Path(folder, "pool").exists():
                 time.sleep(0.01)
         hear, tell = SPAWN.Pipe(duplex=False)
-        far = SPAWN.Process(target=take, args=(kind, folder, layout, quota, tell), daemon=True)
+        far = SPAWN.Process(target=take, args=(kind, folder, layout, quota, tls, tell), daemon=True)
         far.start()
         stack.callback(far.join)
-        pool, transport = stack.enter_context(opened(kind, folder, "near", 1, layout, quota))
+        pool, transport = stack.enter_context(opened(kind, folder, "near", 1, layout, quota, tls))
         peer = Peer("far", 2, hear.recv())
 
         def run(indices: range) -> float:
@@ -122,12 +127,14 @@ def main() -> None:
     parser.add_argument("--block-mib", type=float, default=7.0)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
+    parser.add_argument("--tls", nargs=3, metavar=("CERTIFICATE", "KEY", "CA"), help="PEM files, for tcp")
     given = parser.parse_args()
+    tls = None if given.tls is None else dict(zip(("certificate", "key", "ca"), given.tls, strict=True))
     block_bytes = int(given.block_mib * 2**20) // 4096 * 4096
     print(f"{'transport':10}{'least ms':>10}{'median':>10}{'MB/s':>8}   blocks of {block_bytes / 2**20:g} MiB")
     for kind in given.transports.split(","):
         try:
-            alone, together = measure(kind, block_bytes, given.blocks)
+            alone, together = measure(kind, block_bytes, given.blocks, tls)
         except ConfigError as error:
             print(f"{kind:10}  {error}")
             continue
