@@ -222,7 +222,8 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     assert engine["address"] == programs["decode-1"].address == "ipc:///run/p/decode-1"
     assert (programs["decode-1"].socket, programs["master"].socket) == (Path("/run/p/decode-1"), Path("/run/p/master"))
     faults = {"drop": 0.1, "only": ["Push"]}
-    assert engine["transport"] == {"kind": "shared", "address": "unix:/run/p/decode-1.transport", "faults": faults}
+    where = "unix:/run/p/decode-1.transport"
+    assert engine["transport"] == {"kind": "shared", "address": where, "tls": None, "faults": faults}
     assert programs["decode-1"].role == "decode"
     assert told["master"]["address"] == told["frontend-0"]["master"]
     server = told["frontend-1"]["server"]
@@ -240,7 +241,7 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
 def test_what_copies_blocks_takes_a_free_port(kind):
     text = f"model: demo\ninstances: [{{role: prefill}}, {{role: decode}}]\ntransport: {{kind: {kind}}}"
     told, _, _ = settings(parse("up.yaml", text, TABLES))
-    assert told["decode-0"]["transport"] == {"kind": kind, "address": "tcp:127.0.0.1:0", "faults": None}
+    assert told["decode-0"]["transport"] == {"kind": kind, "address": "tcp:127.0.0.1:0", "tls": None, "faults": None}
 
 
 def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
