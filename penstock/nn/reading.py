@@ -176,7 +176,7 @@ class Plan:
     def __init__(self, chunks: list[Chunk]) -> None:
         self.chunks = chunks
         sizes = [len(chunk.aligned) for chunk in chunks]
-        self.bytes = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0) or PAGE
+        self.bytes = max(map(sum, zip([0, *sizes], [*sizes, 0], strict=True))) or PAGE
         self.places = [0 if i % 2 == 0 else self.bytes - size for i, size in enumerate(sizes)]
 
     @classmethod
