@@ -113,12 +113,12 @@ def stored(directory: Path) -> Iterator[Stored]:
                     yield Stored(path, name, dtype, shape, at, at + size)
                     at += size
         except FileNotFoundError:
-            raise _not_found(directory, path) from None
+            raise not_found(directory, path) from None
         except (SafetensorError, OSError, RuntimeError, KeyError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({_fault(path) or error})", "model") from None
 
 
-def _not_found(directory: Path, path: Path) -> ConfigError:
+def not_found(directory: Path, path: Path) -> ConfigError:
     names = sorted(name for name, file in indexed(directory).items() if directory / file == path)
     expected = f"; {INDEX} has {len(names)} weights in it, the first is {names[0]!r}" if names else ""
     return ConfigError(f"{path}: not found{expected}", "model")

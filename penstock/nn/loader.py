@@ -29,6 +29,7 @@ from penstock.nn.checkpoint import (
     MOST_HEADER,
     Stored,
     indexed,
+    not_found,
     read_json,
     stored,
     weight_files,
@@ -40,7 +41,7 @@ from penstock.nn.methods import method_for
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.packed import layout
-from penstock.nn.reading import pieces
+from penstock.nn.reading import changed, pieces
 from penstock.nn.weight_cache import WeightCache
 
 log = logging.getLogger("penstock.loader")
@@ -87,6 +88,7 @@ def load_model(
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
+    before = _states(directory)
     tensors = _check_weights(model, directory)
     if method.kept and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard)
@@ -97,6 +99,8 @@ def load_model(
     if not found:
         _take_memory(model, device, directory)
     fill(None if found else model, tensors, load_format, device, shard, progress)
+    if (after := _states(directory)) != before:
+        raise changed(next(path for path, state in after.items() if state != before.get(path)))
     if not found and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
         cache.remember(key, model)  # not if it changed meanwhile
     model.bound_logits()
@@ -112,6 +116,18 @@ def _take_memory(model: Decoder, device: torch.device, directory: Path) -> None:
                 linear.prepare()
     except (RuntimeError, MemoryError) as error:
         raise _no_room(directory, device, error) from None
+
+
+def _states(directory: Path) -> dict[Path, tuple[int, int, int]]:
+    """(inode, size, time of change) of every file. Raises ConfigError."""
+    states = {}
+    for path in weight_files(directory):
+        try:
+            stat = path.stat()
+        except OSError:
+            raise not_found(directory, path) from None
+        states[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return states
 
 
 def _any_loads(shard: Shard, found: bool) -> bool:
@@ -267,9 +283,7 @@ class Place:
     shape: tuple[int, ...]
 
     def load(self, tensor: Tensor, first: int = 0) -> None:
-        """Take rows of it, from `first` on. Raises ValueError where it has not the shape that it was said to have."""
-        if tensor.shape[1:] != self.shape[1:] or first + len(tensor) > self.shape[0]:
-            raise ValueError(f"rows of {tensor.shape} are not of {self.shape}")
+        """Take rows of it, from `first` on."""
         self.part.load(self.name, tensor, self.number, first)
 
 
@@ -359,11 +373,8 @@ def fill(
             if name == HEAD and model is not None and name not in wanted:
                 head = _untied(model)
                 wanted = places(model)
-            try:
-                if model is not None:
-                    wanted[name].load(piece.tensor, piece.first)
-            except (RuntimeError, *MALFORMED) as error:
-                raise ConfigError(f"{piece.stored.path}: {name!r} was changed while it was read", "model") from error
+            if model is not None:
+                wanted[name].load(piece.tensor, piece.first)
             done += piece.tensor.nbytes
             if progress is not None:
                 progress(done, total)

@@ -31,8 +31,8 @@ from penstock.nn.ranks import SharedMemoryRanks
 
 log = logging.getLogger("penstock.loader")
 MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
-CHUNK = 64 << 20  # bytes that are read before they are taken
-READ = 16 << 20  # bytes of one read
+CHUNK = 32 << 20  # bytes that are read before they are taken
+READ = 8 << 20  # bytes of one read
 READERS = 4  # reads at once that do not go through the page cache
 PAGE = 4096  # what reads that bypass the page cache are aligned to
 LOOK, EVERY = 1 << 20, 16 << 20  # bytes that are looked for in the page cache, of so many
@@ -97,6 +97,8 @@ def mapped(tensors: Sequence[Stored]) -> Generator[Piece, None, None]:
                 while left and left[-1].path == path and size < MAPPED_BYTES:
                     stored = left.pop()
                     tensor = file.get_tensor(stored.name)
+                    if tensor.shape != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
+                        raise changed(path)
                     size += tensor.nbytes
                     yield Piece(stored, 0, tensor)
                     del tensor
@@ -104,6 +106,10 @@ def mapped(tensors: Sequence[Stored]) -> Generator[Piece, None, None]:
             raise ConfigError(f"{path}: not found", "model") from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+
+
+def changed(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: was changed while it was read", "model")
 
 
 def in_order(
@@ -298,8 +304,8 @@ class _Pinned:
 
 
 def _shared(plan: Plan, sequential: bool, ranks: SharedMemoryRanks) -> mmap.mmap | None:
-    """Memory of all ranks, or None where rank 0 maps the files, or another cannot have its memory. Raises ConfigError,
-    where they have not found the same files."""
+    """Memory of all ranks; None where rank 0 maps the files, or one cannot have its memory. Raises ConfigError where
+    they have not found the same in the files, and RankFailed."""
     fd = -1
     if ranks.rank == 0 and sequential:
         fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC)
@@ -307,7 +313,7 @@ def _shared(plan: Plan, sequential: bool, ranks: SharedMemoryRanks) -> mmap.mmap
     try:
         said = ranks.gather(torch.tensor([plan.digest, os.getpid(), fd])).tolist()
         if any(digest != plan.digest for digest, _, _ in said):
-            raise ConfigError(f"{plan.files[0].parent}: its files were changed while ranks read them", "model")
+            raise changed(plan.files[0].parent)
         _, pid, number = said[0]
         if number < 0:
             return None

@@ -207,6 +207,20 @@ def test_whether_a_file_is_in_memory(tmp_path):
     assert not resident(file)
 
 
+@pytest.mark.parametrize("load_format", LOAD_FORMATS[1:])
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, load_format):
+    folder = write_checkpoint(tmp_path, "qwen3")
+    file = folder / "model.safetensors"
+    again = write_checkpoint(tmp_path / "other", "qwen3", seed=1) / "model.safetensors"
+
+    def replace(done, total):
+        if done == total:
+            again.replace(file)
+
+    with pytest.raises(ConfigError, match=f"{file}: was changed while it was read"):
+        load_model(folder, CPU, load_format=load_format, progress=replace)
+
+
 @pytest.mark.parametrize("load_format", LOAD_FORMATS)
 def test_headers_that_do_not_fit_their_file_name_the_tensor(tmp_path, load_format):
     folder = write_checkpoint(tmp_path, "qwen3")
