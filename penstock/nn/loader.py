@@ -382,8 +382,9 @@ def fill(
         embedding = model.model.embed_tokens
         if all(map(torch.equal, head.parameters(), embedding.parameters())):
             model.lm_head = None
-    took = max(time.monotonic() - began, 1e-6)
-    log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", total / 2**30, took, total / 2**30 / took, load_format)
+    if shard.rank == 0:
+        size, took = total / 2**30, max(time.monotonic() - began, 1e-6)
+        log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
 
 
 def _untied(model: Decoder) -> Linear:

@@ -25,6 +25,7 @@ from penstock.nn.reading import LOAD_FORMATS, PAGE, Plan, pieces, resident
 from tests.helpers.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DIVISIBLE = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}  # by 2 and 3
 needs_native = pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
 
@@ -48,22 +49,24 @@ def not_in_memory(monkeypatch):
     monkeypatch.setattr(reading, "resident", lambda _: False)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk", [600, 5000, 64 << 20])  # of which the first cuts every matrix
-def test_every_format_loads_the_same_bits(checkpoint, monkeypatch, method, chunk):
-    if (reason := METHODS[method].missing(CPU, torch.float32)) is not None:
+def test_every_format_loads_the_same_bits(checkpoint, monkeypatch, device, method, chunk):
+    device = torch.device(device)
+    if (reason := METHODS[method].missing(device, torch.float32)) is not None:
         pytest.skip(reason)
     monkeypatch.setattr("penstock.nn.loader.method_for", lambda *_: METHODS[method])
     monkeypatch.setattr(reading, "CHUNK", chunk)
-    expected = weights_of(load_model(checkpoint, CPU, load_format="mmap"))
+    expected = weights_of(load_model(checkpoint, device, load_format="mmap"))
     for load_format in LOAD_FORMATS:
         reports = []
-        model = load_model(checkpoint, CPU, load_format=load_format, progress=lambda *r, to=reports: to.append(r))
+        model = load_model(checkpoint, device, load_format=load_format, progress=lambda *r, to=reports: to.append(r))
         assert same(weights_of(model), expected), load_format
         assert reports == sorted(reports)
         assert reports[-1][0] == reports[-1][1] == sum(t.stop - t.start for t in stored(checkpoint))
     not_in_memory(monkeypatch)
-    assert same(weights_of(load_model(checkpoint, CPU)), expected)
+    assert same(weights_of(load_model(checkpoint, device)), expected)
 
 
 def test_a_head_beside_tied_embeddings_is_loaded_in_any_format(tmp_path, monkeypatch):
