@@ -200,13 +200,14 @@ def test_whether_a_file_is_in_memory(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(os.urandom(8 << 20))
     assert resident(file)
+    device = file.stat().st_dev
+    mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    place = f"{os.major(device)}:{os.minor(device)}"
+    if not {after.split()[0] for before, after in mounts if before.split()[2] == place} & {"ext4", "xfs"}:
+        pytest.skip("this file system may have its files in memory alone")
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        preadv = os.preadv(opened.fileno(), [bytearray(PAGE)], 0)
-    assert preadv == PAGE
-    if file.stat().st_dev == Path("/dev/shm").stat().st_dev:
-        pytest.skip("temporary files are in memory")
     assert not resident(file)
 
 
