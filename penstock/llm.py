@@ -21,6 +21,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
+from penstock.obs.progress import byte_progress
 from penstock.service.checkpoint import find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
 from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
@@ -167,7 +168,8 @@ class LLM:
         self.tokenizer = Tokenizer(directory, chat_template)
         self._defaults = read_defaults(directory, self.tokenizer.eos_id)
         self._rng = random.Random(seed)
-        built = build_engine(_engine_options(str(directory), options), SystemClock())
+        with byte_progress("weights") as progress:
+            built = build_engine(_engine_options(str(directory), options), SystemClock(), progress=progress)
         self._engine = built.engine
         if built.pool is not None:
             built.pool.close()  # it is private, and the cache has a mapping of its own

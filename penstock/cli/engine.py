@@ -33,6 +33,7 @@ from penstock.cli.options import in_flags
 from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.garbage import collect_rarely
 from penstock.obs.logs import setup_logging
+from penstock.obs.progress import byte_progress
 
 if TYPE_CHECKING:
     from penstock.core.clock import Clock
@@ -136,7 +137,10 @@ def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | Bui
         return build_modelled(ModelledOptions(**options), clock, pool)
     from penstock.engine.build import EngineOptions, build_engine
 
-    return build_engine(EngineOptions(**options), clock, pool)
+    if settings.get("shown_as") is not None:  # a terminal has no room for the bars of several
+        return build_engine(EngineOptions(**options), clock, pool)
+    with byte_progress("weights") as progress:
+        return build_engine(EngineOptions(**options), clock, pool, progress)
 
 
 def open_way(

@@ -98,6 +98,13 @@ ENGINE_OPTIONS = (
         "auto",
         "how a step is computed: op by op, in two calls a layer, or as one call; auto takes the last that can be",
     ),
+    Option(
+        "load-format",
+        one_of("auto", "mmap", "sequential"),
+        "auto",
+        "how a checkpoint's files are read: mapped, or each once from its beginning to its end, by one rank for all; "
+        "auto maps those that are in memory already",
+    ),
     Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )
 SERVER_OPTIONS = (

@@ -29,6 +29,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.nn import native
 from penstock.nn.models.decoder import Decoder
+from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.limits import host_blocks
 from penstock.sched.local.offload import Offload
@@ -76,11 +77,14 @@ class Built:
         self.worker.close()
 
 
-def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = memfd_pool) -> Built:
+def build_engine(
+    options: EngineOptions, clock: Clock, open_pool: OpenPool = memfd_pool, progress: Report | None = None
+) -> Built:
     """Load, size and connect.
 
     Args:
         open_pool: where the KV cache's blocks come from.
+        progress: of loading.
 
     Raises:
         ConfigError: a checkpoint or an option that cannot be served, or a KV pool server that refuses.
@@ -104,7 +108,7 @@ def build_engine(options: EngineOptions, clock: Clock, open_pool: OpenPool = mem
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
     others = _start_ranks(options, device, open_pool)
     try:
-        return _build(options, clock, open_pool, promised, speculation, others)
+        return _build(options, clock, open_pool, promised, speculation, others, progress)
     except BaseException as error:
         if others is not None:
             others.close()
@@ -120,9 +124,10 @@ def _build(
     promised: int,
     speculation: Speculation | None,
     others: RankProcesses | None,
+    progress: Report | None,
 ) -> Built:
     asked, size = options.kv_cache_memory, options.tensor_parallel_size
-    worker = Worker(options, None if others is None else others.join())
+    worker = Worker(options, None if others is None else others.join(), progress)
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)

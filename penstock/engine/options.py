@@ -10,6 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
 from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES
+from penstock.nn.reading import LOAD_FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class EngineOptions:
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
+        load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
@@ -59,6 +61,7 @@ class EngineOptions:
     speculative_config: str = "auto"
     graph_mode: str = "auto"
     async_scheduling: bool = True
+    load_format: str = "auto"
     weight_cache: bool = True
     tensor_parallel_size: int = 1
 
@@ -79,6 +82,7 @@ def check_options(options: EngineOptions) -> None:
         "kv-cache-dtype": (options.kv_cache_dtype, tuple(KV_DTYPES)),
         "kv-layout": (options.kv_layout, ("auto", "block", "token")),
         "graph-mode": (options.graph_mode, MODES),
+        "load-format": (options.load_format, LOAD_FORMATS),
     }
     for name, (choice, allowed) in choices.items():
         if choice not in allowed:

@@ -23,6 +23,7 @@ from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.ranks import Ranks
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import FILES, WeightCache
+from penstock.obs.progress import Report
 from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
@@ -37,6 +38,7 @@ class Worker:
 
     Args:
         ranks: that compute the model together, this one among them; None where it is alone.
+        progress: of loading.
 
     Attributes:
         layout: of its part of a block.
@@ -49,7 +51,7 @@ class Worker:
 
     runner: Runner
 
-    def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
+    def __init__(self, options: EngineOptions, ranks: Ranks | None = None, progress: Report | None = None) -> None:
         device = device_of(options.device)
         if ranks is not None and device.type == "cuda":
             device = torch.device("cuda", ranks.rank)
@@ -57,7 +59,14 @@ class Worker:
         self.shard = shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size, ranks)
         self._weights = WeightCache(files=FILES * shard.size) if options.weight_cache else None
         self.model = model = load_model(
-            Path(options.model), device, dtype_of(options.dtype), self._weights, shard, model_len=options.max_model_len
+            Path(options.model),
+            device,
+            dtype_of(options.dtype),
+            self._weights,
+            shard,
+            model_len=options.max_model_len,
+            load_format=options.load_format,
+            progress=progress,
         )
         mode = options.graph_mode
         if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:

@@ -31,8 +31,8 @@ class RMSNorm(nn.Module):
     def tensors(self, part: int | None = None) -> dict[str, tuple[int, ...]]:
         return {"weight": (len(self.weight),)}
 
-    def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
-        self.weight.copy_(tensor)
+    def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
+        self.weight[first : first + len(tensor)] = tensor
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)

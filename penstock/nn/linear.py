@@ -101,16 +101,17 @@ class Linear(nn.Module):
         width = sum(self.outs) if part is None else self.outs[part]
         return self.method.tensors(width, self.ins) | ({"bias": (width,)} if self.has_bias else {})
 
-    def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
-        """Take what is held here of one of `tensors`."""
-        start = 0  # of a projection in the tensor
+    def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
+        """Take what is held here of one of `tensors`, or of its rows from `first` on."""
+        start = -first  # of a projection, from the first of these rows
         for i in range(len(self.outs)) if part is None else (part,):
-            first, own = sum(map(len, self.own_outs[:i])), self.own_outs[i]
-            outs = range(start + own.start, start + own.stop)
-            if name != "bias":
-                self.method.load(self.weight, name, tensor, first, outs, self.own_ins)
-            elif self.bias is not None:
-                self.bias[first : first + len(own)] = tensor[outs.start : outs.stop]
+            place, own = sum(map(len, self.own_outs[:i])), self.own_outs[i]
+            outs = range(max(0, start + own.start), min(len(tensor), start + own.stop))
+            place += outs.start - (start + own.start)
+            if outs and name != "bias":
+                self.method.load(self.weight, name, tensor, place, outs, self.own_ins)
+            elif outs and self.bias is not None:
+                self.bias[place : place + len(outs)] = tensor[outs.start : outs.stop]
             start += self.outs[i]
 
     def dense(self) -> Tensor:

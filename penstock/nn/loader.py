@@ -1,4 +1,4 @@
-"""A checkpoint folder to a model on a device: safetensors, one file or several, read in file order.
+"""A checkpoint folder to a model on a device: safetensors, one file or several.
 
 Nothing in a checkpoint is executed: pickles are refused, its classes are ignored, and any error is a `ConfigError` that
 names the file.
@@ -7,20 +7,33 @@ names the file.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
 from penstock.nn import rope
+from penstock.nn.checkpoint import (
+    DTYPES,
+    INDEX,
+    MALFORMED,
+    MOST_HEADER,
+    Stored,
+    indexed,
+    not_found,
+    read_json,
+    stored,
+    weight_files,
+)
 from penstock.nn.config import DecoderConfig
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
@@ -28,32 +41,15 @@ from penstock.nn.methods import method_for
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.packed import layout
+from penstock.nn.reading import changed, pieces
 from penstock.nn.weight_cache import WeightCache
 
+log = logging.getLogger("penstock.loader")
 IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
-MAPPED_BYTES = 64 << 20  # of a file that is read, and the tensor that exceeds them
-MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
-INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-MALFORMED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what a value of a wrong kind comes to
-
-
-def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the checkpoint. Raises ConfigError naming the file."""
-    path = directory / name
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: not found; is {directory} a Hugging Face model folder?", "model") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})", "model") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object", "model")
-    return value
 
 
 def load_model(
@@ -63,6 +59,8 @@ def load_model(
     cache: WeightCache | None = None,
     shard: Shard = WHOLE,
     model_len: int | None = None,
+    load_format: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Build the architecture that config.json names and fill it.
 
@@ -71,8 +69,11 @@ def load_model(
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
         shard: what of every layer is loaded.
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
+        load_format: how files are read, one of `reading.LOAD_FORMATS`.
+        progress: called with the bytes that are loaded and all that are to be.
 
     Raises:
+        RankFailed: one of the ranks that load this model together has failed.
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
             that does not fit into memory.
     """
@@ -87,12 +88,26 @@ def load_model(
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
-    _check_weights(model, directory)
+    before = _states(directory)
+    tensors = _check_weights(model, directory)
     if method.kept and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard)
-        if cache.read(key, model):
-            model.bound_logits()
-            return model.eval()
+    found = cache is not None and key is not None and cache.read(key, model)
+    if not _any_loads(shard, found):
+        model.bound_logits()
+        return model.eval()
+    if not found:
+        _take_memory(model, device, directory)
+    fill(None if found else model, tensors, load_format, device, shard, progress)
+    if (after := _states(directory)) != before:
+        raise changed(next(path for path, state in after.items() if state != before.get(path)))
+    if not found and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
+        cache.remember(key, model)  # not if it changed meanwhile
+    model.bound_logits()
+    return model.eval()
+
+
+def _take_memory(model: Decoder, device: torch.device, directory: Path) -> None:
     try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
         model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
@@ -101,13 +116,25 @@ def load_model(
                 linear.prepare()
     except (RuntimeError, MemoryError) as error:
         raise _no_room(directory, device, error) from None
-    fill(model, directory)
-    if (
-        cache is not None and key is not None and key == cache_key(directory, dtype, shard)
-    ):  # not if it changed meanwhile
-        cache.remember(key, model)
-    model.bound_logits()
-    return model.eval()
+
+
+def _states(directory: Path) -> dict[Path, tuple[int, int, int]]:
+    """(inode, size, time of change) of every file. Raises ConfigError."""
+    states = {}
+    for path in weight_files(directory):
+        try:
+            stat = path.stat()
+        except OSError:
+            raise not_found(directory, path) from None
+        states[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return states
+
+
+def _any_loads(shard: Shard, found: bool) -> bool:
+    """Whether some rank has not found its packed weights; those that have then read for it."""
+    if shard.ranks is None:
+        return not found
+    return not shard.ranks.on_host.gather(torch.tensor(found)).all()
 
 
 def read_architecture(
@@ -126,7 +153,7 @@ def read_architecture(
         ConfigError: unsupported architecture or option; no weights; a model that cannot be split into so many shards,
             or has no such long sequences.
     """
-    _weight_files(directory)  # a common error, checked first
+    weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
     check_finite(hf, str(directory / "config.json"))
     if hf.get("quantization_config"):
@@ -172,34 +199,11 @@ def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigE
 
 def _stored_dtype(directory: Path) -> torch.dtype:
     """Of the first weight in the files, for checkpoints whose config.json does not say."""
-    first = next(weights(directory), None)
+    first = next(stored(directory), None)
     if first is None:
-        raise ConfigError(f"{_weight_files(directory)[0]}: holds no weights", "model")
-    return first[2].dtype
-
-
-def weights(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, tensor) of every weight, in the order in which they lie in the files.
-
-    Raises ConfigError naming the file that is missing or broken.
-    """
-    for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = file.offset_keys()
-            while names:
-                # tensors are views of a mapping, and what was read of it takes memory for as long as it is there
-                with safe_open(path, framework="pt") as file:
-                    mapped = 0
-                    while names and mapped < MAPPED_BYTES:
-                        tensor = file.get_tensor(name := names.pop(0))
-                        mapped += tensor.nbytes
-                        yield path, _full(name), tensor
-                        del tensor
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: not found", "model") from None
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+        raise ConfigError(f"{weight_files(directory)[0]}: holds no weights", "model")
+    _check_dtype(first)
+    return DTYPES[first.dtype]
 
 
 def _full(name: str) -> str:
@@ -209,35 +213,8 @@ def _full(name: str) -> str:
 
 def _headless(directory: Path) -> bool:
     """Whether it was saved without a head, as embedding models are whose config.json has one."""
-    names = [name for _, name, _ in _headers(directory)]
+    names = [tensor.name for tensor in stored(directory)]
     return HEAD not in names and any(name.startswith(BARE) for name in names)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / INDEX).exists():
-        index = read_json(directory, INDEX).get("weight_map")
-        if not isinstance(index, Mapping) or not index or not all(isinstance(name, str) for name in index.values()):
-            raise ConfigError(f"{directory / INDEX}: has no weight_map of names to files", "model")
-        return [_inside(directory, name) for name in sorted(set(index.values()))]
-    if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
-    pickle = next((path for pattern in PICKLES for path in sorted(directory.glob(pattern))), None)
-    if pickle is not None:
-        raise ConfigError(
-            f"{pickle}: a pickle, which may run code when it is read, is refused; convert it to model.safetensors",
-            "model",
-        )
-    raise ConfigError(f"{directory}: no weights, neither model.safetensors nor {INDEX}", "model")
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """The file of that name in the folder. What the hub's cache links to from there may lie elsewhere."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ConfigError(f"{directory / INDEX}: names {name!r}, which is outside of the folder", "model")
-    if path.suffix != ".safetensors":
-        raise ConfigError(f"{directory / INDEX}: names {name!r}, allowed are .safetensors files", "model")
-    return directory / path
 
 
 def identity(directory: Path) -> str:
@@ -245,11 +222,11 @@ def identity(directory: Path) -> str:
 
     Of the weights it reads every name, type and shape, and the first bytes of every tensor: checkpoints that were
     trained from one another differ in them, and reading all would take as long as loading. Raises ConfigError as
-    `weights` does.
+    `stored` does.
     """
     config = read_json(directory, "config.json")
     digest = blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16, person=b"penstock.model")
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
@@ -275,28 +252,15 @@ def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
     digest.update(f"{dtype} {layout()} {shard.rank} {shard.size}".encode())
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         stat = path.stat()
         digest.update(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     return digest.hexdigest()
 
 
-def _headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
-    """(file, name, shape) of every weight, from the headers of the files alone. Raises as `weights` does."""
-    for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.offset_keys():
-                    yield path, name, file.get_slice(name).get_shape()
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: not found", "model") from None
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
-
-
 def _check_layers(directory: Path, num_layers: int) -> None:
     """Checked before a model is made, which takes long for many layers. Raises ConfigError."""
-    found = {int(match[1]) for _, name, _ in _headers(directory) if (match := LAYER.match(_full(name)))}
+    found = {int(match[1]) for tensor in stored(directory) if (match := LAYER.match(_full(tensor.name)))}
     if found and max(found) + 1 < num_layers:
         raise ConfigError(
             f"{directory / 'config.json'}: num_hidden_layers is {num_layers}, the weights have {max(found) + 1} layers",
@@ -318,11 +282,9 @@ class Place:
     number: int | None
     shape: tuple[int, ...]
 
-    def load(self, tensor: Tensor) -> None:
-        """Raises ValueError where it has not the shape that it was said to have."""
-        if tensor.shape != self.shape:
-            raise ValueError(f"{tensor.shape} is not {self.shape}")
-        self.part.load(self.name, tensor, self.number)
+    def load(self, tensor: Tensor, first: int = 0) -> None:
+        """Take rows of it, from `first` on."""
+        self.part.load(self.name, tensor, self.number, first)
 
 
 def places(model: Decoder) -> dict[str, Place]:
@@ -340,58 +302,94 @@ def places(model: Decoder) -> dict[str, Place]:
     return found
 
 
-def _check_weights(model: Decoder, directory: Path) -> None:
+def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     """Check that every place has exactly one tensor, by the files' headers, before memory is taken. Raises ConfigError.
 
     Args:
         model: on "meta".
+
+    Returns:
+        What is to be loaded, in the order of the files.
     """
-    wanted = places(model)
+    wanted, found = places(model), []
     missing = dict.fromkeys(wanted)
-    for path, given, shape in _headers(directory):
-        name = _full(given)
+    for tensor in stored(directory):
+        path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
         if name.endswith(IGNORED):
             continue
         if name == HEAD and model.lm_head is None:
             embedding = list(model.model.embed_tokens.tensors()["weight"])
             if shape != embedding:
                 raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {embedding}", "model")
-            continue
-        if name not in wanted:
+        elif name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
-        if name not in missing:
+        elif name not in missing:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        if shape != list(wanted[name].shape):
-            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(wanted[name].shape)}", "model")
-        del missing[name]
+        elif shape != (expected := list(wanted[name].shape)):
+            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {expected}", "model")
+        else:
+            del missing[name]
+        _check_dtype(tensor)
+        found.append(tensor)
     if missing:
-        raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {min(missing)!r}", "model")
+        name = min(missing)
+        files = {_full(given): file for given, file in indexed(directory).items()}
+        where = f", which {INDEX} has in {files[name]}" if name in files else ""
+        raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
+    return found
 
 
-def fill(model: Decoder, directory: Path) -> None:
-    """Load every tensor to its place; that all are there was checked. Raises ConfigError when a file cannot be read."""
-    wanted = places(model)
-    head = None
-    for path, name, tensor in weights(directory):
-        if name.endswith(IGNORED):
-            continue
-        if name == HEAD and model.lm_head is None:
-            head = tensor
-            continue
-        try:
-            wanted[name].load(tensor)
-        except (RuntimeError, *MALFORMED) as error:
-            raise ConfigError(f"{path}: {name!r} was changed while it was read", "model") from error
-    if head is not None:
-        _untie(model, head)
+def _check_dtype(tensor: Stored) -> None:
+    if tensor.dtype not in DTYPES:
+        allowed = ", ".join(DTYPES)
+        raise ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
 
 
-def _untie(model: Decoder, tensor: Tensor) -> None:
+def fill(
+    model: Decoder | None,
+    tensors: Sequence[Stored],
+    load_format: str,
+    device: torch.device,
+    shard: Shard = WHOLE,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Load every tensor to its place; that all are there was checked.
+
+    Args:
+        model: None where this rank has its weights, and reads for others.
+
+    Raises:
+        ConfigError: a file cannot be read.
+        RankFailed: another rank has failed.
+    """
+    wanted = {} if model is None else places(model)
+    ranks = None if shard.ranks is None else shard.ranks.on_host
+    head, began = None, time.monotonic()
+    total, done = sum(tensor.stop - tensor.start for tensor in tensors), 0
+    load_format, loading = pieces(tensors, load_format, device, ranks)
+    with closing(loading):
+        for piece in loading:
+            name = _full(piece.stored.name)
+            if name == HEAD and model is not None and name not in wanted:
+                head = _untied(model)
+                wanted = places(model)
+            if model is not None:
+                wanted[name].load(piece.tensor, piece.first)
+            done += piece.tensor.nbytes
+            if progress is not None:
+                progress(done, total)
+    if model is not None and head is not None:
+        embedding = model.model.embed_tokens
+        if all(map(torch.equal, head.parameters(), embedding.parameters())):
+            model.lm_head = None
+    if shard.rank == 0:
+        size, took = total / 2**30, max(time.monotonic() - began, 1e-6)
+        log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
+
+
+def _untied(model: Decoder) -> Linear:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
-    embedding = model.model.embed_tokens
     head = model.untie()
     head._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=model.device))
     head.prepare()
-    head.load("weight", tensor)
-    if all(map(torch.equal, head.parameters(), embedding.parameters())):
-        model.lm_head = None
+    return head

@@ -32,6 +32,11 @@ class Ranks(ABC):
     rank: int
     size: int
 
+    @property
+    @abstractmethod
+    def on_host(self) -> SharedMemoryRanks:
+        """The same ranks, exchanging through this machine's memory."""
+
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
         """[...] of the same shape and dtype on each rank -> [size, ...], what each has. Raises RankFailed."""
@@ -53,6 +58,10 @@ class SharedMemoryRanks(Ranks):
         self._memory = memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.handle = native.value("penstock_ranks_open", "pnnn")(address, rank, size, parent)
+
+    @property
+    def on_host(self) -> SharedMemoryRanks:
+        return self
 
     @staticmethod
     def bytes_for(size: int) -> int:
@@ -101,15 +110,20 @@ class DistributedRanks(Ranks):
 
     Args:
         meeting: path of a file that is not there, by which they find each other.
+        host: the same ranks, as processes of this machine.
     """
 
-    def __init__(self, meeting: str, rank: int, size: int) -> None:
+    def __init__(self, meeting: str, host: SharedMemoryRanks) -> None:
         from torch import distributed
 
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._host = host.rank, host.size, host
         self._group: Any = distributed
-        torch.cuda.set_device(rank)
-        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        torch.cuda.set_device(self.rank)
+        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=self.rank, world_size=self.size)
+
+    @property
+    def on_host(self) -> SharedMemoryRanks:
+        return self._host
 
     def gather(self, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
@@ -124,4 +138,4 @@ class DistributedRanks(Ranks):
 
 def joined(device: torch.device, ranks: SharedMemoryRanks, meeting: str) -> Ranks:
     """What the model of such a device exchanges through; ranks of CUDA devices wait here for each other."""
-    return ranks if device.type == "cpu" else DistributedRanks(meeting, ranks.rank, ranks.size)
+    return ranks if device.type == "cpu" else DistributedRanks(meeting, ranks)

@@ -124,6 +124,7 @@ def test_the_flags_of_serve():
             "kv-cache-dtype",
             "kv-cache-memory",
             "kv-layout",
+            "load-format",
             "log-format",
             "log-level",
             "max-body-size",

@@ -25,7 +25,7 @@ together = pytest.mark.skipif(native.missing() is not None, reason="ranks of one
 EXECUTORS = {
     "in turn": {"async_scheduling": False},
     "thread": {},
-    "processes": {"tensor_parallel_size": 2},
+    "processes": {"tensor_parallel_size": 2, "load_format": "sequential"},
     "processes in turn": {"tensor_parallel_size": 2, "async_scheduling": False},
 }
 SPECIAL = {

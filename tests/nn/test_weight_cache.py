@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError
 from penstock.engine import build, worker
 from penstock.nn import native, weight_cache
 from penstock.nn.loader import cache_key, load_model
@@ -170,10 +171,25 @@ def test_a_checkpoint_that_was_changed_in_its_middle_is_another(checkpoint, tmp_
     assert cache_key(checkpoint, torch.float32) != cache_key(checkpoint, torch.bfloat16)
 
 
-def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(checkpoint, tmp_path, folder, monkeypatch) -> None:
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused_and_not_kept(
+    checkpoint, tmp_path, folder, monkeypatch
+) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    monkeypatch.setattr(WeightCache, "read", lambda *_: flip(-1)(copy / "model.safetensors"))
+    file = copy / "model.safetensors"
+
+    def change(*_) -> bool:
+        """With the former mtime."""
+        stat = file.stat()
+        flip(-1)(file)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return False
+
+    monkeypatch.setattr(WeightCache, "read", change)
     load(copy, folder)
+    assert not folder.exists()
+    monkeypatch.setattr(WeightCache, "read", lambda *_: flip(-1)(file))
+    with pytest.raises(ConfigError, match=f"{file}: was changed while it was read"):
+        load(copy, folder)
     assert not folder.exists()
 
 

@@ -49,7 +49,7 @@ class LinearMethod(ABC, Generic[W]):
 
         Args:
             name: one of `tensors`.
-            tensor: the whole of it, on the CPU.
+            tensor: all of it or some of its rows, on the CPU, in memory that is used again afterwards.
             outs, ins: which of the tensor's outputs belong there, and which of its inputs are held.
         """
 

@@ -35,8 +35,8 @@ class GemmaRMSNorm(RMSNorm):
             self.weight = nn.Parameter(before.to(self.weight.device), requires_grad=False)
         return self
 
-    def load(self, name: str, tensor: Tensor, part: int | None = None) -> None:
-        self.weight.copy_(tensor).add_(1.0)
+    def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
+        self.weight[first : first + len(tensor)].copy_(tensor).add_(1.0)
 
 
 class Gemma(Decoder):
