@@ -93,7 +93,8 @@ class Chaos:
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
         self.model = asyncio.run(served_model(up.url))
-        self._roles = len({up.settings(name)["role"] for name in self.engines})
+        roles = {up.settings(name)["role"] for name in self.engines}
+        self._hands_over = len(roles) > 1 and up.settings("master")["policy"] == "least_loaded"  # all that come
         self._context = zmq.Context()
         self._files: dict[str, int] = {}
         transport = up.settings(self.engines[0])["transport"] or {}
@@ -209,7 +210,7 @@ class Chaos:
     def _troubles_of_master(self) -> list[str]:
         """Whether it would have a request handed over, between lives that are there."""
         placed = self._place()
-        if placed is None or (len(placed.route) < 2 and self._roles > 1):
+        if placed is None or (len(placed.route) < 2 and self._hands_over):
             return [f"master: {placed}"]
         lives = [(peer.name, peer.incarnation) for peer in (leg.peer for leg in placed.route)]
         right = [(name, (self.inspect(name) or Inspection(0, {})).incarnation) for name, _ in lives]
@@ -283,10 +284,17 @@ Body = dict[str, Any]
 
 @dataclass
 class Load:
-    """Requests that run while the test does something else."""
+    """Requests that run while the test does something else.
+
+    Attributes:
+        at_once: of them, at most; each that ends makes way for the next.
+        patience: seconds that `wait` waits for the end of all.
+    """
 
     urls: Sequence[str]
     bodies: Sequence[Body]
+    at_once: int = 1000
+    patience: float = PATIENCE + 10
     records: list[ClientRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -302,12 +310,21 @@ class Load:
                 Call(i, 0.0, msgspec.json.encode(body), len(body["prompt"]), body["max_tokens"])
                 for i, body in enumerate(self.bodies)
             ]
-            sent = (clients[i % len(clients)].send(call, time.monotonic()) for i, call in enumerate(calls))
-            self.records = await asyncio.gather(*sent)
+            turns = asyncio.Semaphore(self.at_once)
+
+            async def send(call: Call) -> ClientRecord:
+                async with turns:
+                    return await clients[call.number % len(clients)].send(call, time.monotonic())
+
+            self.records = await asyncio.gather(*map(send, calls))
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def wait(self) -> list[ClientRecord]:
         """All answers, whole or not."""
-        self._thread.join(PATIENCE + 10)
+        self._thread.join(self.patience)
         assert not self._thread.is_alive()
         hung = [r.number for r in self.records if r.error == "timeout"]
         assert not hung, f"requests {hung} never ended"
