@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.core.wire.engine import Role
 from penstock.sched.cluster import ClusterView, Migration, Move, Resident
-from penstock.service.policies import BUNDLES, Bundle
+from penstock.service.policies import Bundle
 
 EVERY = 1.0  # seconds between two switches
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 HOOK = """
 import sys
 
@@ -26,7 +28,7 @@ if "penstock.cli.master" in sys.orig_argv:
 
 
 class Switching:
-    """Gives every instance the other role, every second."""
+    """Gives every instance that has a role the other one, every second."""
 
     name, dynamic = "switching", True
 
@@ -37,10 +39,7 @@ class Switching:
         if view.now < self._at:
             return []
         self._at = view.now + EVERY
-        return [
-            Move(name=i.name, role="decode" if i.role == "prefill" else "prefill", reason="it is time")
-            for i in view.instances
-        ]
+        return [Move(name=i.name, role=OTHER[i.role], reason="it is time") for i in view.instances if i.role in OTHER]
 
 
 class Restless:
@@ -64,12 +63,9 @@ class Restless:
 
 
 def restless(bundle: Bundle, most: int = 64) -> Bundle:
-    """The same, without any rest."""
-    return replace(
-        bundle,
-        make=lambda at: replace(bundle.make(at), balance=Restless(5, most), roles=Switching()),
-        moves=True,
-    )
+    """The same, without any rest. `most`: see `Restless`."""
+    make = lambda at: replace(bundle.make(at), balance=Restless(5, most), roles=Switching())  # noqa: E731
+    return replace(bundle, make=make, moves=True)
 
 
 def restless_masters(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:

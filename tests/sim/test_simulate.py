@@ -2,19 +2,18 @@
 
 import gc
 import json
-import random
-from dataclasses import replace as changed
 from itertools import accumulate
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.sched.cluster import Migration, Move, Unified
+from penstock.sched.cluster import Unified
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.local import Scheduler
 from penstock.service.policies import BUNDLES, Bundle, Policies
 from penstock.sim.baselines import POLICIES
 from penstock.sim.result import request_rows
+from tests.helpers.restless import Restless, restless
 from tests.sim.scenarios import COLOCATED, REQUESTS, SPLIT, WORKLOAD, read, run, work
 
 SHARED = "transport: {kind: shared}\n"
@@ -61,45 +60,10 @@ def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     assert (result["loaded_tokens"] > 0) == (shape == "tiered")
 
 
-class Restless:
-    """Has a sequence moved from every instance in every tick."""
-
-    name = "restless"
-
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-
-    def balance(self, view, residents):
-        for load in view.instances:
-            others = [i.name for i in view.instances if i.name in load.peers]
-            if (there := residents(load.name)) and others:
-                yield Migration(key=self.rng.choice(there).demand.key, to=self.rng.choice(others), reason="restless")
-
-
-class Switching:
-    """Gives every instance the other role, every second."""
-
-    name, dynamic = "switching", True
-
-    def __init__(self):
-        self.at = 1.0
-
-    def decide(self, view):
-        if view.now < self.at:
-            return []
-        self.at = view.now + 1.0
-        other = {"prefill": "decode", "decode": "prefill"}
-        return [Move(name=i.name, role=other[i.role], reason="it is time") for i in view.instances]
-
-
 @pytest.mark.parametrize(("policy", "transport"), [("unified", ""), ("xllm", SHARED), ("hfx", "")])
 def test_roles_that_switch_every_second_lose_nothing(policy, transport, monkeypatch):
     """And what runs moves again and again: also what has just been told that it stays where it is."""
-
-    def make(at):
-        return changed(BUNDLES[policy].make(at), balance=Restless(5), roles=Switching())
-
-    monkeypatch.setitem(POLICIES, "switching", changed(BUNDLES[policy], make=make, moves=True))
+    monkeypatch.setitem(POLICIES, "switching", restless(BUNDLES[policy], most=1))
     result, cluster = run(read(WORKLOAD, SPLIT, transport), "switching")  # runs every check
     assert result["failed"] == 0
     for record in cluster.records:
