@@ -72,6 +72,16 @@ def test_roles_that_switch_every_second_lose_nothing(policy, transport, monkeypa
     assert sum(record.handoffs for record in cluster.records) > REQUESTS / 3
 
 
+def test_roles_are_live_where_the_scenario_says_so():
+    late = "instances: [{role: prefill}, {role: decode, count: 3}]\n"
+    prompts = WORKLOAD.replace("prompt: 700", "prompt: 2500").replace("output: 60", "output: 8")
+    for live in (False, True):
+        result, cluster = run(read(prompts, late, "live-roles: true\n" * live))
+        assert result["failed"] == 0
+        changed = [p.name for p in cluster.places.values() if p.instance.role != p.group.role]
+        assert bool(changed) == live
+
+
 @pytest.mark.parametrize("transport", ["", SHARED], ids=["copied", "shared"])
 @pytest.mark.parametrize("shape", ["colocated", "failing"])
 def test_what_is_moved_again_and_again_ends_as_it_would_have(shape, transport, monkeypatch):
