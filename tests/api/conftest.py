@@ -155,7 +155,7 @@ class ScriptedFrontend:
 
     async def overview(self) -> dict[str, Any]:
         placed = {"at": "2026-11-25T03:00:00.000Z", "request_id": "r-0badc0de", "prefill": "engine-0", "decode": None}
-        moved = {"at": placed["at"], "request_id": "r-0badc0de", "source": "engine-0", "target": "engine-1", "reason": ""}
+        moved = placed | {"source": "engine-0", "target": "engine-1", "reason": "slow"}
         master = {"decisions": [placed], "moves": [], "relocations": [moved]}
         return {"model": "org/tiny", "frontend": {}, "master": master}
 
