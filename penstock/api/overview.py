@@ -29,8 +29,8 @@ def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
         throughput of this frontend."""
         content = await frontend.overview()
         if tenants_apart:
-            for decision in content["master"]["decisions"]:
-                decision["request_id"] = None
+            for told in (*content["master"]["decisions"], *content["master"]["relocations"]):
+                told["request_id"] = None
         return json_response(content)
 
     async def explain(request: Request) -> Response:

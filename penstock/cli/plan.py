@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "l40s": 0.9, "l4": 0.5}
 SIZES = (1, 2, 4, 8)  # devices that a layer is spread over
 
-# what decides over candidates whose instances all do everything, and over those with roles, where roles are to be kept
-COLOCATED, DISAGGREGATED = "unified", "least_loaded"
+POLICY = "unified"  # the default of deployments: it changes the roles that are planned when others are needed
 
 FLAGS = (
     Option("geometry", str, None, "the model (default: the scenario's, or llama-3.1-8b)"),
@@ -53,7 +52,7 @@ FLAGS = (
     Option("target", number(0, 1), None, "share of requests that must keep both limits"),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence"),
     Option("duration", number(0, 1e6), 120.0, "seconds of arrivals that are simulated"),
-    Option("policy", str, None, f"what decides (default: {COLOCATED}; {DISAGGREGATED} where roles are planned)"),
+    Option("policy", str, None, f"what decides (default: {POLICY})"),
     Option("tries", integer(1, 10_000), 12, "candidates that are simulated at most"),
     Option("jobs", integer(1, 1024), None, "processes at once (default: as many as there are cores)"),
     Option("seed", integer(0), None, "of traffic and step times"),
@@ -114,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(summary(search, problem), highlight=False)
     write_plan(args.json, search, problem, asked)
     if winner is not None and args.write is not None:
-        Path(args.write).write_text(deployment_text(winner, problem.policy(winner)), encoding="utf-8")
+        Path(args.write).write_text(deployment_text(winner, problem.policy), encoding="utf-8")
     return 0 if winner is not None else 1
 
 
@@ -267,10 +266,8 @@ def _problem(
     if not 0 < scale < math.inf:
         raise ConfigError("--rate: all requests of this workload come at once, there is no rate to scale", "rate")
     target = values["target"] if values["target"] is not None else scenario.target
-    policies = COLOCATED, DISAGGREGATED
-    if values["policy"] is not None:
-        policies = (Option("policy", one_of(*STEADY), None, "").read(values["policy"], "--policy"),) * 2
-    return Problem(scenario, trace, policies, seed, scale, native * scale, target, traffic(scale).requests)
+    policy = Option("policy", one_of(*STEADY), POLICY, "").read(values["policy"] or POLICY, "--policy")
+    return Problem(scenario, trace, policy, seed, scale, native * scale, target, traffic(scale).requests)
 
 
 # --- simulations
@@ -320,7 +317,7 @@ def _simulate_all(search: Search, problem: Problem, jobs: int, console: Any) -> 
         running: dict[Future[Verdict], Candidate] = {}
         while True:
             while len(running) < jobs and (candidate := search.next()) is not None:
-                running[pool.submit(_judge, candidate.groups, problem.policy(candidate))] = candidate
+                running[pool.submit(_judge, candidate.groups, problem.policy)] = candidate
             if not running:
                 break
             done, _ = wait(running, return_when=FIRST_COMPLETED)

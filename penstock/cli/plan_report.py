@@ -28,22 +28,19 @@ class Problem:
 
     Attributes:
         scenario: without the candidate's instances.
-        policies: of colocated candidates, and of disaggregated ones; names of bundles.
+        policy: the name of a bundle.
         scale: factor on the workload's own rate.
         rate: requests per second at that.
     """
 
     scenario: Scenario
     trace: Sequence[WorkRequest] | None
-    policies: tuple[str, str]
+    policy: str
     seed: int
     scale: float
     rate: float
     target: float
     requests: Sequence[WorkRequest]
-
-    def policy(self, candidate: Candidate) -> str:
-        return self.policies[candidate.disaggregated]
 
 
 def plan_rows(search: Search) -> list[tuple[Candidate, Verdict | None]]:
@@ -147,7 +144,7 @@ def write_plan(path: str | None, search: Search, problem: Problem, asked: Any) -
                 {"device": p.kind.device, "tensor_parallel": p.kind.size, "role": p.role, "count": p.count}
                 for p in candidate.parts
             ],
-            "policy": problem.policy(candidate),
+            "policy": problem.policy,
             "devices": candidate.devices,
             "cost_per_hour": candidate.cost,
             "simulated": verdict is not None and verdict.result is not None,

@@ -49,6 +49,7 @@ def make_tables() -> ScenarioTables:
         top=(
             Option("description", str, "", "what it is about"),
             Option("policy", one_of(*POLICIES), "least_loaded", "what decides"),
+            Option("live-roles", switch, False, "roles change under any policy, as in a deployment file"),
             Option("seed", integer(0), 0, "of traffic, step times and lots"),
             Option("target", number(0, 1), TARGET, "share of online requests that have to keep their targets"),
             Option("latency-ms", between(0, 10_000), 0.2, "of messages between frontend, master and instances"),

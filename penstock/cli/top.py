@@ -120,6 +120,8 @@ def screen(look: Look, before: Look | None) -> RenderableType:
     parts += ["", _decisions(master["decisions"])]
     if master["moves"]:
         parts += ["", _moves(master["moves"])]
+    if master["relocations"]:
+        parts += ["", _relocations(master["relocations"])]
     return Group(*parts)
 
 
@@ -228,6 +230,19 @@ def _moves(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         to = f" to {row['role']}" if row["role"] is not None else ""
         table.add_row(_clock(row["at"]), _plain(f"{row['what']} {row['instance']}{to}"), _plain(row["reason"]))
+    return table
+
+
+def _relocations(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="latest sequences that go on elsewhere", title_justify="left", box=None, padding=(0, 1))
+    for name in ("time", "request", "instances", "reason"):
+        folds = name in ("request", "reason")
+        table.add_column(name, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
+    for row in rows:
+        instances = f"{row['source']} > {row['target']}"
+        table.add_row(_clock(row["at"]), _plain(row["request_id"] or "-"), _plain(instances), _plain(row["reason"]))
     return table
 
 

@@ -226,12 +226,18 @@ class Flight(Generic[Owner]):
         return self.here
 
     def stayed(self, name: str, said: Stayed, now: float) -> bool:
-        """Its instance does not hand it over, after all. Returns whether that is news."""
-        who = name, said.incarnation
-        if said.generation != self.attempt or self.stranded or self.handed_over or len(self._stays) < 2:
+        """Its instance does not hand it over, after all, to whom it is being handed over, and not to somebody before.
+        Returns whether that is news. It is stranded if nobody has it."""
+        here, to = (name, said.incarnation), said.peer
+        if said.generation != self.attempt or self.stranded or self.handed_over or self.next is None or to is None:
             return False
-        if who != (self.here.name, self.here.incarnation):
+        if here != (self.here.name, self.here.incarnation):
             return False
+        if (to.name, to.incarnation) != (self.next.name, self.next.incarnation):
+            return False
+        if not said.here:
+            self._strand(f"{name} does not have this request any more", now)
+            return True
         if self._names[-1] == self._stays.pop().peer.name and len(self._names) > 1:
             self._names.pop()  # it was placed there
         self._lost = [peer for peer in self._lost if peer == self.here]

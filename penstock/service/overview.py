@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from penstock.core.wire.master import DecisionOverview, Endpoint, History, InstanceOverview, MoveOverview, Overview
+from penstock.core.wire.master import (
+    DecisionOverview,
+    Endpoint,
+    History,
+    InstanceOverview,
+    MoveOverview,
+    Overview,
+    RelocationOverview,
+)
 from penstock.service.history import History as Found
 from penstock.service.history import as_values, collect, move_values, pattern_of, shown_time
-from penstock.service.recorder import DecidedEntry, Entry, FlightRecorder, MovedEntry
+from penstock.service.recorder import DecidedEntry, Entry, FlightRecorder, MovedEntry, RelocatedEntry
 from penstock.service.session import InstanceSession
 
-DECISIONS, MOVES = 20, 10  # the latest, that are shown
+DECISIONS, MOVES = 20, 10  # the latest, that are shown; moves of instances, and as many of sequences
 
 
 def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state: str) -> InstanceOverview:
@@ -57,14 +65,18 @@ def with_decisions(overview: Overview, recorder: FlightRecorder, wall: Callable[
     """
     decisions: list[DecisionOverview] = []
     moves: list[MoveOverview] = []
+    relocations: list[RelocationOverview] = []
     for entry in reversed(recorder.entries):
         if isinstance(entry, DecidedEntry) and len(decisions) < DECISIONS:
             decisions.append(_decision(entry, shown_time(wall(entry.now))))
         elif isinstance(entry, MovedEntry) and len(moves) < MOVES:
             moves.append(MoveOverview(shown_time(wall(entry.now)), **move_values(entry.move)))
-        elif len(decisions) == DECISIONS and len(moves) == MOVES:
+        elif isinstance(entry, RelocatedEntry) and entry.at != entry.to and len(relocations) < MOVES:
+            at = shown_time(wall(entry.now))
+            relocations.append(RelocationOverview(at, entry.request_id, entry.at, entry.to, entry.reason))
+        elif len(decisions) == DECISIONS and len(moves) == len(relocations) == MOVES:
             break
-    return msgspec.structs.replace(overview, decisions=decisions, moves=moves)
+    return msgspec.structs.replace(overview, decisions=decisions, moves=moves, relocations=relocations)
 
 
 def _decision(entry: DecidedEntry, at: str) -> DecisionOverview:

@@ -35,7 +35,7 @@ class ScenarioTables:
     """The settings of each section; see `parse`.
 
     Attributes:
-        top: description, policy, seed, target, latency-ms.
+        top: description, policy, live-roles, seed, target, latency-ms.
         tasks: of each entry in that list, as for `failures`.
         engine: of every instance.
         instances: of a group besides those: name, count, role.
@@ -158,6 +158,7 @@ class Scenario:
     Attributes:
         layouts: groups of instances by name; "" is the file's own.
         policy: a name in `baselines.POLICIES`.
+        live_roles: whether roles change, whatever the policy.
         target: share of online requests that have to keep their targets.
         scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
@@ -169,6 +170,7 @@ class Scenario:
     description: str
     layouts: Mapping[str, tuple[InstanceGroup, ...]]
     policy: str
+    live_roles: bool
     target: float
     workload: Workload
     scaling: Scaling | None
@@ -235,6 +237,7 @@ class _Parser:
             description=top["description"],
             layouts=layouts,
             policy=top["policy"],
+            live_roles=top["live_roles"],
             target=top["target"],
             workload=workload,
             scaling=scaling,

@@ -214,7 +214,7 @@ def _circumstances(scenario: Scenario) -> Circumstances:
         for priority, slos in classes.items()
     }
     interval = scenario.scaling.interval if scenario.scaling is not None else None
-    return Circumstances(interval=interval, priorities=bounds)
+    return Circumstances(interval=interval, priorities=bounds, live_roles=scenario.live_roles)
 
 
 def _range(targets: Sequence[float]) -> Range:

@@ -155,7 +155,9 @@ class ScriptedFrontend:
 
     async def overview(self) -> dict[str, Any]:
         placed = {"at": "2026-11-25T03:00:00.000Z", "request_id": "r-0badc0de", "prefill": "engine-0", "decode": None}
-        return {"model": "org/tiny", "frontend": {}, "master": {"decisions": [placed], "moves": []}}
+        moved = placed | {"source": "engine-0", "target": "engine-1", "reason": "slow"}
+        master = {"decisions": [placed], "moves": [], "relocations": [moved]}
+        return {"model": "org/tiny", "frontend": {}, "master": master}
 
     async def history(self, request: str) -> History:
         return History(1, 7, b'[{"id":"r-0badc0de"}]' if request == "r" else b"")

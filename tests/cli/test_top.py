@@ -65,8 +65,11 @@ def test_a_look():
         "free > busy",
         "start new to decode",
         "the queue is long",
+        "busy > free",
+        "slow: it [is]",
     ):
         assert words in shown
+    assert "stays" not in shown, "of sequences only those that go on elsewhere"
     assert re.search(r"a\[b] +ready +3 +0 +0 +0 +25% +12.3 +- +-", shown)
     assert re.search(r"p-0 +ready +0 +2 +5,000 +0 +- +- +- +- +1 +0", shown), "what leaves and comes, where any does"
     assert shown.index("three-aaaaaaaa") < shown.index("one-0badc0de"), "the newest first"

@@ -29,6 +29,7 @@ from penstock.core.layout import KVLayout
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Command, Event, Hello, Inspect, Inspection, Ready, decode_event
 from penstock.core.wire.master import Ended, Join, Place, Placed, decode_from_master
+from penstock.service.flight import peers_of
 from penstock.transfer.kv_pool_client import pool_status
 from penstock.transfer.pool import shared_pool
 from tests.helpers.deployments import PACED, UpProcesses, deployed
@@ -43,8 +44,8 @@ PATIENCE = 45.0  # seconds after which an answer that has not ended is taken for
 # what a process may say with a traceback
 EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavailable")
 SPARE_FILES = 2  # that a process may have open beyond what it had at first
-# four connections to each peer, when they are needed, and those to its last incarnation
-MOONCAKES_FILES = 8
+FILES_OF_LINK = 4  # connections to each peer
+MOONCAKES_FILES = 8  # these, when they are needed, and those to its last incarnation
 # what an idle engine has none of
 BUSY = (
     "running", "waiting", "migrating", "owners", "outgoing", "incoming", "pulls", "held_blocks", "mapped_blocks",
@@ -82,22 +83,26 @@ def shared_memory() -> set[str]:
 
 class Chaos:
     """
+    Args:
+        links: that an engine may come to have beyond those that it has at first.
+
     Attributes:
         up: the deployment.
         names: of all its processes.
     """
 
-    def __init__(self, up: UpProcesses) -> None:
+    def __init__(self, up: UpProcesses, links: int = 0) -> None:
         self.up = up
         self.names = set(up.pids())
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
         self.model = asyncio.run(served_model(up.url))
-        self._roles = len({up.settings(name)["role"] for name in self.engines})
+        roles = {up.settings(name)["role"] for name in self.engines}
+        self._hands_over = len(roles) > 1 and up.settings("master")["policy"] == "least_loaded"  # all that come
         self._context = zmq.Context()
         self._files: dict[str, int] = {}
         transport = up.settings(self.engines[0])["transport"] or {}
-        self._spare = SPARE_FILES + MOONCAKES_FILES * (transport.get("kind") == "mooncake")
+        self._spare = SPARE_FILES + FILES_OF_LINK * links + MOONCAKES_FILES * (transport.get("kind") == "mooncake")
         self.start(self.bodies(2, tokens=4)).wait()  # so that everything is open that ever will be
         self.settle()
         self._files = {name: open_files(pid) for name, pid in up.pids().items()}
@@ -209,9 +214,9 @@ class Chaos:
     def _troubles_of_master(self) -> list[str]:
         """Whether it would have a request handed over, between lives that are there."""
         placed = self._place()
-        if placed is None or (len(placed.route) < 2 and self._roles > 1):
+        if placed is None or (len(placed.route) < 2 and self._hands_over):
             return [f"master: {placed}"]
-        lives = [(peer.name, peer.incarnation) for peer in (leg.peer for leg in placed.route)]
+        lives = [(peer.name, peer.incarnation) for peer in peers_of(placed.route)]
         right = [(name, (self.inspect(name) or Inspection(0, {})).incarnation) for name, _ in lives]
         return [f"master: {lives}, right is {right}"] * (lives != right)
 
@@ -283,10 +288,17 @@ Body = dict[str, Any]
 
 @dataclass
 class Load:
-    """Requests that run while the test does something else."""
+    """Requests that run while the test does something else.
+
+    Attributes:
+        at_once: of them, at most; each that ends makes way for the next.
+        patience: seconds that `wait` waits for the end of all.
+    """
 
     urls: Sequence[str]
     bodies: Sequence[Body]
+    at_once: int = 1000
+    patience: float = PATIENCE + 10
     records: list[ClientRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -302,12 +314,21 @@ class Load:
                 Call(i, 0.0, msgspec.json.encode(body), len(body["prompt"]), body["max_tokens"])
                 for i, body in enumerate(self.bodies)
             ]
-            sent = (clients[i % len(clients)].send(call, time.monotonic()) for i, call in enumerate(calls))
-            self.records = await asyncio.gather(*sent)
+            turns = asyncio.Semaphore(self.at_once)
+
+            async def send(call: Call) -> ClientRecord:
+                async with turns:
+                    return await clients[call.number % len(clients)].send(call, time.monotonic())
+
+            self.records = await asyncio.gather(*map(send, calls))
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def wait(self) -> list[ClientRecord]:
         """All answers, whole or not."""
-        self._thread.join(PATIENCE + 10)
+        self._thread.join(self.patience)
         assert not self._thread.is_alive()
         hung = [r.number for r in self.records if r.error == "timeout"]
         assert not hung, f"requests {hung} never ended"

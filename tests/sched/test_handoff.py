@@ -150,7 +150,7 @@ class Node:
     def migrated(self, request_id):
         pass
 
-    def stayed(self, request_id, reason):
+    def stayed(self, request_id, peer, reason):
         pass
 
     def joined(self, request, frontend, generation):

@@ -139,8 +139,8 @@ def test_who_may_just_have_taken_it_over_has_time_to_show_it():
     assert f.interrupted == "p failed during this request, and nothing came of it since"
 
 
-def stays(flight, peer, now=0.0):
-    return flight.stayed(peer.name, Stayed(peer.incarnation, "r", flight.attempt, "no room"), now)
+def stays(flight, peer, now=0.0, to=D, here=True):
+    return flight.stayed(peer.name, Stayed(peer.incarnation, "r", flight.attempt, "no room", to, here), now)
 
 
 def test_a_prefiller_that_goes_on_alone_says_so():
@@ -186,6 +186,25 @@ def test_it_moves_on_and_back_one_hand_off_after_the_other():
     feed(f, P, out(0, 10))
     f.lose(D, "gone", 100.0)
     assert overdue(f, 100.1 + SIGN_OF_LIFE), "it was taken over, and nobody was told"
+
+
+def test_an_answer_about_another_hand_off_ends_none():
+    f = flight(None)
+    feed(f, P, out(0, 10))
+    assert f.move(D) == P
+    for earlier in (None, E, P, Peer("d", 4, "")):
+        assert not stays(f, P, to=earlier), "it was said before the engine heard of this one"
+    assert feed(f, D, out(1, 11)) == [(1, [11], None)]
+    assert (f.peers, f.handoffs) == ([D], 1)
+
+
+def test_what_is_nowhere_goes_on_elsewhere():
+    f = flight(None)
+    feed(f, P, out(0, 10))
+    f.move(D)
+    assert stays(f, P, here=False)
+    assert f.stranded
+    assert "does not have" in f.interrupted
 
 
 def test_tokens_that_nobody_can_send_any_more_strand_it():

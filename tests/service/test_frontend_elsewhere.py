@@ -183,7 +183,7 @@ def test_what_the_master_wants_elsewhere_is_handed_over_and_settled(tokenizer):
         placement.answered(Relocate(name, 0, there))
         assert len(migrates("p")) == 1, "it is on its way"
         channels["p"].report(TokenOutput(name, [5, 6]))
-        channels["p"].say(Stayed(ready("p").peer.incarnation, name, 0, "no room"))
+        channels["p"].say(Stayed(ready("p").peer.incarnation, name, 0, "no room", there))
         await until(lambda: len(settled()) == 2)
         assert settled()[1] == (name, 0, "p")
         placement.answered(Relocate(name, 0, there))

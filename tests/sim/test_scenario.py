@@ -50,7 +50,7 @@ def test_units_and_defaults():
     assert (scenario.report_interval, scenario.report_delay) == (0.05, 0.2)
     assert (scenario.transport.bandwidth, scenario.transport.kind) == (1e9, "copy")
     assert (scenario.slo.ttft, scenario.slo.tpot) == (0.4, 0.03)
-    assert scenario.policy == "least_loaded"
+    assert (scenario.policy, scenario.live_roles) == ("least_loaded", False)
     assert scenario.workload.duration is None
     assert (scenario.target, scenario.scaling, scenario.workload.scale) == (0.9, None, 1.0)
 

@@ -2,18 +2,18 @@
 
 import gc
 import json
-import random
 from itertools import accumulate
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.sched.cluster import Migration, Unified
+from penstock.sched.cluster import Unified
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.local import Scheduler
-from penstock.service.policies import Bundle, Policies
+from penstock.service.policies import BUNDLES, Bundle, Policies
 from penstock.sim.baselines import POLICIES
 from penstock.sim.result import request_rows
+from tests.helpers.restless import Restless, restless
 from tests.sim.scenarios import COLOCATED, REQUESTS, SPLIT, WORKLOAD, read, run, work
 
 SHARED = "transport: {kind: shared}\n"
@@ -60,19 +60,26 @@ def test_every_request_ends_once_and_every_block_comes_back(shape, policy):
     assert (result["loaded_tokens"] > 0) == (shape == "tiered")
 
 
-class Restless:
-    """Has a sequence moved from every instance in every tick."""
+@pytest.mark.parametrize(("policy", "transport"), [("unified", ""), ("xllm", SHARED), ("hfx", "")])
+def test_roles_that_switch_every_second_lose_nothing(policy, transport, monkeypatch):
+    """And what runs moves again and again: also what has just been told that it stays where it is."""
+    monkeypatch.setitem(POLICIES, "switching", restless(BUNDLES[policy], most=1))
+    result, cluster = run(read(WORKLOAD, SPLIT, transport), "switching")  # runs every check
+    assert result["failed"] == 0
+    for record in cluster.records:
+        assert record.received == min(record.output_tokens, 600)
+        assert not record.recoveries
+    assert sum(record.handoffs for record in cluster.records) > REQUESTS / 3
 
-    name = "restless"
 
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-
-    def balance(self, view, residents):
-        for load in view.instances:
-            others = [i.name for i in view.instances if i.name in load.peers]
-            if (there := residents(load.name)) and others:
-                yield Migration(key=self.rng.choice(there).demand.key, to=self.rng.choice(others), reason="restless")
+def test_roles_are_live_where_the_scenario_says_so():
+    late = "instances: [{role: prefill}, {role: decode, count: 3}]\n"
+    prompts = WORKLOAD.replace("prompt: 700", "prompt: 2500").replace("output: 60", "output: 8")
+    for live in (False, True):
+        result, cluster = run(read(prompts, late, "live-roles: true\n" * live))
+        assert result["failed"] == 0
+        changed = [p.name for p in cluster.places.values() if p.instance.role != p.group.role]
+        assert bool(changed) == live
 
 
 @pytest.mark.parametrize("transport", ["", SHARED], ids=["copied", "shared"])

@@ -231,12 +231,19 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 class Stayed(msgspec.Struct, tag=True, frozen=True):
     """A request is not handed over, after all: it goes on here, if it has not ended. What the engine says after this is
-    not said by anyone else."""
+    not said by anyone else.
+
+    Attributes:
+        peer: to whom it is not handed over; None when that was open. This may cross a `Migrate` to another.
+        here: whether the engine has it. One that does not has said before what became of it.
+    """
 
     incarnation: int
     request_id: str
     generation: int
     reason: str
+    peer: Peer | None = None
+    here: bool = True
 
 
 class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -310,6 +310,21 @@ class MoveOverview(msgspec.Struct, frozen=True):
     reason: str
 
 
+class RelocationOverview(msgspec.Struct, frozen=True):
+    """A sequence goes on at another instance: after its prompt, or while it decodes.
+
+    Attributes:
+        at: when that was decided, UTC.
+        source, target: instances.
+    """
+
+    at: str
+    request_id: str
+    source: str
+    target: str
+    reason: str
+
+
 class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The deployment as the master sees it, of all frontends.
 
@@ -323,7 +338,7 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         arrivals, completions: how many came and ended.
         attained: of those that ended, how many kept their targets, or had none.
         prompt_tokens, output_tokens: means of what came, and of what ended.
-        decisions, moves: the latest, the newest first.
+        decisions, moves, relocations: the latest, the newest first; moves are of instances, relocations of sequences.
     """
 
     number: int = 0
@@ -341,6 +356,7 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     instances: list[InstanceOverview]
     decisions: list[DecisionOverview] = []
     moves: list[MoveOverview] = []
+    relocations: list[RelocationOverview] = []
 
 
 class History(msgspec.Struct, tag=True, frozen=True):

@@ -116,7 +116,7 @@ class Intake:
             elif follows is not None and follows.peer is not None:
                 self.handoffs.begin(now, request, generation, frontend, follows.peer)
         if stays:
-            self._stay(frontend, request.id, generation, stays)
+            self._stay(frontend, request.id, generation, stays, command.route[0].peer)
         return None
 
     def migrate(self, now: float, frontend: str, command: Migrate) -> None:
@@ -126,11 +126,11 @@ class Intake:
         if command.to != self.peer.incarnation:
             return
         if owner is None or sequence is None or (owner.frontend, owner.generation) != (frontend, generation):
-            self._stay(frontend, request_id, generation, "it is not here")
+            self._stay(frontend, request_id, generation, "it is not here", peer, here=False)
         elif peer.name == self.peer.name and self.handoffs is not None:
             self.handoffs.go_on(request_id)
         elif stays := self._stays(sequence.request, peer):
-            self._stay(frontend, request_id, generation, stays)
+            self._stay(frontend, request_id, generation, stays, peer)
         elif self.handoffs is not None and not self.handoffs.leaving(request_id):
             if not sequence.generated:
                 self.scheduler.leave(request_id)
@@ -148,8 +148,11 @@ class Intake:
             return "this instance takes no part in hand-offs"
         return "it is here" if peer is not None and peer.name == self.peer.name else ""
 
-    def _stay(self, frontend: str, request_id: str, generation: int, reason: str) -> None:
-        self._stayed.append((frontend, Stayed(self.peer.incarnation, request_id, generation, reason)))
+    def _stay(
+        self, frontend: str, request_id: str, generation: int, reason: str, peer: Peer | None, here: bool = True
+    ) -> None:
+        said = Stayed(self.peer.incarnation, request_id, generation, reason, peer, here)
+        self._stayed.append((frontend, said))
 
     def obey(self, frontend: str, command: Cancel | SetRole | Drain) -> None:
         """Commands for another incarnation and outdated decisions are ignored."""
@@ -236,10 +239,10 @@ class Intake:
         if request_id in self._owner:
             self._forget(request_id)
 
-    def stayed(self, request_id: str, reason: str) -> None:
+    def stayed(self, request_id: str, peer: Peer | None, reason: str) -> None:
         owner = self._owner[request_id]
         owner.migrates = False
-        self._stay(owner.frontend, request_id, owner.generation, reason)
+        self._stay(owner.frontend, request_id, owner.generation, reason, peer)
 
     def failed(self, output: TokenOutput) -> None:
         self._failed.append(output)

@@ -31,6 +31,7 @@ from penstock.core.wire.engine import (
     Inspect,
     Inspection,
     Migrate,
+    Peer,
     Ready,
     Refused,
     SetRole,
@@ -243,8 +244,8 @@ class AdoptedServer:
                 for run in [self._runs[name] for name in request_ids if name in self._runs]:
                     if run.client == client and (generation is None or run.generation <= generation):
                         self._end(run)
-            case Migrate(request_id=request_id, generation=attempt):
-                self._stay(client, request_id, attempt)
+            case Migrate(request_id=request_id, generation=attempt, peer=peer):
+                self._stay(client, request_id, attempt, peer)
             case SetRole(role=role, generation=number):
                 if number > self._role_generation:
                     self._role, self._role_generation = role, number
@@ -285,9 +286,9 @@ class AdoptedServer:
         for run in [run for run in self._runs.values() if run.client == client]:
             self._end(run)
 
-    def _stay(self, client: str, request_id: str, generation: int) -> None:
+    def _stay(self, client: str, request_id: str, generation: int, peer: Peer | None) -> None:
         why = "an adopted server takes no part in hand-offs"
-        self._send(client, Stayed(self._incarnation, request_id, generation, why))
+        self._send(client, Stayed(self._incarnation, request_id, generation, why, peer))
 
     # --- requests
 
@@ -307,7 +308,7 @@ class AdoptedServer:
                 self._end(before)
             self._begin(client, command)
             if command.route:
-                self._stay(client, request.id, command.generation)
+                self._stay(client, request.id, command.generation, command.route[0].peer)
 
     def _begin(self, client: str, command: Enqueue) -> None:
         request, now = command.request, self._clock.now()

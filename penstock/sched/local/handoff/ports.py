@@ -41,8 +41,8 @@ class Host(Protocol):
         """Another engine has taken the request over."""
         ...
 
-    def stayed(self, request_id: str, reason: str) -> None:
-        """A request is not handed over: it goes on here."""
+    def stayed(self, request_id: str, peer: Peer | None, reason: str) -> None:
+        """A request is not handed over to a peer, if it was said to whom: it goes on here."""
         ...
 
     def joined(self, request: Request, frontend: str, generation: int) -> None:

@@ -346,7 +346,7 @@ class PrefillSide:
         """Decode here; only before a commit was sent, or after a refusal."""
         self._abandon(out, reason)
         self._scheduler.stay(out.lease.request_id)
-        self._host.stayed(out.lease.request_id, reason)
+        self._host.stayed(out.lease.request_id, out.peer, reason)
 
     def _fail(self, out: _Outgoing) -> None:
         """The owner is unknown: end the request here. The frontend sees whether the other side sends tokens, and else
