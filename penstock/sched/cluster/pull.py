@@ -23,6 +23,7 @@ from penstock.sched.cluster.base import ClusterView, InstanceLoad, Key, Migratio
 from penstock.sched.cluster.colocation import COMPARED, MARGIN, OUTPUT, ROOM, LatencyRoles
 from penstock.sched.cluster.elastic_roles import interval
 
+EVERY = 0.2  # seconds between two looks
 QUIET = 0.5  # seconds without prompts after which a relaxed instance takes sequences back
 DWELL = 5.0  # seconds that a sequence stays where it has moved to
 EASE = 0.7  # of a strict instance's step at most, that one on the relaxed instance takes which takes a sequence back
@@ -74,11 +75,15 @@ class Pull:
 
     def __init__(self, colocation: LatencyRoles) -> None:
         self._colocation = colocation
+        self._again = -inf  # when it looks again
         self._quiet: dict[str, float] = {}  # relaxed instance -> since when it has no prompts
         self._went: dict[Key, float] = {}  # when a sequence moved
 
     def balance(self, view: ClusterView, residents: Callable[[str], Sequence[Resident]]) -> Sequence[Migration]:
         now, target = view.now, self._colocation.target(view)
+        if now < self._again:
+            return []
+        self._again = now + EVERY
         self._went = {key: at for key, at in self._went.items() if now - at < DWELL}
         strict = [i for i in view.instances if i.role == "decode"]
         relaxed = [i for i in view.instances if i.role != "decode"]
