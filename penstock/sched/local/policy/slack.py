@@ -135,7 +135,7 @@ class _Paid(Allowance):
 
     def held_back(self) -> Iterable[Sequence]:
         """From now on the step's limit is that of offline work."""
-        if not self._held:
+        if self._held is None:
             return ()
         if self._spare < inf:
             # other prompts of this step delay them too, and are counted first
@@ -157,7 +157,10 @@ class _Paid(Allowance):
         arithmetic is, every row costs the same beside that, as the parts of a step run one after the other: so the
         shortest contexts make most of what is left of it in either case.
         """
-        if self._step_ms(sum(s.rows for s in held), sum(s.computed + s.rows for s in held)) <= self.limit_ms:
+        if (
+            not held
+            or self._step_ms(sum(s.rows for s in held), sum(s.computed + s.rows for s in held)) <= self.limit_ms
+        ):
             return held
         order, oldest = sorted(held, key=_context), min(held, key=_rank)
         if self._step_ms(oldest.rows, oldest.computed + oldest.rows) <= self.limit_ms:
