@@ -25,6 +25,7 @@ from penstock.sched.cluster.conversion import Conversions
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
+from penstock.sched.cluster.pull import Pull
 from penstock.sched.cluster.unified_scaling import UnifiedScaling
 from penstock.sched.cluster.xllm import make_xllm
 
@@ -111,7 +112,7 @@ def _xllm(at: Circumstances) -> Policies:
     return Policies(
         dispatch=Colocated(dispatch, colocation),
         migration=dispatch,
-        balance=Conversions(),
+        balance=Together(Conversions(), Pull(colocation)),
         roles=ColocatedRoles(roles, colocation),
         priorities=at.mapping(),
     )

@@ -397,6 +397,32 @@ def test_offline_work_waits_for_gaps():
     assert len(device.step()) == 40
 
 
+def test_offline_work_makes_most_of_a_step_and_its_oldest_comes_to_an_end():
+    device = Device(sequences=128, blocks=20_000)
+    lengths = {"old": 20_000} | {f"long{i}": 12_000 for i in range(8)} | {f"short{i}": 500 + i for i in range(40)}
+    for name, tokens in lengths.items():
+        device.decoding(name, prompt=tokens, output=60_000, offline=True)
+    device.decoding("online", tpot_ms=6.0)
+    plan = device.plan()
+    running = [s.request_id for s in plan.sequences]
+    assert running[:2] == ["online", "old"]
+    others = running[2:]
+    assert [lengths[name] for name in others] == sorted(lengths[name] for name in others)
+    assert 40 <= len(others) < 48, "all short ones, and not all long ones"
+    # no other choice beside the oldest would have been more: one more of the next shortest is too much
+    contexts = [device.scheduler.sequence(name).computed + 1 for name in running]
+    limit = MARGIN * min(6e-3, device.scheduler.sequence("online").due - device.now) * 1e3
+    assert TIMES.step_ms((), len(running), sum(contexts)) <= limit
+    assert TIMES.step_ms((), len(running) + 1, sum(contexts) + 12_000) > limit
+    # even the shortest make way for streams, and what never fits stops nobody else
+    device.scheduler.cancel("online")
+    device.decoding("tight", tpot_ms=4.2)
+    running = [s.request_id for s in device.plan().sequences]
+    assert running[0] == "tight"
+    assert all(name.startswith("short") for name in running[1:])
+    assert len(running) > 5
+
+
 def test_an_online_hand_off_takes_the_room_of_offline_work():
     device = Device(blocks=20)
     device.add("offline", 1200, output=20, offline=True)

@@ -111,6 +111,9 @@ def test_it_stays_where_no_decoder_is_better():
     assert settle("p0", p0={}, d0=late, d1=late) == "p0"
     full = BUSY | {"free_blocks": 3}
     assert settle("p0", p0={}, d0=full) == "p0"
+    long_steps = {"interval": 0.04, "tpot": 0.05}
+    assert settle("p0", p0={}, d0=long_steps) == "p0", "it would wait for one of them"
+    assert settle("p0", p0={}, d0=long_steps, d1={"interval": 0.01}) == "d1"
     assert settle("d0", p0={}, d0={}, d1={}) == "d0", "it is meant to decode"
     # and where it is too slow anyone is better who is quicker
     slow = BUSY | {"requests": 250, "held_tokens": 450_000, "tpot": 0.005}

@@ -61,7 +61,7 @@ class LatencyRoles:
     memory: short contexts where memory is the bound, long ones where arithmetic is. Otherwise they decode where they
     were prefilled.
 
-    The paper also moves sequences that run already; these only choose where new ones go.
+    What runs already moves by `pull`.
     """
 
     name = "xllm"
@@ -74,6 +74,13 @@ class LatencyRoles:
 
     def online(self, view: ClusterView) -> Sequence[InstanceLoad]:
         return view.instances
+
+    def target(self, view: ClusterView) -> float:
+        """The strictest TPOT, in seconds: the next online sequence will likely have it."""
+        target = min((*(i.tpot for i in view.instances), *(d.tpot for d in view.queue)), default=inf)
+        if target <= self._target or view.now - self._seen > REMEMBERED:
+            self._target, self._seen = target, view.now
+        return self._target
 
     def decide(self, view: ClusterView) -> Decision | Later:
         self._watch(view)
@@ -105,10 +112,8 @@ class LatencyRoles:
         return Later(view.now + AGAIN)
 
     def _watch(self, view: ClusterView) -> None:
-        """Track the strictest target: the next online sequence will likely have it."""
-        target = min((*(i.tpot for i in view.instances), *(d.tpot for d in view.queue)), default=inf)
-        if target <= self._target or view.now - self._seen > REMEMBERED:
-            self._target, self._seen = target, view.now
+        """Track the strictest target, and which sequence is the oldest."""
+        self.target(view)
         if view.offline and view.offline[0].key != self._oldest:
             self._oldest, self._passed = view.offline[0].key, 0
 

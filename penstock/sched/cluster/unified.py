@@ -58,6 +58,7 @@ AHEAD = 0.08  # seconds of prompts that an instance has at hand: more than its r
 DEARER = 0.5  # by how much a prompt counts more on an instance that is meant to decode
 SAVING = 3.0  # seconds that a prompt that is in time waits to save a second of computing, under load
 COMPARED = 64  # instances that are free first, and as many that have most of a prompt, which are looked at closely
+EASE = 0.5  # share of a TPOT target that the measured steps of one may take, that gets what could stay where it is
 LASTS = 0.5  # seconds that a sequence decodes at least, to leave an instance that is meant for prompts
 ROOM = 0.05  # of an instance's blocks that are left for what decodes there to grow
 OFFLINE_AHEAD = 1.0  # seconds of offline prompts that an instance has at hand
@@ -327,8 +328,10 @@ def _home_now(view: ClusterView, demand: Demand, here: InstanceLoad) -> str:
 
 
 def _decoders(instances: Sequence[InstanceLoad], demand: Demand) -> list[InstanceLoad]:
-    """Those that are meant to decode and have the time for one more."""
-    return [i for i in instances if i.role == "decode" and _keeps_pace(i, demand)]
+    """Those that are meant to decode and have the time for one more, also by what they take with offline work beside
+    it: what is handed over loses up to a step there."""
+    able = [i for i in instances if i.role == "decode" and _keeps_pace(i, demand)]
+    return [i for i in able if (i.interval or 0.0) <= EASE * min(i.tpot, demand.tpot)]
 
 
 def _lasts(view: ClusterView, demand: Demand, instance: InstanceLoad) -> bool:

@@ -16,16 +16,19 @@ waited longer. The rest of every step is for others; what these leave is for the
 ends with the step, and so has its first token.
 
 Offline work gets what is left of a step, as long as neither a token nor a prompt that is still in time comes late by
-it; and none in a step in which a prompt is prefilled that is late or has no deadline.
+it; and none in a step in which a prompt is prefilled that is late or has no deadline. Where that is too little for all
+offline sequences that decode, those go on that cost the least of it, and the oldest.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
+from operator import attrgetter
 
 from penstock.sched.local.policy.base import Allowance, Decodes, StepLimit
 from penstock.sched.local.sequence import Sequence, WaitingQueue
@@ -38,6 +41,7 @@ SHARE = 1 / 4  # of a step's time for prompts, for the favoured one
 LEAST_TOKENS = 64  # in a share: a chunk reads all KV before it, however few it has
 WORK_TOKENS = 2048  # of a prompt in a step, for predictions of how long many prompts take: a usual budget
 
+_context, _rank = attrgetter("computed"), attrgetter("rank")
 _FAVOURED, _KEPT, _LATE = range(3)  # in this order; the second part of a turn
 
 
@@ -137,16 +141,36 @@ class _Paid(Allowance):
             # other prompts of this step delay them too, and are counted first
             counted = self.times.step_ms(self._kept, self.rows, self.kv_tokens) if self.rows or self._kept else 0.0
             self.limit_ms = min(self.limit_ms, counted + self._spare, self._spare_at_end)
-        kv = [self.kv_tokens, *accumulate((s.computed + 1 for s in self._held), initial=self.kv_tokens)][1:]
-        low, high = 0, len(self._held)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.times.step_ms(self.prefills, self.rows + middle, kv[middle]) <= self.limit_ms:
-                low = middle
-            else:
-                high = middle - 1
-        self.rows, self.kv_tokens = self.rows + low, kv[low]
-        return self._held[:low]
+        order = self._order(self._held)
+        rows = list(accumulate(s.rows for s in order))
+        kv = list(accumulate(s.computed + s.rows for s in order))
+        count = bisect_right(range(len(order)), self.limit_ms, key=lambda last: self._step_ms(rows[last], kv[last]))
+        if count:
+            self.rows, self.kv_tokens = self.rows + rows[count - 1], self.kv_tokens + kv[count - 1]
+        return order[:count]
+
+    def _order(self, held: list[Sequence]) -> list[Sequence]:
+        """In which offline decodes join a step, as far as it has time: the oldest if it has any for that one, so that
+        it comes to an end whatever its length, and then those with the shortest contexts.
+
+        As long as memory is the bound of a step's rows, one more costs what reading its KV does (xLLM, 3.1). Once
+        arithmetic is, every row costs the same beside that, as the parts of a step run one after the other: so the
+        shortest contexts make most of what is left of it in either case.
+        """
+        if (
+            not held
+            or self._step_ms(sum(s.rows for s in held), sum(s.computed + s.rows for s in held)) <= self.limit_ms
+        ):
+            return held
+        order, oldest = sorted(held, key=_context), min(held, key=_rank)
+        if self._step_ms(oldest.rows, oldest.computed + oldest.rows) <= self.limit_ms:
+            order.remove(oldest)
+            order.insert(0, oldest)
+        return order
+
+    def _step_ms(self, rows: int, kv_tokens: int) -> float:
+        """Of the step, with so much more that decodes."""
+        return self.times.step_ms(self.prefills, self.rows + rows, self.kv_tokens + kv_tokens)
 
 
 class Slack:
