@@ -65,14 +65,16 @@ def _shown(answers: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
     from rich.console import Console
 
     console = Console(stderr=True)
-    with make_progress(console) as bars:
+    bars = make_progress(console)
+    bars.disable = not console.is_terminal  # it would leave an empty line
+    with bars:
         bar = bars.add_task("")
         doing = ""
         for answer in answers:
             if "over" in answer:
                 return answer
-            for line in answer.get("plan", ()):
-                print(line, flush=True)
+            if "plan" in answer:
+                print("\n".join(answer["plan"]) or "nothing is to be done", flush=True)
             if "doing" in answer and answer["doing"] != doing:
                 doing = answer["doing"]
                 shown = f"going back: {doing}" if answer["returns"] else doing

@@ -110,7 +110,7 @@ class Rollout:
             case "retreat":
                 assert step.start is not None
                 if fleet.has_gone(step.start.name):
-                    self._go_back()
+                    self._go_back(self.done)
 
     def _begin(self, step: Step, now: float, fleet: Fleet) -> None:
         if step.start is None:
@@ -156,18 +156,20 @@ class Rollout:
             self.failure += f"; {name} could not be returned to ({why})"
         else:
             self.failure = f"{name} is not fit to serve ({why})"
-        if step.in_place:  # nothing else can have its place
-            assert step.stop is not None
-            fleet.start(step.stop)
-            self._go_back()
+        if step.in_place:  # what it was to replace has ended: that is to be started once more
+            self._go_back(self.done + 1)
             return
         fleet.end(name)
         self._phase, self.doing = "retreat", f"{name} is stopped"
 
-    def _go_back(self) -> None:
+    def _go_back(self, done: int) -> None:
+        """
+        Args:
+            done: steps of which something is left to be taken back.
+        """
         if self._returns:
             self._next()
             return
         self._returns = True
-        self._steps = [step.backwards for step in reversed(self._steps[: self.done])]
+        self._steps = [step.backwards for step in reversed(self._steps[:done])]
         self.done, self._phase, self.over = 0, "begin", not self._steps

@@ -89,8 +89,10 @@ class Upgrades:
         for client, question in self._control.questions():
             try:
                 self._answer(client, question)
-            except (PenstockError, OSError) as error:
-                client.tell(over=True, error=str(error), code=2)
+            except Exception as error:  # what runs goes on
+                if not isinstance(error, PenstockError | OSError):
+                    log.exception("a change of the deployment could not be begun")
+                client.tell(over=True, error=str(error) or type(error).__name__, code=2)
                 client.close()
         change = self._under_way
         if change is None:
