@@ -41,7 +41,6 @@ class Trial:
         self.known = False
         self._name, self._address, self._frontends = name, address, frontends
         self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
         self._begin(self._probe)
 
     def introduce(self) -> None:
@@ -49,14 +48,11 @@ class Trial:
         self._begin(self._await_frontends)
 
     def close(self) -> None:
+        """It is over soon, and nothing waits for that."""
         self._over.set()
-        for thread in self._threads:
-            thread.join()
 
     def _begin(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        threading.Thread(target=work, daemon=True).start()
 
     def _probe(self) -> None:
         try:
