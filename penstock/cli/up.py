@@ -163,7 +163,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
         )
         if master is not None:  # the deployment was begun elsewhere
             return launcher.run()
-        upgrades = _upgrades(deployment, directory, digest, folder, listeners, launcher)
+        upgrades = _upgrades(deployment, directory, digest, folder, listeners, launcher, surroundings)
         stack.callback(upgrades.close)
         return launcher.run(upgrades.look)
 
@@ -175,6 +175,7 @@ def _upgrades(
     folder: Path,
     listeners: Sequence[socket.socket],
     launcher: Launcher,
+    surroundings: dict[ProcessKind, Mapping[str, str]],
 ) -> Upgrades:
     """What changes the deployment while it runs."""
     from penstock.cli.apply import ADDRESS
@@ -194,11 +195,14 @@ def _upgrades(
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         return plan(wanted, directory, folder, listeners, fields, names=names)
 
+    def surround(wanted: Deployment) -> None:
+        surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: surroundings["engine"][SECRET]}
+
     (folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
     names = {name: name for group in deployment.groups for name in group.instances}
     running = Running(deployment=deployment, directory=directory.resolve(), digest=digest, names=names)
     frontends = [_reached(listener) for listener in listeners]
-    return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends)
+    return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends, surround)
 
 
 def _reached(listener: socket.socket) -> tuple[str, int]:

@@ -67,7 +67,7 @@ class ControlSocket:
 
     def questions(self) -> Iterator[tuple[Client, Question]]:
         """What has been asked since the last time."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # none is there, or too many files are open
             while True:
                 self._silent.append(Client(self._listener.accept()[0]))
         for client in list(self._silent):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,18 +37,22 @@ class Difference:
         ]
 
 
-def difference(file: str, running: Deployment, wanted: Deployment, *, new_model: bool = False) -> Difference:
+def difference(
+    file: str, running: Deployment, wanted: Deployment, *, new_model: bool = False, missing: Collection[str] = ()
+) -> Difference:
     """
     Args:
         file: name of the one that describes `wanted`, for messages.
         new_model: whether the checkpoint is another one, which is not said by its name.
+        missing: instances of `running` that do not run, after all.
 
     Raises:
         ConfigError: a line "FILE: setting: ..." for each that cannot change while the deployment runs.
     """
     if wrong := [f"{file}: {line}" for line in _fixed(running, wanted)]:
         raise ConfigError("\n".join(wrong))
-    before, after = _settings(running), _settings(wanted)
+    before = {name: settings for name, settings in _settings(running).items() if name not in missing}
+    after = _settings(wanted)
     changed = {
         name: [*(["model"] if new_model else []), *_unlike(before[name], after[name])]
         for name in after

@@ -68,6 +68,7 @@ class Upgrades:
         read: a question -> the deployment that it describes; raises ConfigError.
         plan: makes its programs.
         frontends: addresses of all, by HTTP.
+        surround: sets the environment of engines that start, by the deployment that they are for.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class Upgrades:
         read: Callable[[Question], tuple[Deployment, Path]],
         plan: Plan,
         frontends: Sequence[tuple[str, int]],
+        surround: Callable[[Deployment], None],
     ) -> None:
         self._control, self._launcher = control, launcher
         self._running = running
         self._read, self._plan = read, plan
-        self._frontends = frontends
+        self._frontends, self._surround = frontends, surround
         self._under_way: _Change | None = None
 
     def look(self, now: float) -> None:
@@ -120,6 +122,7 @@ class Upgrades:
             return
         log.info("the deployment changes: %s", "; ".join(change.difference.lines) or "nothing is to be done")
         self._under_way = change
+        self._surround(change.wanted.deployment)
 
     def _change(self, client: Client, question: Question) -> _Change:
         """Raises ConfigError, OSError."""
@@ -132,7 +135,11 @@ class Upgrades:
             raise ConfigError(f"{file}: model: {directory} {why}; allowed is a new folder for a new checkpoint")
         if new_model and (why := _unlike(running.directory, directory)):
             raise ConfigError(f"{file}: model: {why}")
-        found = difference(file, running.deployment, wanted, new_model=new_model)
+        engines = {name for name, program in self._launcher.programs.items() if program.kind == "engine"}
+        missing = [name for name, process in running.names.items() if process not in engines]
+        left = engines.difference(running.names.values())  # of a change that could not be taken back as a whole
+        found = difference(file, running.deployment, wanted, new_model=new_model, missing=missing)
+        found = replace(found, removed=[*found.removed, *sorted(left)])
         names = self._names(wanted, found)
         programs = {program.name: program for program in self._plan(wanted, directory, names)}
         steps = self._steps(found, names, programs)
@@ -159,7 +166,8 @@ class Upgrades:
 
     def _steps(self, found: Difference, names: Mapping[str, str], programs: Mapping[str, Program]) -> list[Step]:
         """Those that come go before those that leave."""
-        old = {name: self._launcher.programs[process] for name, process in self._running.names.items()}
+        known, programs_now = self._running.names, self._launcher.programs
+        old = {name: programs_now[known.get(name, name)] for name in (*found.changed, *found.removed)}
         added, removed = list(found.added), list(found.removed)
         pairs = [(programs[names[name]], old[name]) for name in found.changed]
         beyond = max(0, len(added) - len(removed))
@@ -179,6 +187,7 @@ class Upgrades:
 
     def _end(self, change: _Change) -> None:
         change.end()
+        self._surround(self._running.deployment)
         self._under_way = None
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from tests.helpers.deployments import DEMO, PACED, colocated, deployed, disaggre
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
-CLIENTS = 4
 SHORT, LONG = 60, 1500  # tokens
 
 
@@ -42,10 +41,10 @@ def stream(url, tokens=SHORT):
 class Load:
     """Clients that stream one request after another, until they are stopped."""
 
-    def __init__(self, url):
+    def __init__(self, url, clients):
         self.texts, self.failures = [], []
         self._url, self._over = url, threading.Event()
-        self._threads = [threading.Thread(target=self._work) for _ in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._work) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 
@@ -63,8 +62,8 @@ class Load:
 
 
 @contextlib.contextmanager
-def under_load(up):
-    load = Load(up.url)
+def under_load(up, clients=2):
+    load = Load(up.url, clients)
     try:
         eventually(lambda: load.texts, 60, up.log)
         yield load
@@ -104,7 +103,7 @@ def test_instances_roles_settings_and_policies_change_under_load(tmp_path):
     first = colocated(1, engine=PACED, policy="round_robin")
     with deployed(first) as up:
         expected = stream(up.url)
-        with under_load(up) as load:
+        with under_load(up, clients=8) as load:
             two = colocated(2, engine=PACED, policy="round_robin")
             assert apply(up, tmp_path, two, "--check") == (0, "engine-1 is added\n")
             assert engines(up) == {"engine-0"}, "nothing has happened"
@@ -131,7 +130,7 @@ def test_instances_roles_settings_and_policies_change_under_load(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Of one name: two that can be used, one that cannot be read, one that cannot be loaded, and one that is nonsense."""
+    """Two that can be used, one that cannot be read, one that cannot be loaded, and one that computes nonsense."""
     folder, norm = tmp_path_factory.mktemp("checkpoints"), "model.norm.weight"
     for name in ("old", "new", "cut", "misshapen", "nonsense"):
         shutil.copytree(CHECKPOINT, folder / name)
