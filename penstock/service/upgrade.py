@@ -142,7 +142,11 @@ class Upgrades:
         found = replace(found, removed=[*found.removed, *sorted(left)])
         names = self._names(wanted, found)
         programs = {program.name: program for program in self._plan(wanted, directory, names)}
-        steps = self._steps(found, names, programs)
+        processes = {**running.names, **{name: name for name in left}}
+        old = {name: self._launcher.programs[processes[name]] for name in (*found.changed, *found.removed)}
+        steps = self._steps(found, old, {name: programs[process] for name, process in names.items()})
+        if found.master:
+            steps.append(Step(start=programs["master"], stop=self._launcher.programs["master"]))
         limit = float(question.get("limit") or LIMIT)
         return _Change(
             client=client,
@@ -164,20 +168,19 @@ class Upgrades:
                 names[instance] = self._running.names[instance]
         return names
 
-    def _steps(self, found: Difference, names: Mapping[str, str], programs: Mapping[str, Program]) -> list[Step]:
-        """Those that come go before those that leave."""
-        known, programs_now = self._running.names, self._launcher.programs
-        old = {name: programs_now[known.get(name, name)] for name in (*found.changed, *found.removed)}
+    @staticmethod
+    def _steps(found: Difference, old: Mapping[str, Program], new: Mapping[str, Program]) -> list[Step]:
+        """Those that come go before those that leave.
+
+        Args:
+            old, new: programs of instances, as they are and as they shall be.
+        """
         added, removed = list(found.added), list(found.removed)
-        pairs = [(programs[names[name]], old[name]) for name in found.changed]
         beyond = max(0, len(added) - len(removed))
-        pairs += [(programs[names[new]], old[gone]) for new, gone in zip(added[beyond:], removed, strict=False)]
-        steps = [Step(start=programs[names[name]]) for name in added[:beyond]]
-        steps += [Step(start=new, stop=gone) for new, gone in pairs]
-        steps += [Step(stop=old[name]) for name in removed[len(added) - beyond :]]
-        if found.master:
-            steps.append(Step(start=programs["master"], stop=self._launcher.programs["master"]))
-        return steps
+        steps = [Step(start=new[name]) for name in added[:beyond]]
+        steps += [Step(start=new[name], stop=old[name]) for name in found.changed]
+        steps += [Step(start=new[a], stop=old[b]) for a, b in zip(added[beyond:], removed, strict=False)]
+        return steps + [Step(stop=old[name]) for name in removed[len(added) - beyond :]]
 
     def _become(self, change: _Change) -> None:
         self._running = change.wanted

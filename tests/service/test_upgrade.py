@@ -1,13 +1,20 @@
 """A deployment becomes another one: what has to happen, and in which order it does, back included."""
 
+import shutil
+import threading
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
+from penstock.service.checkpoint import DEMO, fingerprint
+from penstock.service.control import ControlSocket, ask
 from penstock.service.deployment import parse
 from penstock.service.difference import difference
 from penstock.service.rollout import Rollout, Step
 from penstock.service.supervisor import Program
+from penstock.service.upgrade import Running, Upgrades
 
 LIMIT = 10.0
 
@@ -167,3 +174,57 @@ def test_one_of_a_kind_gives_its_place_and_gets_it_back():
     assert roll([PAIRS[0], master], fleet).failure == "master is not fit to serve (it is unfit)"
     assert fleet.serving == {"a", "b", "master"}
     assert fleet.events == ["start a.1 x", "drain a", "start master new", "start master old", "start a x", "drain a.1"]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Asks the launcher of a deployment in which a change could not be taken back as a whole."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    running = Running(
+        deployment=deployment("instances: [{count: 2}]"),
+        directory=model,
+        digest=fingerprint(model),
+        names={"engine-0": "engine-0.1", "engine-1": "engine-1"},
+    )
+    launcher = SimpleNamespace(stopping=False, programs={name: program(name) for name in ("engine-0", "engine-1")})
+
+    def read(question):
+        return deployment(question["text"]), tmp_path / question.get("model", "model")
+
+    def plan(wanted, directory, names):
+        return [program(name) for name in names.values()]
+
+    upgrades = Upgrades(ControlSocket(tmp_path), launcher, running, read, plan, [], lambda wanted: None)
+    over = threading.Event()
+
+    def look():
+        while not over.wait(0.01):
+            upgrades.look(0.0)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    yield lambda **question: list(ask(tmp_path, {"file": "new.yaml", "check": True, **question}))
+    over.set()
+    looking.join()
+    upgrades.close()
+
+
+def test_what_a_failed_return_has_left_is_put_right(asked):
+    plan, end = asked(text="instances: [{count: 2}]")
+    assert plan == {"plan": ["engine-0 is added", "engine-0 is removed"]}, "the one is not there, the other too much"
+    assert end == {"over": True, "error": "", "code": 0}
+
+
+def test_no_question_harms_what_runs(asked, tmp_path):
+    (nonsense,) = asked()
+    assert nonsense["code"] == 2
+    text = "instances: [{count: 2}]"
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    (refused,) = asked(text=text, model="other")
+    assert "new.yaml: model: tokenizer.json of " in refused["error"]
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"another")
+    (refused,) = asked(text=text)
+    assert "has changed since it was loaded: there would be nothing to return to" in refused["error"]
+    assert len(asked(text="port: 1\n" + text)) == 1
