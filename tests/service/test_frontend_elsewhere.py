@@ -288,7 +288,7 @@ def test_a_stream_keeps_its_weights_as_long_as_an_instance_has_them(tokenizer):
         channels["a"].report(TokenOutput(name, [5]))
         await until(lambda: frontend.engine_client.flights[name].received == 1)
         channels["a"].say(ChannelLost("burnt"))
-        await until(lambda: channels["c"].enqueued())
+        await until(channels["c"].enqueued)
         assert not channels["b"].enqueued()
         channels["c"].say(ChannelLost("drowned"))
         await until(lambda: not frontend.engine_client.flights[name].placed)
