@@ -21,8 +21,7 @@ log = logging.getLogger("penstock.up")
 def run_folder() -> Iterator[Path]:
     """A new folder, removed at the end. Those of runs that were killed are removed at the beginning: a run holds the
     lock of its folder as long as its process lives, however that ends."""
-    parent = Path(tempfile.gettempdir())
-    parent = Path("/tmp") if len(str(parent)) > LONGEST else parent
+    parent = temporary_folder()
     _remove_left(parent)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
         new = Path(folder, f"{LOCK}.new")
@@ -30,6 +29,12 @@ def run_folder() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             new.rename(Path(folder, LOCK))  # only now: nobody finds it without its lock
             yield Path(folder)
+
+
+def temporary_folder() -> Path:
+    """Where the folders of all runs are."""
+    folder = Path(tempfile.gettempdir())
+    return Path("/tmp") if len(str(folder)) > LONGEST else folder
 
 
 def _remove_left(parent: Path) -> None:

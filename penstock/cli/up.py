@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import json
 import logging
 import os
 import secrets
@@ -12,13 +13,14 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.curve import SECRET
 from penstock.cli.http import allow_connections, bind
-from penstock.cli.options import read_text
+from penstock.cli.options import add_flag, number, read_text
 from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
@@ -28,7 +30,9 @@ from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from penstock.service.deployment import Common, Deployment, Group
-    from penstock.service.supervisor import ProcessKind
+    from penstock.service.launcher import Launcher
+    from penstock.service.supervisor import ProcessKind, Program
+    from penstock.service.upgrade import Upgrades
 
 log = logging.getLogger("penstock.up")
 OPTION = {option.name: option for option in SERVER_OPTIONS}
@@ -39,6 +43,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("file", help="a YAML file; recipes/ has some to start from")
     parser.add_argument("--check", action="store_true", help="say what is wrong with the file, and start nothing")
     parser.add_argument("--port", help="instead of the file's; 0 takes free ones")
+    parser.add_argument(
+        "--apply",
+        action="store_true",
+        help="change the deployment that runs there into what the file says, without failing a request; with --check, "
+        "say what would change",
+    )
+    add_flag(
+        parser,
+        "start-timeout",
+        number(0),
+        default=600.0,
+        help="with --apply: seconds that a new instance has until it takes requests; else all returns to what it was",
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
+    if args.apply:
+        from penstock.cli.apply import apply
+
+        _check_checkpoint(deployment)
+        return apply(args.file, text, deployment, check=args.check, limit=args.start_timeout)
     if args.check:
         _check_checkpoint(deployment)
         _show(deployment)
@@ -128,6 +150,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
         folder = stack.enter_context(run_folder())
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields, doors, master)
+        digest = fingerprint(directory)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
         launcher = Launcher(
             programs,
@@ -137,12 +160,59 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             listeners,
             master or master_address(folder),
             secret=secret if deployment.secured else None,
-            model=fingerprint(directory),
+            model=digest,
             drain=server["drain_timeout"] if master is not None else None,
             registry=cluster.registry if cluster is not None else None,
             engines=engines,
         )
-        return launcher.run()
+        if master is not None:  # the deployment was begun elsewhere
+            return launcher.run()
+        upgrades = _upgrades(deployment, directory, digest, folder, listeners, launcher, surroundings)
+        stack.callback(upgrades.close)
+        return launcher.run(upgrades.look)
+
+
+def _upgrades(
+    deployment: Deployment,
+    directory: Path,
+    digest: str,
+    folder: Path,
+    listeners: Sequence[socket.socket],
+    launcher: Launcher,
+    surroundings: dict[ProcessKind, Mapping[str, str]],
+) -> Upgrades:
+    """What changes the deployment while it runs."""
+    from penstock.cli.apply import ADDRESS
+    from penstock.service.control import ControlSocket, Question
+    from penstock.service.launcher import plan
+    from penstock.service.upgrade import Running, Upgrades
+
+    server, ports = deployment.server, [listener.getsockname()[1] for listener in listeners]
+
+    def read_question(question: Question) -> tuple[Deployment, Path]:
+        with contextlib.chdir(question["folder"]):
+            wanted = read(question["file"], question["text"])
+            settings = {**wanted.server, "port": server["port"]}  # it was found by its port
+            return replace(wanted, server=settings), find_checkpoint(wanted.model).resolve()
+
+    def plan_anew(wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
+        fields = partial(_engine_fields, directory, server["seed"] or 0)
+        return plan(wanted, directory, folder, listeners, fields, names=names)
+
+    def surround(wanted: Deployment) -> None:
+        surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: surroundings["engine"][SECRET]}
+
+    (folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
+    names = {name: name for group in deployment.groups for name in group.instances}
+    running = Running(deployment=deployment, directory=directory.resolve(), digest=digest, names=names)
+    frontends = [_reached(listener) for listener in listeners]
+    return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends, surround)
+
+
+def _reached(listener: socket.socket) -> tuple[str, int]:
+    """Where this host finds it."""
+    host, port = listener.getsockname()[:2]
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
 
 
 def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:

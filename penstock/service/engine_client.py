@@ -382,12 +382,19 @@ class EngineClient:
             return
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
         flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._reaches(peer)]
+        flight.avoid += self._unlike(flight)
         flight.again()
         flight.asked_first = now
         root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
         if self.wants_keys and root is not None:
             flight.add_keys(root)
         self._ask(flight)
+
+    def _unlike(self, flight: Flight[Generation]) -> list[str]:
+        """Instances with another checkpoint than those that it ran at: it goes on there only where no others serve."""
+        instances = self.instances
+        roots = {said.root_key for p in flight.places if p.name in instances and (said := instances[p.name].said)}
+        return [i.name for i in instances.values() if roots and i.said is not None and i.said.root_key not in roots]
 
     def _resumed(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """It has continued: its first output from the new placement has arrived."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.service.spawner import TO_ALL, Incarnation, LocalSpawner, Spawner
-from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
+from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
 if TYPE_CHECKING:
     import zmq
@@ -45,6 +45,7 @@ def plan(
     engine_fields: Callable[[Group, int], dict[str, Any]],
     doors: Sequence[socket.socket] = (),
     master: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> list[Program]:
     """Every process of the deployment, in the order in which they start.
 
@@ -55,6 +56,7 @@ def plan(
         engine_fields: group and number of an instance among all -> fields of its engine's options.
         doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
         master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
+        names: instance -> name of its process, where that is another one; see `service.upgrade`.
     """
     import msgspec
 
@@ -75,7 +77,8 @@ def plan(
     if deployment.orphans is not None:
         settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
         programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
-    for number, (group, name) in enumerate(places):
+    for number, (group, instance) in enumerate(places):
+        name = instance if names is None else names[instance]
         place = {"address": f"ipc://{folder}/{name}", "role": group.role}
         settings = {**place, "name": name, "shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
@@ -86,7 +89,7 @@ def plan(
         if pooled:
             settings["kv_pool"] = str(kv_pool)
         needs = "kv-pool" if pooled else None
-        more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": name not in group.spares}
+        more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": instance not in group.spares}
         if deployment.ray is not None:
             place["address"] = ""  # on a node that Ray chooses
             more["resources"] = group.needs
@@ -276,15 +279,23 @@ class Launcher:
         self._taken = False  # the master has taken the instances, once
         self._heard: float | None = None  # the master, or when it was first to be heard
         self._warned = False  # of its silence
+        self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
+        self._leaving: set[str] = set()  # instances that are to drain
+        self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
 
-    def run(self) -> int:
-        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left."""
+    def run(self, look: Callable[[float], object] = lambda now: None) -> int:
+        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left.
+
+        Args:
+            look: called after each look at the processes, with the clock's time.
+        """
         for number in TO_ALL:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._signals.append(number))
         try:
             while not self._supervisor.over:
                 self.step()
+                look(self._clock.now())
                 time.sleep(LOOK)
         finally:
             self.close()
@@ -363,8 +374,12 @@ class Launcher:
         code = incarnation.poll()
         assert code is not None
         self._starting.discard(name)
-        expected = self._supervisor.stopping
-        sentence = self._supervisor.exited(name, code, now, incarnation.last_words())
+        expected, words = self._supervisor.stopping, incarnation.last_words()
+        if name in self._candidates:
+            self._candidates[name] = f"it ended with {shown(code)}" + (f": {words}" if words else "")
+        if name in self._candidates or name in self._leaving:
+            self._supervisor.retire(name, now)  # it does not come back
+        sentence = self._supervisor.exited(name, code, now, words)
         if not self._supervisor.comes_back(name):
             self._spawner(name).release(name)
         if sentence != self._supervisor.failure:  # which is logged at the end
@@ -400,7 +415,8 @@ class Launcher:
         for said in self._wire.read(master):
             self._heard = now
             match said:
-                case HostTaken():
+                case HostTaken(ready=ready):
+                    self.ready = ready
                     self._be_taken(master)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
@@ -442,11 +458,84 @@ class Launcher:
 
         runs: Literal["leaving", "running"] = "leaving" if self._leaves_by < inf else "running"
         instances = [
-            Endpoint(name, endpoint, self._programs[name].role, "stopped" if stopped else runs)
+            Endpoint(
+                name,
+                endpoint,
+                self._programs[name].role,
+                "stopped" if stopped else "leaving" if name in self._leaving else runs,
+            )
             for name, endpoint in self._endpoints.items()
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
         return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
+
+    # --- programs that come and go; `service.upgrade` decides which
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        return self._programs
+
+    @property
+    def stopping(self) -> bool:
+        return self._supervisor.stopping
+
+    def try_out(self, program: Program) -> None:
+        """Start one that is not restarted, and not registered. With the name of one that has ended it is that one's
+        next incarnation."""
+        if program.name in self._programs:
+            self._supervisor.replace(program)
+        else:
+            self._supervisor.add(program)
+        self._programs[program.name] = program
+        self._candidates[program.name] = ""
+        self._supervisor.start(program.name, self._clock.now())
+
+    def end_of(self, name: str) -> str:
+        """How one that is tried out has ended; "" while it runs."""
+        return self._candidates.get(name, "")
+
+    def is_up(self, name: str) -> bool:
+        """Whether it runs, and can be reached."""
+        return name in self._running and name not in self._starting
+
+    def accept(self, name: str) -> None:
+        """It is restarted from now on, as the others are, and registered if it is an instance."""
+        del self._candidates[name]
+        program = self._programs[name]
+        if program.address is not None:
+            self._endpoints[name] = program.public or program.address
+
+    def leave(self, name: str) -> None:
+        """An instance is to drain, and then to be stopped. One that serves nothing now is stopped at once."""
+        self._leaving.add(name)
+        if not self.is_up(name):
+            self.retire(name)
+
+    def retire(self, name: str) -> None:
+        """Stop one."""
+        self._supervisor.retire(name, self._clock.now())
+
+    def runs(self, name: str) -> bool:
+        """Whether it has a process, or is to have one."""
+        return name in self._running or self._supervisor.comes_back(name)
+
+    def forget(self, name: str) -> None:
+        """One that has ended is not part of the deployment any more."""
+        self._supervisor.remove(name)
+        del self._programs[name]
+        self._endpoints.pop(name, None)
+        self._leaving.discard(name)
+        self._candidates.pop(name, None)
+        self.ready = [other for other in self.ready if other != name]
+
+    def change(self, program: Program) -> None:
+        """What its next incarnation is."""
+        self._supervisor.replace(program)
+        self._programs[program.name] = program
+
+    def serve_model(self, digest: str) -> None:
+        """What the instances serve is another checkpoint from now on."""
+        self._model = digest
 
     def _act(self, action: Action) -> None:
         match action.what:

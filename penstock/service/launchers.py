@@ -43,10 +43,16 @@ class Launchers:
     Args:
         registry: gets the instances of launchers that are heard; None when these register elsewhere.
         tell: sends a message to a launcher.
+        ready: instances that are given requests.
     """
 
-    def __init__(self, registry: LocalRegistry | None, tell: Callable[[bytes, ToLauncher], None]) -> None:
-        self._registry, self._tell = registry, tell
+    def __init__(
+        self,
+        registry: LocalRegistry | None,
+        tell: Callable[[bytes, ToLauncher], None],
+        ready: Callable[[], list[str]] = list,
+    ) -> None:
+        self._registry, self._tell, self._ready = registry, tell, ready
         self._hosts: dict[str, _Host] = {}
         self._to_start: dict[str, tuple[float, StartInstance]] = {}  # by instance, with when that was said
         self._now = 0.0
@@ -57,7 +63,7 @@ class Launchers:
             log.warning("the instances of %s are not taken: %s", said.host, why)
             self._tell(sender, HostRefused(why))
             return
-        self._tell(sender, HostTaken())
+        self._tell(sender, HostTaken(self._ready()))
         before = self._hosts.get(said.host)
         self._hosts[said.host] = _Host(sender, now, said)
         if self._registry is not None:

@@ -192,7 +192,7 @@ class Master:
         if before is not None and before.address != endpoint.address:
             return self._leave(name, "it is elsewhere now")
         if session is not None and endpoint.state == "leaving" and not session.leaving:
-            return self._drain(session, "its host leaves")
+            return self._drain(session, "it is to leave")
         return []
 
     def _stopped(self, name: str, why: str) -> list[Action]:
@@ -266,7 +266,7 @@ class Master:
             session.role, session.role_generation = self._roles[name], 1
             actions.append(self._set_role(session))
         if self._endpoints[name].state == "leaving":
-            actions += self._drain(session, "its host leaves")
+            actions += self._drain(session, "it is to leave")
         return actions + self._mesh.connect(session)
 
     def _leave(self, name: str, why: str) -> list[Action]:

@@ -332,7 +332,7 @@ class Desk:
         for address in addresses:
             self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)
-        self._launchers = Launchers(registry if registers else None, self._send)
+        self._launchers = Launchers(registry if registers else None, self._send, self._ready)
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
         if not registers:
             self._roll.complete()
@@ -347,6 +347,10 @@ class Desk:
             self._launchers.tick(now)
             if now - begun > LEASE:  # every launcher that is there was heard by now
                 self._roll.complete()
+
+    def _ready(self) -> list[str]:
+        states = self._pump.master.states(self._pump.clock.now())
+        return [name for name, state in states.items() if state == "ready"]
 
     def close(self) -> None:
         self._inbox.close()

@@ -158,6 +158,20 @@ class Supervisor:
         place.up_since = now
         place.ended = ""
 
+    def add(self, program: Program) -> None:
+        """One more, which is stopped."""
+        assert program.name not in self._places, f"{program.name} is there"
+        self._places[program.name] = _Place(program)
+
+    def replace(self, program: Program) -> None:
+        """What its next incarnation is."""
+        self._places[program.name].program = program
+
+    def remove(self, name: str) -> None:
+        """One that has ended, for good."""
+        assert not self._places[name].running, f"{name} runs"
+        del self._places[name]
+
     def start(self, name: str, now: float) -> None:
         """Start a stopped program. No effect on others, nor when everything stops."""
         if self.is_stopped(name) and not self.stopping:
@@ -225,7 +239,7 @@ class Supervisor:
         fallen = place.fallen or not self._needed_is_well(place)
         retired = place.stops_by is not None
         place.proven |= place.program.socket is None and served >= STEADY
-        ending = f"{_shown(code)} ({place.hangs})" if place.hangs else _shown(code)
+        ending = f"{shown(code)} ({place.hangs})" if place.hangs else shown(code)
         how = f"{name} ended with {ending}"
         place.end()
         if self.stopping:
@@ -338,7 +352,8 @@ class Supervisor:
         self.stop(now)
 
 
-def _shown(code: int) -> str:
+def shown(code: int) -> str:
+    """An exit code, for people; a signal by its name."""
     try:
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     except ValueError:

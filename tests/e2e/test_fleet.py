@@ -100,7 +100,7 @@ def test_hosts_join_leave_and_fail_and_no_token_is_lost(tmp_path):
                 texts = [pool.submit(lambda: text_of(stream(up.url, 300))) for _ in range(4)]
                 eventually(lambda: up.metric("num_requests_running", engine="second-0") == 2, 30, up.log)
                 second.process.send_signal(signal.SIGTERM)
-                eventually(lambda: any("second-0 is drained: its host leaves" in line for line in up.lines), 30, up.log)
+                eventually(lambda: any("second-0 is drained: it is to leave" in line for line in up.lines), 30, up.log)
                 assert {text.result() for text in texts} == {expected}
             assert second.process.wait(30) == 0
             eventually(lambda: states(up) == {"engine-0": "ready"}, 30, up.log)

@@ -277,6 +277,30 @@ def test_a_stream_goes_on_elsewhere_where_it_stopped(tokenizer, caplog):
     run(tokenizer, scenario, "a", "b")
 
 
+def test_a_stream_keeps_its_weights_as_long_as_an_instance_has_them(tokenizer):
+    async def scenario(frontend, channels, clock):
+        channels["b"].life = 2
+        new = ready("b", 2, root_key=b"another checkpoint")
+        channels["b"].say(new)
+        await until(lambda: frontend.engine_client.instances["b"].ready == new)
+        frontend.placement.prefill = [ready("a").peer, new.peer, ready("c").peer]
+        generation, (name,) = await submit(frontend)
+        channels["a"].report(TokenOutput(name, [5]))
+        await until(lambda: frontend.engine_client.flights[name].received == 1)
+        channels["a"].say(ChannelLost("burnt"))
+        await until(channels["c"].enqueued)
+        assert not channels["b"].enqueued()
+        channels["c"].say(ChannelLost("drowned"))
+        await until(lambda: not frontend.engine_client.flights[name].placed)
+        frontend.engine_client.tick()
+        assert channels["b"].enqueued(), "rather than an error"
+        attempt = frontend.engine_client.flights[name].attempt
+        channels["b"].report(TokenOutput(name, [6], start=1, generation=attempt, finish=FinishReason.LENGTH))
+        assert [t for d in await collect(generation) for t in d.tokens] == [5, 6]
+
+    run(tokenizer, scenario, "a", "b", "c")
+
+
 def test_of_several_outputs_each_goes_on_by_itself(tokenizer):
     async def scenario(frontend, channels, clock):
         generation, names = await submit(frontend, params=SamplingParams(n=3, stop="thr"))

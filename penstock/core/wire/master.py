@@ -390,7 +390,13 @@ class StopInstance(msgspec.Struct, tag=True, frozen=True):
 
 
 class HostTaken(msgspec.Struct, tag=True, frozen=True):
-    """The launcher's instances are part of this deployment: the answer to each of its reports."""
+    """The launcher's instances are part of this deployment: the answer to each of its reports.
+
+    Attributes:
+        ready: instances of the deployment that are given requests.
+    """
+
+    ready: list[str] = []
 
 
 class HostRefused(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,115 @@
+"""What has to happen so that a running deployment becomes another one, from the two files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.service.deployment import Deployment, Group
+
+RUNS_IT = ("policy", "live_roles", "priorities")  # what only the master needs to know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """
+    Attributes:
+        added, removed: instances.
+        changed: instances, each with the settings for which another process takes its place.
+        master: settings for which the master is started anew.
+    """
+
+    added: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    changed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    master: Sequence[str] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """For people, one for each thing that happens."""
+        return [
+            *(f"{name} is added" for name in self.added),
+            *(f"{name} is replaced: {', '.join(settings)}" for name, settings in self.changed.items()),
+            *(f"{name} is removed" for name in self.removed),
+            *([f"master is started anew: {', '.join(self.master)}"] if self.master else []),
+        ]
+
+
+def difference(
+    file: str, running: Deployment, wanted: Deployment, *, new_model: bool = False, missing: Collection[str] = ()
+) -> Difference:
+    """
+    Args:
+        file: name of the one that describes `wanted`, for messages.
+        new_model: whether the checkpoint is another one, which is not said by its name.
+        missing: instances of `running` that do not run, after all.
+
+    Raises:
+        ConfigError: a line "FILE: setting: ..." for each that cannot change while the deployment runs.
+    """
+    if wrong := [f"{file}: {line}" for line in _fixed(running, wanted)]:
+        raise ConfigError("\n".join(wrong))
+    before = {name: settings for name, settings in _settings(running).items() if name not in missing}
+    after = _settings(wanted)
+    changed = {
+        name: [*(["model"] if new_model else []), *_unlike(before[name], after[name])]
+        for name in after
+        if name in before
+    }
+    return Difference(
+        added=[name for name in after if name not in before],
+        removed=[name for name in before if name not in after],
+        changed={name: settings for name, settings in changed.items() if settings},
+        master=[_shown(key) for key in RUNS_IT if getattr(running, key) != getattr(wanted, key)],
+    )
+
+
+def _fixed(running: Deployment, wanted: Deployment) -> Iterator[str]:
+    """What cannot change."""
+    for key, value in running.server.items():
+        if key != "served_model_name" and wanted.server[key] != value:
+            yield _refusal(_shown(key), "another value" if key == "api_key" else wanted.server[key], value, key)
+    if wanted.names != running.names:
+        why = ", which clients use; served-model-name sets it for any model"
+        yield _refusal("served-model-name", ",".join(wanted.names), ",".join(running.names)) + why
+    for key in ("frontends", "flight_recorder", "restart", "scaling", "cluster", "ray"):
+        if getattr(wanted, key) != getattr(running, key):
+            yield _refusal(_shown(key), "another value", "what it began with")
+    if running.scaling is not None:
+        yield "scaling: given, allowed is nothing: the policy decides which instances run"
+    for name, here in (("cluster", running.cluster), ("launcher: ray", running.ray)):
+        if here is not None:
+            yield f"{name}: given, allowed is a deployment of this host alone"
+    if wanted.orphans != running.orphans:
+        yield _refusal("kv-pool.orphans", wanted.orphans, running.orphans)
+    if None not in (wanted.transport, running.transport) and wanted.transport != running.transport:
+        yield _refusal("transport", "another value", "what it began with")
+    kinds = [{group.adopted for group in deployment.groups} for deployment in (running, wanted)]
+    if kinds[0] != kinds[1]:
+        yield "instances: some have a url, allowed is url in all groups before and after, or in none"
+
+
+def _refusal(name: str, wanted: Any, running: Any, key: str = "") -> str:
+    kept = "what it began with" if key == "api_key" else running  # which nobody needs to see
+    return f"{name}: {wanted}, allowed while the deployment runs is {kept}"
+
+
+def _settings(deployment: Deployment) -> dict[str, dict[str, Any]]:
+    """All that each instance is told when it starts, by its name."""
+    return {name: _of_group(deployment, group) for group in deployment.groups for name in group.instances}
+
+
+def _of_group(deployment: Deployment, group: Group) -> dict[str, Any]:
+    hands_over = {"transport": deployment.transport, "lease": deployment.lease} if group.shares_memory else {}
+    return {"role": group.role, **group.options, **hands_over}
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names of settings that differ."""
+    return [_shown(key) for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def _shown(key: str) -> str:
+    return key.replace("_", "-")
