@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, embeddings, health, models, overview, tokenize
+from penstock.api import chat, completions, embeddings, health, models, overview, sleep, tokenize
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
@@ -29,6 +29,7 @@ def create_app(
     share_prefixes: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
+    sleep_mode: bool = False,
 ) -> Application:
     """All routes.
 
@@ -39,6 +40,7 @@ def create_app(
         share_prefixes: whether requests with different keys share cached prefixes, and conversations.
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
+        sleep_mode: whether there are routes that put engines to sleep.
     """
     tenants_apart = len(set(api_keys)) > 1 and not share_prefixes
     routes = [
@@ -49,6 +51,7 @@ def create_app(
         *models.routes(frontend),
         *health.routes(frontend, metrics, _version()),
         *overview.routes(frontend, tenants_apart=tenants_apart),
+        *(sleep.routes(frontend) if sleep_mode else ()),
     ]
 
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def routes(frontend: Frontend) -> list[Route]:
     async def list_models(request: Request) -> Response:
-        frontend.check_ready()
+        frontend.check_known()
         cards = [_card(frontend, name) for name in frontend.served_names]
         return json_response({"object": "list", "data": cards})
 
     async def get_model(request: Request) -> Response:
-        frontend.check_ready()
+        frontend.check_known()
         return json_response(_card(frontend, frontend.served_model(request.path_params["model"])))
 
     return [Route("GET", "/v1/models", list_models), Route("GET", "/v1/models/{model:path}", get_model)]

@@ -21,7 +21,7 @@ def routes(frontend: Frontend) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
         frontend.served_model(body.model)
-        frontend.check_ready()
+        frontend.check_known()
         tokens = await _encoded(frontend, body)
         texts = [frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(
@@ -31,7 +31,7 @@ def routes(frontend: Frontend) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
         frontend.served_model(body.model)
-        frontend.check_ready()
+        frontend.check_known()
         if len(body.tokens) > (most := _most_tokens(frontend)):
             raise InvalidRequest(f"tokens: {len(body.tokens)} token ids, at most {most} are allowed", "tokens")
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")

@@ -101,6 +101,7 @@ def main(settings: dict[str, Any]) -> int:
                 transport=transport,
                 lease=settings.get("lease_s", 5.0),
                 beat=heartbeat.beat,
+                memory=built.memory,
             )
         except RankFailed as error:
             log.error("the engine ends: %s", error)

@@ -61,6 +61,7 @@ class ServerOptions:
     max_body_size: int
     metrics_compat: Compat
     otlp_traces_endpoint: str | None
+    enable_sleep_mode: bool
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -249,6 +250,7 @@ def make_site(
         share_prefixes=options.share_prefixes,
         max_body_bytes=options.max_body_size,
         tracing=tracing,
+        sleep_mode=options.enable_sleep_mode,
     )
     return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
 

@@ -141,6 +141,7 @@ SERVER_OPTIONS = (
     Option("max-body-size", size, 8 << 20, "bytes of a request's body; longer ones get a 413"),
     Option("metrics-compat", one_of("none", "vllm"), "none", "vllm: metrics also under the names that vLLM gives them"),
     Option("otlp-traces-endpoint", text, None, "where OpenTelemetry traces go, over HTTP; needs penstock[otel]"),
+    Option("enable-sleep-mode", switch, False, "serve /sleep and /wake_up, by which engines give back their memory"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)

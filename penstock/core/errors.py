@@ -7,6 +7,7 @@
     │   ├── PromptTooLong           400  can never fit, whatever else is running
     │   ├── Unauthorized            401
     │   ├── ModelNotFound           404
+    │   ├── Conflict                409  not in the state that it is in
     │   └── ConfigError             a flag, file or checkpoint is wrong; the command line exits with 2
     ├── Overloaded                  429  try again after `retry_after` seconds
     ├── Unavailable                 503  not ready, draining, or no engine
@@ -51,6 +52,10 @@ class Unauthorized(UserError):
 
 class ModelNotFound(UserError):
     """No model of that name is served here."""
+
+
+class Conflict(UserError):
+    """What is asked for cannot be done in the state that things are in."""
 
 
 class PromptTooLong(UserError):
@@ -119,6 +124,7 @@ HTTP_TABLE: dict[type[BaseException], tuple[int, str, str]] = {
     UnsupportedField: (400, "invalid_request_error", "unsupported_field"),
     Unauthorized: (401, "authentication_error", "invalid_api_key"),
     ModelNotFound: (404, "invalid_request_error", "model_not_found"),
+    Conflict: (409, "invalid_request_error", "conflict"),
     PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
     UserError: (400, "invalid_request_error", "invalid_value"),
     Overloaded: (429, "rate_limit_error", "overloaded"),

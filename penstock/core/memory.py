@@ -6,8 +6,10 @@ import ctypes
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+Part = Literal["weights", "kv_cache"]  # of an engine's memory, which it gives back while it sleeps
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -16,7 +16,7 @@ from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import StepPlan
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.calibration import trial
-from penstock.engine.executor.base import Executor
+from penstock.engine.executor.base import Executor, Memory
 from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine
@@ -52,6 +52,7 @@ class Built:
         layout: of a block, or of rank 0's part of it.
         shape: of the model.
         pool: where its blocks are; None on CUDA, where they are in the device's own memory.
+        memory: of all ranks, which can be given back.
     """
 
     engine: Engine
@@ -59,6 +60,7 @@ class Built:
     layout: KVLayout
     shape: ModelShape
     pool: KVPool | None
+    memory: Memory
 
     @property
     def runner(self) -> Runner:
@@ -194,7 +196,8 @@ def _build(
     executor: Executor = inline if others is None else others.executor(inline)
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, mover)
-    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool)
+    memory = worker if others is None else others.memory(worker)
+    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
 
 
 def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPool) -> RankProcesses | None:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,9 +116,13 @@ class KVCache:
         self.prefaulter = prefaulter
         self.computed: torch.cuda.Event | None = None
         self.layout = layout
-        self.layers = as_layers(memory, layout)
-        self.slots = memory.view(-1, layout.block_bytes)
-        self.blocks = self.slots[:num_blocks]
+        self._num_blocks = num_blocks
+        self._hold(memory)
+
+    def _hold(self, memory: Tensor) -> None:
+        self.layers = as_layers(memory, self.layout)
+        self.slots = memory.view(-1, self.layout.block_bytes)
+        self.blocks = self.slots[: self._num_blocks]
 
     @classmethod
     def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
@@ -148,6 +152,20 @@ class KVCache:
         """
         if self.computed is not None:
             self.computed.record(torch.cuda.current_stream(self.slots.device))
+
+    def forget(self) -> None:
+        """Nobody needs what is in the blocks any more: give back memory of its own. That of a pool is the caller's to
+        give back, after this. Until `remember` no block is used."""
+        if self.prefaulter is not None:
+            self.prefaulter.forget()
+        else:
+            self._hold(torch.empty(0, dtype=torch.uint8, device=self.slots.device))
+
+    def remember(self) -> None:
+        """Undo `forget`, but for the contents of blocks."""
+        if self.prefaulter is None:
+            size = self._num_blocks * self.layout.block_bytes
+            self._hold(torch.empty(size, dtype=torch.uint8, device=self.slots.device))
 
     def close(self) -> None:
         """Release the memory; the cache cannot be used afterwards."""
@@ -345,6 +363,15 @@ class Prefaulter:
         self._wanted.put(reached)
         self._pause.hurry()
         reached.wait()
+
+    def forget(self) -> None:
+        """Nothing that was expected is, and no block has its memory."""
+        with suppress(Empty):
+            while True:
+                self._wanted.get_nowait()
+        self.settle()  # for the one that is being touched
+        self._there.clear()
+        self._left = 0
 
     def close(self) -> None:
         """Nothing is touched any more, and nothing of this keeps the memory."""

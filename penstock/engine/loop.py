@@ -346,6 +346,24 @@ class Engine:
         if "host" in self.cache_logs and self.scheduler.offload is not None:
             self.cache_logs["host"].note(*self.scheduler.offload.tier.take_changes())
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is computed, moved or held."""
+        scheduler = self.scheduler
+        return not (self.has_work or self._moving or scheduler.num_migrating or scheduler.pool.used)
+
+    def clear_cache(self) -> list[int]:
+        """Forget all prefixes on the device. Returns the blocks whose memory may be given back."""
+        blocks = self.scheduler.pool.clear()
+        if self._ledger is not None:
+            self._ledger.clear(blocks)
+        self.write_down()
+        return blocks
+
+    def expect(self) -> None:
+        """Have coming blocks prepared."""
+        self._expect()
+
     def log_cache(self) -> None:
         """From now on it is kept what comes and goes in each tier of the cache."""
         self.cache_logs = {"device": CacheLog()}

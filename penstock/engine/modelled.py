@@ -104,6 +104,7 @@ class BuiltModelled:
     shape: ModelShape
     device_model: DeviceModel
     pool: KVPool
+    memory: None = None  # it has no weights, and its KV is of a few bytes a block
 
     def close(self) -> None:
         """Release the KV memory; the engine cannot be used afterwards."""

@@ -51,8 +51,8 @@ class Runner:
     def __init__(
         self, model: Decoder, cache: KVCache, graph_mode: str = "auto", grammars: Grammars | None = None
     ) -> None:
-        self.model = model
-        self.forward = Forward(model, graph_mode)
+        self._graph_mode = graph_mode
+        self.take(model)
         self.device = model.device
         self.cache = cache
         self._scratch = Scratch()
@@ -77,6 +77,11 @@ class Runner:
     @property
     def mask_costs(self) -> MaskCosts:
         return self._masks.costs
+
+    def take(self, model: Decoder) -> None:
+        """Compute with these weights from now on, of the same model."""
+        self.model = model
+        self.forward = Forward(model, self._graph_mode)
 
     def counts(self) -> dict[str, int]:
         """Of the cache: ranges by state and mapped slots, where it has them; and requests with a grammar."""

@@ -38,12 +38,17 @@ from penstock.core.wire.engine import (
     Ready,
     SetRole,
     Shutdown,
+    Sleep,
+    Slept,
     Snapshot,
     StepReport,
     UnlinkPeer,
+    WakeUp,
     decode_command,
 )
+from penstock.engine.executor.base import Memory
 from penstock.engine.loop import Engine, Step
+from penstock.engine.sleeper import Sleeper
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.speculation import SpeculationCounters
@@ -54,6 +59,7 @@ log = logging.getLogger("penstock.engine")
 REPORT_INTERVAL = 0.5  # seconds between reports while idle
 SNAPSHOT = 0.05  # seconds between snapshots while the load changes
 STALLED = 0.005  # seconds to wait when there is work but no room
+GOING = 0.02  # the same while memory is being given back or taken up
 
 
 @dataclass(slots=True)
@@ -116,6 +122,7 @@ class EngineServer:
         transport: KVTransport | None = None,
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
+        memory: Memory | None = None,
     ) -> None:
         """Serve until `Shutdown`, or until `orphaned` returns True.
 
@@ -124,11 +131,13 @@ class EngineServer:
             lease: seconds of silence after which a hand-off is over.
             beat: called in every turn in which nothing is computed beside it, and with the number of tokens that are to
                 be computed when a step begins or ends.
+            memory: the engine's, where it may be put to sleep.
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
         self._intake = Intake(ready.peer, ready.role, engine.scheduler, engine.add, ready.vocab_size)
         self._intake.frontends = self._clients.keys()
+        self._sleeper = Sleeper(self._incarnation, engine, memory)
         if times := engine.scheduler.measurements.learn(ready.device_model, ready.shape):
             engine.scheduler.predict_by(times)
         engine.log_cache()
@@ -143,6 +152,7 @@ class EngineServer:
         try:
             self._serve(orphaned)
         finally:
+            self._sleeper.settle()
             engine.settle()  # no writes to its blocks after this
 
     def _serve(self, orphaned: Callable[[], bool]) -> None:
@@ -157,6 +167,8 @@ class EngineServer:
             engine.move()
             self._miss_clients(self._clock.now())
             stalled = engine.has_work and not self._step()
+            if self._sleeper.orders:
+                self._tell_slept(self._sleeper.tick())
             if failed := self._intake.take_failed():
                 self._report(failed, 0)
             for frontend, stayed in self._intake.take_stayed():
@@ -185,6 +197,8 @@ class EngineServer:
         engine = self._engine
         if stalled and not engine.awaits_moves:
             return STALLED
+        if self._sleeper.orders and not engine.has_work:
+            return GOING
         if not stalled and engine.has_work and (not engine.tokens_in_flight or engine.ended):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at, engine.look_again_at)
@@ -291,6 +305,8 @@ class EngineServer:
             case SetRole():
                 self._intake.obey(client, command)
                 self._tell_masters(self._clock.now())  # which so know how long that took
+            case Sleep() | WakeUp():
+                self._tell_slept(self._sleeper.order(client, command))
             case Migrate():
                 self._intake.migrate(self._clock.now(), client, command)
             case LinkPeer(peer=peer):
@@ -302,6 +318,15 @@ class EngineServer:
                     self._transport.disconnect(peer)
             case AskCache():
                 self._send_cache(client)
+
+    def _tell_slept(self, answers: list[tuple[str, Slept]]) -> None:
+        """Tell all whether it sleeps, where that has changed, and then who has asked."""
+        if self._intake.asleep != self._sleeper.level:
+            self._intake.asleep = self._sleeper.level
+            self._report([], 0)
+            self._tell_masters(self._clock.now())
+        for client, answer in answers:
+            self._send(client, answer)
 
     def _greet(self, client: str, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
@@ -316,6 +341,8 @@ class EngineServer:
             self._drop_client(client)
         self._clients[client] = _Client(hello.kind, hello.incarnation, now)
         self._send(client, self._ready)
+        if self._sleeper.level:
+            self._report([], 0)
         if hello.kind == "master":
             self._last_snapshot = None
             self._send_cache(client)
@@ -346,7 +373,7 @@ class EngineServer:
         for client, state in self._clients.items():
             if state.kind != "master":
                 theirs.setdefault(client, [])
-        stats = stats_of(self._engine, self._handoffs)
+        stats = stats_of(self._engine, self._handoffs, self._sleeper.level)
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
@@ -406,7 +433,7 @@ class EngineServer:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
 
 
-def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
+def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) -> EngineStats:
     """Of an engine, for those who send it requests."""
     decode_side = None if handoffs is None else handoffs.decode_side
     queue = None if handoffs is None else handoffs.decode_side.queue
@@ -442,6 +469,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None) -> EngineStats:
         migration_queue=0 if queue is None else len(queue),
         migrations=0 if queue is None else queue.granted,
         migration_wait=0.0 if queue is None else queue.waited,
+        asleep=asleep,
     )
 
 

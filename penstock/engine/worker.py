@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -9,6 +11,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
+from penstock.core.memory import Part, give_back_memory
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
@@ -55,19 +58,11 @@ class Worker:
         device = device_of(options.device)
         if ranks is not None and device.type == "cuda":
             device = torch.device("cuda", ranks.rank)
-        self.options = options
+        self.options, self._device = options, device
         self.shard = shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size, ranks)
         self._weights = WeightCache(files=FILES * shard.size) if options.weight_cache else None
-        self.model = model = load_model(
-            Path(options.model),
-            device,
-            dtype_of(options.dtype),
-            self._weights,
-            shard,
-            model_len=options.max_model_len,
-            load_format=options.load_format,
-            progress=progress,
-        )
+        self._gone = False  # the weights, to be read again
+        self.model = model = self._load(progress)
         mode = options.graph_mode
         if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
             raise ConfigError(f"graph-mode: {mode!r} is not to be had, {reason}", "graph-mode")
@@ -75,7 +70,8 @@ class Worker:
         self.limit = StepLimit.asked(options.step_time_limit_ms, cpu=device.type == "cpu")
         self.budget = _step_budget(options, self.max_model_len, self.limit)
         order = _chosen(options.kv_layout, "block")
-        name = "-".join(filter(None, (identity(Path(options.model)), model.config.variant)))
+        self._identity = identity(Path(options.model))
+        name = "-".join(filter(None, (self._identity, model.config.variant)))
         self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
             raise ConfigError(
@@ -111,11 +107,90 @@ class Worker:
         if self._weights is not None:
             self._weights.save_later()
 
+    def sleep(self, level: int, blocks: Sequence[int] | None = None) -> None:
+        """Give memory back: that of the KV cache, and that of weights, which go to the host's memory, where they are on
+        a CPU anyway, or from level 2 on nowhere. No plan is run then until `wake_up`.
+
+        Args:
+            blocks: of the pool, in ascending order, whose memory nobody needs any more; None is all.
+        """
+        self.runner.cache.forget()
+        if self.pool is not None:
+            for first, count in _runs(range(self.pool.memory.num_blocks) if blocks is None else blocks):
+                self.pool.memory.punch(first, count)
+        if level == 1 and self._device.type == "cpu":
+            return
+        hollow = self._hollow()
+        self.runner.take(hollow)
+        if level > 1:
+            self.model, self._gone = hollow, True
+        else:
+            self.model._apply(lambda place: place.cpu())
+        give_back_memory()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, parts: Sequence[Part]) -> None:
+        """Take up the memory of these again, if it was given back.
+
+        Raises:
+            ConfigError: the checkpoint is not what it was, or cannot be read, or there is no room; what is not there
+                then can be taken up later.
+        """
+        try:
+            self._take_up(parts)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"{self._device}: no room to wake up ({str(error).splitlines()[0]})") from None
+
+    def _take_up(self, parts: Sequence[Part]) -> None:
+        if "weights" in parts:
+            if self._gone:
+                if identity(Path(self.options.model)) != self._identity:
+                    # prefix keys, and blocks from elsewhere, are those of the model that it was
+                    raise ConfigError(f"{self.options.model}: the checkpoint is another one now, restart", "model")
+                self.model = self._load()
+                self._gone = False
+                self.save_weights()
+            elif self.model.device != self._device:
+                self.model._apply(lambda place: place.to(self._device))
+                self.model.bound_logits()
+            if self.runner.model is not self.model:
+                self.runner.take(self.model)
+        if "kv_cache" in parts:
+            self.runner.cache.remember()
+
+    def _load(self, progress: Report | None = None) -> Decoder:
+        options = self.options
+        return load_model(
+            Path(options.model),
+            self._device,
+            dtype_of(options.dtype),
+            self._weights,
+            self.shard,
+            model_len=options.max_model_len,
+            load_format=options.load_format,
+            progress=progress,
+        )
+
+    def _hollow(self) -> Decoder:
+        """A model like this one without weights. Not this one without them: they may just be being written to disk."""
+        with torch.device("meta"):
+            hollow = type(self.model)(self.model.config, self.shard).to(self.model.dtype)
+        hollow.headless = self.model.headless
+        return hollow
+
     def close(self) -> None:
         """Release the KV memory; the worker cannot be used afterwards."""
         self.runner.cache.close()
         if self.pool is not None:
             self.pool.close()
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of neighbours among blocks that are in ascending order."""
+    for _, run in groupby(enumerate(blocks), lambda place: place[1] - place[0]):
+        neighbours = [block for _, block in run]
+        yield neighbours[0], len(neighbours)
 
 
 def _open_cache(

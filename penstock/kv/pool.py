@@ -273,6 +273,14 @@ class BlockPool:
         assert self._idle.keys() <= set(self._free)
         self._free = [block for block in self._free if block not in self._idle]
 
+    def clear(self) -> list[int]:
+        """Forget everything that nobody holds. Returns the blocks whose contents nobody needs, in this instance or in
+        another, in ascending order."""
+        while self._idle:
+            block = self._evict()
+            (self._spent if block in self._offered else self._free).append(block)
+        return sorted((*self._free, *self._fresh))
+
     def take_changes(self) -> tuple[list[Published], list[bytes]]:
         """What was added to the prefix cache since the last call, and the keys removed from it that are told of."""
         if not self.changed:

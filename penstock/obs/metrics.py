@@ -67,8 +67,11 @@ VLLM = {
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    "engine_sleep_state",
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
+
+SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
 MASTER = "master"  # label `engine` of sequences in the master's queue
 WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a place on any'
@@ -181,6 +184,7 @@ class _Engine:
     busy: Counter
     idle: Counter
     counted: dict[str, Counter]
+    sleep_state: dict[int, Gauge]
     up: Gauge
     lost: Counter
     step_tokens: _Buckets
@@ -202,6 +206,8 @@ class _Engine:
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
         self.migrating.set(load.migration_queue)
+        for level, state in self.sleep_state.items():
+            state.set(load.asleep == level)
         self.count()
 
     def count(self) -> None:
@@ -252,7 +258,10 @@ class _EngineSeries:
         self.busy = self._metric(Counter, "engine_busy_seconds", "Time that steps took")
         self.idle = self._metric(Counter, "engine_idle_seconds", "Time between steps while there was work")
         self.counted = {total: self._metric(Counter, name, help) for total, (name, help) in COUNTED.items()}
-        self.up = self._metric(Gauge, "instance_up", "1 while the instance serves")
+        self.sleep_state = self._metric(
+            Gauge, "engine_sleep_state", "1 for the state that the engine is in", ["sleep_state"]
+        )
+        self.up = self._metric(Gauge, "instance_up", "1 while the instance serves, or sleeps")
         self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         self.step_tokens = _Histogram(
             PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
@@ -280,6 +289,7 @@ class _EngineSeries:
             busy=self.busy.labels(self._model_name, name),
             idle=self.idle.labels(self._model_name, name),
             counted={total: counter.labels(self._model_name, name) for total, counter in self.counted.items()},
+            sleep_state={i: self.sleep_state.labels(self._model_name, name, s) for i, s in enumerate(SLEEP_STATES)},
             up=self.up.labels(self._model_name, name),
             lost=self.lost.labels(self._model_name, name),
             step_tokens=self.step_tokens.labels(self._model_name, name),

@@ -8,12 +8,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.heartbeat import step_limit
+from penstock.core.memory import Part
 from penstock.core.request import TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
@@ -25,8 +27,11 @@ from penstock.core.wire.engine import (
     Ready,
     Refused,
     Role,
+    Sleep,
+    Slept,
     Stayed,
     StepReport,
+    WakeUp,
 )
 from penstock.core.wire.master import (
     Endpoint,
@@ -49,6 +54,7 @@ from penstock.service.generation import Generation
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
 from penstock.service.placement import Answer, Placement
 from penstock.service.registry import Registry
+from penstock.service.sleep_orders import SleepOrders
 
 log = logging.getLogger("penstock.frontend")
 TICK = 0.25  # seconds
@@ -68,6 +74,7 @@ class Instance:
         heard: when its newest message came, in the clock's seconds.
         lost: why its last incarnation ended; "" before the first, and while one runs.
         load: sequences on it, as it said last.
+        asleep: the level at which it sleeps, or is about to, as it said last; 0 while it takes requests.
         suspicion: why it cannot serve, or may not be able to, as its launcher says; "" when that says nothing.
     """
 
@@ -78,22 +85,29 @@ class Instance:
     heard: float = 0.0
     lost: str = ""
     load: int = 0
+    asleep: int = 0
     suspicion: str = ""
 
     def state(self, now: float) -> str:
-        """ "starting", "ready", "silent", "stuck" or "lost"."""
+        """ "starting", "ready", "sleeping", "silent", "stuck" or "lost"."""
         if self.lost:
             return "lost"
         if self.ready is None:
             return "starting"
-        return "stuck" if self.trouble(now) else "silent" if now - self.heard > SILENT_AFTER else "ready"
+        if self.trouble(now):
+            return "stuck"
+        return "silent" if now - self.heard > SILENT_AFTER else "sleeping" if self.asleep else "ready"
 
     def serves(self, now: float) -> bool:
-        return self.ready is not None and not self.stuck(now)
+        return self.ready is not None and not self.asleep and not self.stuck(now)
 
     def well(self, now: float) -> bool:
         """Whether it serves, and nobody doubts it."""
-        return self.serves(now) and not self.suspicion
+        return self.up(now) and not self.asleep
+
+    def up(self, now: float) -> bool:
+        """The same, or it would if it were woken up."""
+        return self.ready is not None and not self.stuck(now) and not self.suspicion
 
     def stuck(self, now: float) -> bool:
         """Whether it has been silent for longer than its longest step can take. Usually the launcher notices earlier
@@ -183,6 +197,7 @@ class EngineClient:
         self.changed = asyncio.Event()
         self._registry = registry
         self._channels = Channels(connect, self._on_event)
+        self._sleeps = SleepOrders(self._channels.send)
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
@@ -218,6 +233,24 @@ class EngineClient:
             await asyncio.gather(self._ticking, return_exceptions=True)
         self._channels.close()
         await self._placement.close()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether all instances that could serve sleep."""
+        up = [instance for instance in self.instances.values() if instance.up(self._clock.now())]
+        return bool(up) and all(instance.asleep for instance in up)
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Put all engines to sleep. Raises as `SleepOrders.give`."""
+        await self._sleeps.give(self._running, lambda to, number: Sleep(to, number, level))
+
+    async def wake_up(self, parts: Sequence[Part]) -> None:
+        """Wake all engines up. Raises as `SleepOrders.give`."""
+        await self._sleeps.give(self._running, lambda to, number: WakeUp(to, number, list(parts)))
+
+    @property
+    def _running(self) -> list[Peer]:
+        return [instance.ready.peer for instance in self.instances.values() if instance.ready is not None]
 
     def add(self, sequences: Sequence[Flight[Generation]]) -> None:
         """Add sequences; their outputs go to their generation."""
@@ -446,7 +479,7 @@ class EngineClient:
                 trouble = instance.trouble(now)
                 if stranded := self._lose(instance.ready.peer, trouble):
                     log.warning("%s is stuck (%s): %s", instance.name, trouble, _interrupted(stranded))
-            self._metrics.observe_up(instance.name, instance.well(now))
+            self._metrics.observe_up(instance.name, instance.up(now))
         self._readmit_avoided()
 
     def _handle(self, instance: Instance, event: Event | ChannelLost | msgspec.DecodeError) -> None:
@@ -454,12 +487,16 @@ class EngineClient:
         match event:
             case StepReport() if instance.is_current(event.incarnation):
                 instance.load = event.stats.running + event.stats.waiting
+                self._sleeps_at(instance, event.stats.asleep)
                 self._metrics.observe_stats(instance.name, event.stats, event.step_tokens)
                 self._deliver(instance.name, event)
             case Ready():
                 self._greet(instance, event)
             case Refused():
                 self._refused(instance, event)
+            case Slept() if instance.is_current(event.incarnation):
+                self._sleeps_at(instance, event.level)
+                self._sleeps.answered(instance.name, event)
             case Stayed():
                 flight = self.flights.get(event.request_id)
                 if flight is not None and flight.stayed(instance.name, event, instance.heard):
@@ -471,11 +508,17 @@ class EngineClient:
             case msgspec.DecodeError():
                 self.instance_lost(instance.name, f"a message from the engine could not be read: {event}")
 
+    def _sleeps_at(self, instance: Instance, level: int) -> None:
+        if instance.asleep != level:
+            instance.asleep = level
+            self.changed.set()
+            self._readmit_avoided()
+
     def _greet(self, instance: Instance, ready: Ready) -> None:
         if instance.ready is not None:
             self.instance_lost(instance.name, "another incarnation of the engine has begun")
         instance.ready = instance.said = ready
-        instance.lost, instance.role = "", ready.role
+        instance.lost, instance.role, instance.asleep = "", ready.role, 0
         self._metrics.observe_up(instance.name, True)
         self._compare_lengths(instance.name, ready.max_model_len)
         if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
@@ -498,6 +541,7 @@ class EngineClient:
         instance.lost = instance.lost or reason
         ready, instance.ready = instance.ready, None
         if ready is not None:
+            self._sleeps.lost(name, reason)
             self._metrics.observe_loss(name)
             stranded = self._lose(ready.peer, reason)
             log.warning("%s was lost (%s): %s", name, reason, _interrupted(stranded))

@@ -54,6 +54,8 @@ GRAMMARS_KEPT = 1024  # that were found good
 MAX_TEXT_BYTES = 1 << 26  # of texts that are being tokenised or wait for it
 CACHES_QUEUED = 4  # default limit of queued prompt tokens, in sizes of the KV caches
 MOST_SECONDS = 120.0  # upper bound of Retry-After
+SLEEPS_FOR = 10.0  # seconds, the Retry-After while engines sleep: nobody knows when they are woken up
+ASLEEP = "sleeping: POST /wake_up has it serve again"
 
 
 class Frontend:
@@ -154,7 +156,7 @@ class Frontend:
         if self._closed:
             return "the server is shutting down"
         now = self.clock.now()
-        if any(instance.well(now) for instance in self._instances):
+        if any(instance.up(now) for instance in self._instances):
             return self.engine_client.trouble
         troubles = {i.name: i.trouble(now) for i in self._instances if i.trouble(now)}
         if len(troubles) == len(self._instances) and len(set(troubles.values())) == 1:  # one cause for all
@@ -225,7 +227,19 @@ class Frontend:
     def check_ready(self) -> None:
         """Raises `Unavailable` when a request would not be served now; the model's sizes may not be known then."""
         if not self.ready:
+            if self.healthy and self.asleep:
+                raise Unavailable(ASLEEP, SLEEPS_FOR)
             raise Unavailable(f"not ready: {self.unhealthy_reason or 'starting'}")
+
+    def check_known(self) -> None:
+        """The same of what needs the model's sizes alone, which are known of engines that sleep too."""
+        if not (self.healthy and self.asleep):
+            self.check_ready()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether all engines sleep, or are about to."""
+        return self.engine_client.asleep
 
     def served_model(self, name: str | None) -> str:
         """The name to answer under. Raises `ModelNotFound`."""

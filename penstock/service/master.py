@@ -191,7 +191,7 @@ class Master:
             return self._stopped(name, "it was stopped")
         if before is not None and before.address != endpoint.address:
             return self._leave(name, "it is elsewhere now")
-        if session is not None and endpoint.state == "leaving" and not session.leaving:
+        if session is not None and endpoint.state == "leaving" and not session.drains:
             return self._drain(session, "it is to leave")
         return []
 
@@ -513,7 +513,8 @@ class Master:
                 able = [s for s in self._roster.able(now) if s.name in session.peers]
                 if able := [s for s in able if self._takes(s, resident.demand)]:
                     to = max(able, key=lambda s: (s.view().free_blocks / s.view().num_blocks, s.name)).name
-                    migration = Migration(key=resident.demand.key, to=to, reason=f"drain: {session.name} is to stop")
+                    why = "is to stop" if session.drains else "is to sleep"
+                    migration = Migration(key=resident.demand.key, to=to, reason=f"drain: {session.name} {why}")
                     actions.append(self._relocate(now, self._in_flight[migration.key], migration))
         return actions
 
@@ -642,7 +643,7 @@ class Master:
         )
 
     def states(self, now: float) -> dict[str, str]:
-        """Every instance -> "absent", "ready", "suspect" or "draining"."""
+        """Every instance -> "absent", "ready", "suspect", "draining" or "sleeping"."""
         return {name: self._state(now, self._sessions.get(name)) for name in self._endpoints}
 
     def _state(self, now: float, session: InstanceSession | None) -> str:
@@ -650,7 +651,7 @@ class Master:
             return "absent"
         if now - session.heard > SUSPECT_AFTER:
             return "suspect"
-        return "draining" if session.leaving else "ready"
+        return "draining" if session.drains else "sleeping" if session.sleeps else "ready"
 
     def overview(self, now: float) -> Overview:
         """How the deployment does; what was decided, the recorder knows."""

@@ -97,7 +97,17 @@ class InstanceSession:
     @property
     def leaving(self) -> bool:
         """Whether it takes nothing new."""
+        return self.drains or self.sleeps
+
+    @property
+    def drains(self) -> bool:
+        """Whether it is to stop."""
         return self.draining or (self.snapshot is not None and self.snapshot.draining)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it takes nothing new until it is woken up."""
+        return self.snapshot is not None and self.snapshot.asleep > 0
 
     @property
     def drained(self) -> bool:
@@ -385,8 +395,13 @@ class Scaler:
         Args:
             names: all instances that there can be.
             sessions: of those that serve, or drain.
+
+        Returns:
+            Nothing while one sleeps: whoever put it to sleep wants no other in its place.
         """
         self._next = now + self._policy.interval
+        if any(session.sleeps for session in sessions.values()):
+            return []
         fleet = Fleet(
             absent=[name for name in names if name not in sessions and name not in self._starting],
             starting=dict(self._starting),

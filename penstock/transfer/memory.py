@@ -78,7 +78,8 @@ class PoolMemory:
     def punch(self, first: int, count: int) -> None:
         """Return the memory of `count` blocks from `first` on to the system; they read as zeros, for everybody."""
         assert self.block_bytes % PAGE == 0
-        self._map.madvise(mmap.MADV_REMOVE, first * self.block_bytes, count * self.block_bytes)
+        advice = mmap.MADV_REMOVE if self.fd >= 0 else mmap.MADV_DONTNEED
+        self._map.madvise(advice, first * self.block_bytes, count * self.block_bytes)
 
     def close(self) -> None:
         """Close it. The mapping stays until its last view, such as a tensor's, is gone."""

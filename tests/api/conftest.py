@@ -129,6 +129,7 @@ class ScriptedFrontend:
     embedding = EmbeddingDefaults()
     created = 1_700_000_000
     unhealthy_reason = ""
+    asleep = False
     modelled: dict[str, int] | None = None
 
     def __init__(self) -> None:
@@ -228,6 +229,9 @@ class ScriptedFrontend:
 
     def check_ready(self) -> None:
         Frontend.check_ready(cast(Any, self))
+
+    def check_known(self) -> None:
+        Frontend.check_known(cast(Any, self))
 
     def served_model(self, name: str | None) -> str:
         return Frontend.served_model(cast(Any, self), name)

@@ -35,6 +35,7 @@ def options():
         max_body_size=1 << 20,
         metrics_compat="none",
         otlp_traces_endpoint=None,
+        enable_sleep_mode=False,
     )
 
 

@@ -254,3 +254,30 @@ def alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_server_that_sleeps_has_given_its_memory_back():
+    """And keeps what runs, says the same when it is woken up, and needs nothing but a restart when it is killed."""
+    ask = {"model": "demo", "prompt": [(7 * i) % 900 for i in range(3000)], "max_tokens": 4, "temperature": 0.0}
+    with serving("demo", "--enable-sleep-mode", *QUICK) as server, httpx.Client(base_url=server.url) as http:
+        first = http.post("/v1/completions", json=ask, timeout=60).json()
+        eventually(lambda: server.metric("kv_cache_usage_perc", engine="engine-0") == 0.0)
+        before = server.memory(kv=True)
+        for level in (1, 2):
+            with http.stream("POST", "/v1/completions", json=ask | {"stream": True, "max_tokens": 50}) as running:
+                lines = running.iter_lines()
+                next(lines)
+                assert http.post(f"/sleep?level={level}", timeout=60).status_code == 200
+                *_, done = [line for line in lines if line]
+                assert done == "data: [DONE]"
+            assert before - server.memory(kv=True) > 5 << 20, "more than half of what the prompt's KV takes"
+            assert http.post("/v1/completions", json=ask).status_code == 503
+            assert http.post("/wake_up", timeout=60).status_code == 200
+            again = http.post("/v1/completions", json=ask, timeout=60).json()
+            assert again["choices"] == first["choices"]
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert http.post("/sleep", timeout=60).status_code == 200
+        os.kill(engine := server.engine_pid(), signal.SIGKILL)
+        eventually(lambda: server.has_engine(engine) and http.get("/ready").status_code == 200, 60)
+        assert not http.get("/is_sleeping").json()["is_sleeping"]
+        assert http.post("/v1/completions", json=ask, timeout=60).json()["choices"] == first["choices"]

@@ -159,6 +159,19 @@ def test_silent_and_draining_instances_get_no_work():
     assert "a0 draining, a1 draining" in answer.message
 
 
+def test_sleeping_instances_get_no_work_until_they_are_woken_up():
+    cluster = Cluster("a0", "a1")
+    cluster.snap("a0", asleep=1)
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
+    cluster.snap("a1", asleep=2)
+    answer = cluster.place()
+    assert isinstance(answer, NoPlace)
+    assert "a0 sleeping, a1 sleeping" in answer.message
+    cluster.snap("a0", 2)
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}
+    assert cluster.tick() == [], "none is stopped"
+
+
 def test_when_all_are_silent_they_are_all_there_is_but_not_for_ever():
     cluster = Cluster("a0")
     cluster.now = SUSPECT_AFTER + 1

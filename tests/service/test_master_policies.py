@@ -200,7 +200,8 @@ def test_what_runs_is_moved_once_at_a_time():
     assert cluster.policy.running == {"a": [], "b": ["r"]}
 
 
-def test_an_instance_that_drains_hands_over_what_it_runs():
+@pytest.mark.parametrize("state", [{"draining": True}, {"asleep": 1}])
+def test_an_instance_that_drains_or_is_to_sleep_hands_over_what_it_runs(state):
     cluster = Cluster("a", "b", "c", roles=Scripted())  # all are linked with all
     cluster.policy.to = "a"
     for name in ("r", "s"):
@@ -208,9 +209,10 @@ def test_an_instance_that_drains_hands_over_what_it_runs():
     cluster.place("t")
     cluster.engine("b", snapshot(1, 1, free_blocks=2, num_blocks=4))
     cluster.engine("c", snapshot(1, 1, free_blocks=4, num_blocks=4))
-    cluster.engine("a", snapshot(1, 1, draining=True, running=3, num_blocks=4))
+    cluster.engine("a", snapshot(1, 1, **state, running=3, num_blocks=4))
+    why = "drain: a is to stop" if "draining" in state else "drain: a is to sleep"
     told = [(m.request_id, m.peer.name, m.reason) for m in messages(cluster.did())]
-    assert told == [("r", "c", "drain: a is to stop"), ("s", "c", "drain: a is to stop")]
+    assert told == [("r", "c", why), ("s", "c", why)]
     assert messages(cluster.did()) == []
     cluster.say(Settled("r", 0, "c"))
     cluster.say(Settled("s", 0, "a"))
@@ -427,6 +429,17 @@ def test_instances_are_started_and_drained_before_they_stop():
     cluster.now = 4.0
     cluster.did()
     assert list(scaling.fleets[-1].absent) == ["b"]
+
+
+def test_nothing_is_started_or_stopped_while_an_instance_sleeps():
+    scaling = Scripted()
+    cluster = Cluster("a", scaling=scaling, standby=["b"])
+    cluster.engine("a", snapshot(1, 1, asleep=1))
+    scaling.changes = [Start(name="b", role="any", reason="nobody serves")]
+    assert cluster.did() == []
+    cluster.engine("a", snapshot(1, 2))
+    cluster.now = 1.0
+    assert cluster.did() == [StartInstance("b", "any")]
 
 
 def test_instances_join_leave_and_are_drained_while_it_runs():

@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.layout import KVLayout
+from penstock.core.memory import Part
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
@@ -119,6 +120,34 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     to: int
 
 
+class Sleep(msgspec.Struct, tag=True, frozen=True):
+    """Accept no new requests, finish the running ones, and then give memory back; `Slept` answers. One that sleeps
+    already only ever sleeps deeper.
+
+    Attributes:
+        number: of this order, among the sender's.
+        level: 1 forgets the KV cache and puts weights in the host's memory, 2 forgets both.
+    """
+
+    to: int
+    number: int
+    level: Literal[1, 2]
+
+
+class WakeUp(msgspec.Struct, tag=True, frozen=True):
+    """Take up memory again; `Slept` answers. With everything there again the engine accepts requests. A `Sleep` that
+    still waits for running requests is given up.
+
+    Attributes:
+        number: as in `Sleep`.
+        parts: what is to be there again.
+    """
+
+    to: int
+    number: int
+    parts: list[Part]
+
+
 class AskCache(msgspec.Struct, tag=True, frozen=True):
     """Send every cached key, as a `CacheDelta` with `whole` for each tier."""
 
@@ -133,7 +162,21 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Leg now; running requests are lost."""
 
 
-Command = Hello | Enqueue | Cancel | Migrate | LinkPeer | UnlinkPeer | SetRole | Drain | AskCache | Inspect | Shutdown
+Command = (
+    Hello
+    | Enqueue
+    | Cancel
+    | Migrate
+    | LinkPeer
+    | UnlinkPeer
+    | SetRole
+    | Drain
+    | Sleep
+    | WakeUp
+    | AskCache
+    | Inspect
+    | Shutdown
+)
 LEASE = 5.0  # seconds without a Hello after which a frontend counts as failed
 
 
@@ -208,6 +251,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     migrations: int = 0  # for which blocks were reserved
     migration_wait: float = 0.0  # seconds that these waited for it
     interruptions: int = 0  # steps of offline work that ended early for online work
+    asleep: int = 0  # the level at which it sleeps, or is about to; 0 while it takes requests
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -246,11 +290,26 @@ class Stayed(msgspec.Struct, tag=True, frozen=True):
     here: bool = True
 
 
+class Slept(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a `Sleep` or a `WakeUp`, when it is done; or why it is not: then the engine is as it was before.
+
+    Attributes:
+        number: of the order.
+        level: as in `EngineStats.asleep`.
+    """
+
+    incarnation: int
+    number: int
+    level: int
+    error: str = ""
+
+
 class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An engine's load for the master, about every 50 ms while it changes and twice a second while it does not.
 
     Attributes:
         sequence: counts up within an incarnation.
+        asleep: as in `EngineStats`; it takes nothing new, as if it drained.
         waiting_tokens: tokens that are still to be computed for the waiting requests.
         prefill_tokens: the same, for those that run.
         running_tokens: tokens whose KV the running requests hold.
@@ -280,6 +339,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reserved_blocks: int
     num_blocks: int
     token_budget: int
+    asleep: int = 0
     migration_queue: int = 0
     migration_wait_ms: float = 0.0
     ttft_ms: float | None
@@ -328,7 +388,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Event = Ready | StepReport | Refused | Stayed | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+Event = Ready | StepReport | Refused | Stayed | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
 
 decode_command = decoder(Command).decode
 decode_event = decoder(Event).decode

@@ -253,7 +253,8 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
     """An instance as the master sees it; what it reported, where it serves.
 
     Attributes:
-        state: "ready", "suspect" when it has been silent, "draining", "absent" while it starts or restarts, "stopped".
+        state: "ready", "suspect" when it has been silent, "draining", "sleeping", "absent" while it starts or
+            restarts, "stopped".
         pending_tokens: prompt tokens that are still to be computed there.
         held_tokens: whose KV is there or will be.
         used_blocks: of `num_blocks`; those that only the prefix cache keeps are not used.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.core.memory import Part
 from penstock.core.wire.codec import decoder
 
 MAX_MESSAGE = 64 << 10  # bytes
@@ -20,6 +21,18 @@ class OpenCache(msgspec.Struct, tag=True, frozen=True):
 
     num_blocks: int
     max_model_len: int
+
+
+class Rest(msgspec.Struct, tag=True, frozen=True):
+    """Give memory back; see `Worker.sleep`. `Opened` answers it and `Resume`, with which an empty plan comes."""
+
+    level: int
+
+
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Take up memory again; see `Worker.wake_up`."""
+
+    parts: list[Part]
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -58,4 +71,5 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 FromRank = Loaded | Opened | Logged | Ended
 decode_from_rank = decoder(FromRank).decode
-decode_to_rank = decoder(OpenCache).decode
+ToRank = OpenCache | Rest | Resume
+decode_to_rank = decoder(ToRank).decode

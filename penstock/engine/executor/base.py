@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.core.memory import Part
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.stop import Stop
 
@@ -57,6 +59,18 @@ class Computes(Protocol):
 
     def check(self) -> None:
         """Raise AssertionError unless everything it holds is accounted for."""
+        ...
+
+
+class Memory(Protocol):
+    """An engine's memory."""
+
+    def sleep(self, level: int, blocks: Sequence[int] | None = None) -> None:
+        """Give it back; see `Worker.sleep`."""
+        ...
+
+    def wake_up(self, parts: Sequence[Part]) -> None:
+        """Take it up again; see `Worker.wake_up`. Raises ConfigError."""
         ...
 
 

@@ -20,22 +20,37 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.memory import Part
 from penstock.core.plan import StepPlan
 from penstock.core.wire.codec import encode
-from penstock.core.wire.rank import MAX_MESSAGE, Ended, Loaded, Logged, OpenCache, Opened, decode_from_rank
+from penstock.core.wire.rank import (
+    MAX_MESSAGE,
+    Ended,
+    Loaded,
+    Logged,
+    OpenCache,
+    Opened,
+    Rest,
+    Resume,
+    decode_from_rank,
+)
 from penstock.engine.executor.base import MaskCosts, Pending, Ran
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.plans import encode_plan
 from penstock.engine.options import EngineOptions
 from penstock.nn.ranks import Ranks, SharedMemoryRanks, joined
+
+if TYPE_CHECKING:
+    from penstock.engine.worker import Worker
 
 log = logging.getLogger("penstock.engine")
 # Of plans that all ranks have read; two are in flight, and one is being written. The memory is found when it is used.
@@ -117,6 +132,10 @@ class RankProcesses:
         """Of rank 0's own and these."""
         return ProcessExecutor(own, self)
 
+    def memory(self, own: Worker) -> ProcessMemory:
+        """Of rank 0's worker and these."""
+        return ProcessMemory(own, self)
+
     def join(self) -> Ranks:
         """What rank 0's model exchanges through."""
         return joined(self._device, self.ranks, self._meeting)
@@ -143,9 +162,20 @@ class RankProcesses:
         """Wait until all can run plans. Raises RankFailed or ConfigError."""
         self._await(lambda rank: rank.opened)
 
+    def order(self, order: Rest | Resume) -> None:
+        """Have all do this after the plans that were posted; `opened` waits for it."""
+        for rank in self.others:
+            rank.opened = False
+            with suppress(OSError):
+                rank.link.send(encode(order))
+        self._post(b"")
+
     def post(self, plan: StepPlan) -> None:
         """Have all run a plan. Of those that were posted before, all but the last two have been run."""
-        data = encode_plan(plan)
+        self._post(encode_plan(plan))
+
+    def _post(self, data: bytes) -> None:
+        """Empty: there is an order."""
         assert len(data) <= SLOT_BYTES - 8, f"a plan of {len(data)} bytes"
         at = self._plans + self._posted % SLOTS * SLOT_BYTES
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")
@@ -302,6 +332,29 @@ class ProcessExecutor:
 
     def check(self) -> None:
         self._own.check()
+
+
+class ProcessMemory:
+    """The memory of all ranks: each gives back, and takes up again, its part of it."""
+
+    def __init__(self, own: Worker, others: RankProcesses) -> None:
+        self._own, self._others = own, others
+
+    def sleep(self, level: int, blocks: Sequence[int] | None = None) -> None:
+        """As `Worker.sleep`. Raises RankFailed."""
+        self._others.order(Rest(level))
+        self._own.sleep(level, blocks)
+        self._others.opened()
+
+    def wake_up(self, parts: Sequence[Part]) -> None:
+        """As `Worker.wake_up`. Raises RankFailed: where one of them cannot, the others wait for it in vain."""
+        self._others.order(Resume(list(parts)))
+        try:
+            self._own.wake_up(parts)
+            self._others.opened()
+        except ConfigError as error:
+            self._others.fail(0, RankFailed(f"a rank cannot wake up: {error}"))
+            raise RankFailed(f"a rank cannot wake up: {error}") from error
 
 
 class _Together:

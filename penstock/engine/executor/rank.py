@@ -19,11 +19,25 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.wire.codec import encode
-from penstock.core.wire.rank import MAX_MESSAGE, Ended, Loaded, Logged, Opened, decode_to_rank
+from penstock.core.wire.rank import (
+    MAX_MESSAGE,
+    Ended,
+    Loaded,
+    Logged,
+    OpenCache,
+    Opened,
+    Rest,
+    Resume,
+    ToRank,
+    decode_to_rank,
+)
+
+if TYPE_CHECKING:
+    from penstock.engine.worker import Worker
 
 
 class LinkHandler(logging.Handler):
@@ -82,6 +96,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     if not data:
         return
     wanted = decode_to_rank(data)
+    assert isinstance(wanted, OpenCache)
     worker.open(wanted.num_blocks, wanted.max_model_len)
     link.send(encode(Opened()))
     worker.save_weights()
@@ -91,8 +106,21 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         ranks.await_plan()
         at = plans + number % SLOTS * SLOT_BYTES
         length = int.from_bytes(memory[at : at + 8], "little")
-        worker.runner.run(decode(memory[at + 8 : at + 8 + length]))
         number += 1
+        if length:
+            worker.runner.run(decode(memory[at + 8 : at + 8 + length]))
+        elif data := link.recv(MAX_MESSAGE):
+            obey(worker, decode_to_rank(data))
+            link.send(encode(Opened()))
+
+
+def obey(worker: Worker, order: ToRank) -> None:
+    """Raises ConfigError as `Worker.wake_up` does."""
+    match order:
+        case Rest(level=level):
+            worker.sleep(level)
+        case Resume(parts=parts):
+            worker.wake_up(parts)
 
 
 if __name__ == "__main__":

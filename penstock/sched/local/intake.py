@@ -47,6 +47,7 @@ class Intake:
 
     Attributes:
         role: which work the master means it for.
+        asleep: the level at which the engine sleeps, or is about to; 0 while it takes requests.
         frontends: the connected ones' names; None to accept all.
         handoffs: None where it takes no part in any.
         news: request id -> the position of its next token to report; kept by servers that do not report every step.
@@ -58,6 +59,7 @@ class Intake:
         self.peer, self.role = peer, role
         self.role_generation = 0
         self.draining = False
+        self.asleep = 0
         self.scheduler = scheduler
         self._add: Adds = add or scheduler.add
         self.frontends: Set[str] | None = None
@@ -93,8 +95,8 @@ class Intake:
         if command.to != incarnation:
             message = f"meant for incarnation {command.to} of {self.peer.name}, this is {incarnation}"
             return Refused(incarnation, request.id, message, "stale")
-        if self.draining:
-            return Refused(incarnation, request.id, "this instance takes nothing new", "draining")
+        if closed := self._closed:
+            return Refused(incarnation, request.id, closed, "draining")
         if unknown := self._unknown_tokens(request):
             return Refused(incarnation, request.id, unknown)
         owner = self._owner.get(request.id)
@@ -205,6 +207,7 @@ class Intake:
             role=self.role,
             role_generation=self.role_generation,
             draining=self.draining,
+            asleep=self.asleep,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             migrating=scheduler.num_migrating,
@@ -226,8 +229,8 @@ class Intake:
     # --- what hand-offs tell
 
     def refuses(self, request: Request, frontend: str) -> str:
-        if self.draining:
-            return "this instance takes nothing new"
+        if closed := self._closed:
+            return closed
         if self.frontends is not None and frontend not in self.frontends:
             return f"the frontend {frontend} is not connected"
         return self._unknown_tokens(request)
@@ -248,6 +251,11 @@ class Intake:
         self._failed.append(output)
 
     # --- inside
+
+    @property
+    def _closed(self) -> str:
+        """Why it takes nothing new; "" while it does."""
+        return "this instance takes nothing new" if self.draining else "this instance sleeps" if self.asleep else ""
 
     def _drop(self, frontend: str, request_ids: Iterable[str], generation: float = inf) -> None:
         """In attempts up to `generation`."""

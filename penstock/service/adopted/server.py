@@ -36,9 +36,12 @@ from penstock.core.wire.engine import (
     Refused,
     SetRole,
     Shutdown,
+    Sleep,
+    Slept,
     Snapshot,
     Stayed,
     StepReport,
+    WakeUp,
     decode_command,
 )
 from penstock.kv.keys import extend_keys, salted
@@ -251,6 +254,8 @@ class AdoptedServer:
                     self._role, self._role_generation = role, number
             case Drain():
                 self._draining = True
+            case Sleep() | WakeUp():
+                self._send(client, Slept(self._incarnation, command.number, 0, "ask the adopted server itself"))
             case AskCache():
                 self._send_cache(client)
             case _:
