@@ -4,10 +4,9 @@ import pytest
 
 from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
-from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.policies import Circumstances
-from penstock.sim.baselines import POLICIES
+from penstock.sim.baselines import ENGINE_POLICIES, POLICIES
 from penstock.sim.scenario import parse
 from penstock.sim.workload import SLO
 from tests.sim.scenarios import COLOCATED, ONE_LINE, SCENARIOS, SPLIT, WORKLOAD, read
@@ -237,7 +236,7 @@ BAD = {
         "t.yaml:3: engine.efficiency: '2', allowed is a number above 0 and at most 1"
     ],
     ONE_LINE.replace("h200", "h200, scheduling-policy: best"): [
-        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(LOCAL_POLICIES)
+        "t.yaml:3: engine.scheduling-policy: 'best', allowed is " + ", ".join(ENGINE_POLICIES)
     ],
     ONE_LINE.replace("h200", "l4, geometry: llama-2-70b, tensor-parallel-size: 4"): [
         "t.yaml:4: instances[0]: 16384 tokens need more KV than the 0 blocks there"
