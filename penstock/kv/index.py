@@ -1,14 +1,20 @@
-"""Which instance has which prefix: the cluster's caches as one index, updated by the instances' deltas."""
+"""Which instance has which prefix: the cluster's caches as one index, updated by the instances' deltas.
+
+Blocks that follow one another in a prompt mostly have the same holders. So sets of holders are never changed but
+replaced, and blocks that change together share one: a key costs no set of its own, and a walk along a prompt compares
+identities where nothing changes from one block to the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from penstock.core.wire.engine import CacheDelta
 
 DEVICE = "device"  # the tier that blocks are computed with; from all others they are loaded into it
-_NOBODY: frozenset[str] = frozenset()
+_Holders = frozenset[str]
+_NOBODY: _Holders = frozenset()
 _NOTHING: dict[str, int] = {}
 
 
@@ -22,9 +28,14 @@ class _Tier:
 
 @dataclass(slots=True)
 class _Told:
-    """The keys that one incarnation of an instance has reported."""
+    """The keys that one incarnation of an instance has reported.
+
+    Attributes:
+        alone: the holders of what it alone has.
+    """
 
     incarnation: int
+    alone: _Holders
     tiers: dict[str, _Tier] = field(default_factory=dict)
 
 
@@ -33,8 +44,8 @@ class ClusterIndex:
     instance count as cached there."""
 
     def __init__(self) -> None:
-        self._device: dict[bytes, set[str]] = {}
-        self._below: dict[bytes, set[str]] = {}  # in whichever of the other tiers
+        self._device: dict[bytes, _Holders] = {}
+        self._below: dict[bytes, _Holders] = {}  # in whichever of the other tiers
         self._told: dict[str, _Told] = {}
         # key -> instance -> prompts under way that will leave it there
         self._expected: dict[bytes, dict[str, int]] = {}
@@ -47,27 +58,24 @@ class ClusterIndex:
         told = self._told.get(instance)
         if told is None or delta.incarnation != told.incarnation:
             self.forget(instance)
-            told = self._told[instance] = _Told(delta.incarnation)
+            told = self._told[instance] = _Told(delta.incarnation, frozenset((instance,)))
         tier = told.tiers.get(delta.tier)
         if delta.whole:
-            self._void(instance, told, delta.tier)
+            self._void(told, delta.tier)
             tier = told.tiers[delta.tier] = _Tier(delta.sequence)
         elif tier is None:
             return False
         elif delta.sequence <= tier.sequence:
             return True  # known already
         elif delta.sequence != tier.sequence + 1:
-            self._void(instance, told, delta.tier)
+            self._void(told, delta.tier)
             return False
         tier.sequence = delta.sequence
-        for key in delta.removed:
-            if key in tier.keys:
-                tier.keys.remove(key)
-                self._remove(instance, told, delta.tier, key)
-        index = self._index(delta.tier)
-        for key in delta.added:
-            tier.keys.add(key)
-            index.setdefault(key, set()).add(instance)
+        removed = tier.keys.intersection(delta.removed)
+        tier.keys -= removed
+        self._remove(told, delta.tier, removed)
+        tier.keys.update(delta.added)
+        self._add(told, delta.tier, delta.added)
         return True
 
     def forget(self, instance: str) -> None:
@@ -75,7 +83,7 @@ class ClusterIndex:
         told = self._told.pop(instance, None)
         if told is not None:
             for tier in list(told.tiers):
-                self._void(instance, told, tier)
+                self._void(told, tier)
 
     def expect(self, instance: str, keys: Sequence[bytes]) -> None:
         """A prompt with these keys was sent to an instance: later prompts will find them there."""
@@ -100,8 +108,13 @@ class ClusterIndex:
         """
         found: dict[str, int] = {}
         live = self._holders(keys[0]) if keys else _NOBODY
+        all_there: _Holders | None = None  # the holders of the block before, if all that are live were among them
         for count, key in enumerate(keys):
-            gone = live - self._device.get(key, _NOBODY)
+            there = self._device.get(key, _NOBODY)
+            if there is all_there:
+                continue
+            gone = live - there
+            all_there = None if gone else there
             if gone:
                 gone = self._without(gone, key)
             if gone:
@@ -126,10 +139,15 @@ class ClusterIndex:
         for name, count in found.items():
             ends.setdefault(count, set()).add(name)
         live = frozenset(found)
+        all_there: _Holders | None = None  # as in `match`
         for place, key in enumerate(keys[: max(ends)]):
             if place in ends:
                 live = live - ends[place]
-            lacking = live - self._device.get(key, _NOBODY) if key in self._below else _NOBODY
+            there = self._device.get(key, _NOBODY)
+            if there is all_there:
+                continue
+            lacking = live - there if key in self._below else _NOBODY
+            all_there = None if lacking or key not in self._below else there
             if lacking and (expected := self._expected.get(key)) is not None:
                 lacking = lacking - expected.keys()
             for name in lacking:
@@ -152,23 +170,46 @@ class ClusterIndex:
         told = self._told.get(instance)
         return len(told.tiers[tier].keys) if told is not None and tier in told.tiers else 0
 
-    def _void(self, instance: str, told: _Told, tier: str) -> None:
+    def _void(self, told: _Told, tier: str) -> None:
         """What is known of one tier is not so any longer."""
         gone = told.tiers.pop(tier, None)
-        for key in gone.keys if gone is not None else ():
-            self._remove(instance, told, tier, key)
+        if gone is not None:
+            self._remove(told, tier, gone.keys)
 
-    def _remove(self, instance: str, told: _Told, tier: str, key: bytes) -> None:
-        """It has left a tier's keys."""
-        if tier != DEVICE and any(key in other.keys for name, other in told.tiers.items() if name != DEVICE):
-            return
-        index = self._index(tier)
-        holders = index[key]
-        holders.discard(instance)
-        if not holders:
-            del index[key]
+    def _add(self, told: _Told, tier: str, keys: Iterable[bytes]) -> None:
+        """These have come into one of its tiers."""
+        index, alone = self._index(tier), told.alone
+        after: dict[_Holders, _Holders] = {}  # a set's hash is computed once, and equal is first of all identical
+        for key in keys:
+            holders = index.setdefault(key, alone)
+            if holders is not alone:
+                more = after.get(holders)
+                if more is None:
+                    more = after[holders] = holders if alone <= holders else holders | alone
+                index[key] = more
 
-    def _index(self, tier: str) -> dict[bytes, set[str]]:
+    def _remove(self, told: _Told, tier: str, keys: Iterable[bytes]) -> None:
+        """These have left one of its tiers."""
+        index, alone = self._index(tier), told.alone
+        others = [] if tier == DEVICE else [each.keys for name, each in told.tiers.items() if name != DEVICE]
+        after: dict[_Holders, _Holders] = {alone: _NOBODY}
+        for key in keys:
+            if any(key in other for other in others):
+                continue
+            holders = index[key]
+            fewer = after.get(holders)
+            if fewer is None:
+                fewer = after[holders] = self._shared(holders - alone)
+            if fewer:
+                index[key] = fewer
+            else:
+                del index[key]
+
+    def _shared(self, holders: _Holders) -> _Holders:
+        """The same, as the one object that there is for a single holder."""
+        return self._told[next(iter(holders))].alone if len(holders) == 1 else holders
+
+    def _index(self, tier: str) -> dict[bytes, _Holders]:
         return self._device if tier == DEVICE else self._below
 
     def check(self) -> None:
@@ -184,5 +225,7 @@ class ClusterIndex:
             }
             assert by_key == by_name, "the index and what instances told differ"
             assert all(index.values()), "a key that nobody has"
+            for holders in index.values():
+                assert len(holders) > 1 or holders is self._shared(holders), "a block has a set of its own"
         assert all(n > 0 for counts in self._expected.values() for n in counts.values()), "a key that nobody expects"
         assert all(self._expected.values()), "a key that nobody expects"
