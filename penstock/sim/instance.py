@@ -195,7 +195,9 @@ class SimInstance:
             self._send_peers(now)
             told, self._news = self._news, []
             rest = [letter for letter in letters if letter not in beside]
-            return [*told, *self.deliver(now, rest)] if rest else told
+            if rest:
+                return [*told, *self.deliver(now, rest)]
+            return [*told, *self._cut(now, self._stride)] if any(map(self._goes_on_here, beside)) else told
         self._inbox += letters
         while self._says_so_at < now:  # an idle report is on its way to the master
             self._looked_at = self._told_at = self._says_so_at
@@ -210,9 +212,13 @@ class SimInstance:
         if self._makes_way(now, self._stride, letters):
             self._stride.interrupt(now + STOPS_IN)
             return [self._wake_at(self._stride.end)]
-        dropped = self._stride.cut(now)
+        return self._cut(now, self._stride)
+
+    def _cut(self, now: float, stride: Stride) -> list[Due]:
+        """The step after this one will be another."""
+        dropped = stride.cut(now)
         self._pace.give_back(dropped)
-        return [self._wake_at(self._stride.end)] if dropped else []
+        return [self._wake_at(stride.end)] if dropped else []
 
     def _makes_way(self, now: float, stride: Stride, letters: Sequence[Letter]) -> bool:
         """Whether what runs is only offline, would run on for long, and something online has come. A request that comes
@@ -462,12 +468,12 @@ class SimInstance:
     def _is_beside(self, letter: Letter) -> bool:
         """Whether it is about a sequence that waits to leave: an engine reads all messages beside its steps, and of
         these the order does not matter."""
-        match letter:
-            case PeerArrival(message=Waiting() | Reserved() | Missing() | Committed() as answer):
-                return self.scheduler.migrating(answer.lease.request_id)
-            case ClientCommand(command=Migrate(request_id=request_id)):
-                return self.scheduler.migrating(request_id)
-        return False
+        return self.scheduler.migrating(_about(letter))
+
+    def _goes_on_here(self, letter: Letter) -> bool:
+        """Whether it was about a sequence that waited to leave, and now is in the next step."""
+        request_id = _about(letter)
+        return self.scheduler.sequence(request_id) is not None and not self.scheduler.migrating(request_id)
 
     def _handle(self, now: float, letter: Letter) -> None:
         match letter:
@@ -508,3 +514,13 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
+
+
+def _about(letter: Letter) -> str:
+    """The request that may wait for it to leave; "" where there is none."""
+    match letter:
+        case PeerArrival(message=Waiting() | Reserved() | Missing() | Committed() as answer):
+            return answer.lease.request_id
+        case ClientCommand(command=Migrate(request_id=request_id)):
+            return request_id
+    return ""
