@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Resident
-from penstock.sched.cluster.colocation import MARGIN, ROOM, LatencyRoles
+from penstock.sched.cluster.colocation import OUTPUT, ROOM, SHARE, LatencyRoles
 from penstock.sched.cluster.pull import DWELL, EVERY, QUIET, Pull, wanted
 from tests.helpers.policies import TIMES, demand, instance
 
@@ -63,10 +63,10 @@ def test_with_the_greatest_length_the_target_and_the_memory_just_hold(requests, 
     def holds(length):
         fits = held + length + 256 * (requests + 1) <= int(ROOM * blocks * BLOCK_TOKENS)
         room = fits and length <= load.max_model_len and requests + 1 <= ROOM * load.max_sequences
-        return room and TIMES.step_ms((), requests + 1, held + length) <= MARGIN * tpot * 1e3
+        return room and TIMES.step_ms((), requests + 1, held + length + OUTPUT * (requests + 1)) <= SHARE * tpot * 1e3
 
     assert not greatest or holds(greatest)
-    paced = not requests or load.decode_seconds <= MARGIN * tpot
+    paced = not requests or load.decode_seconds <= SHARE * tpot
     assert not paced or not holds(greatest + 1)
 
 
@@ -96,7 +96,7 @@ def test_the_running_sequence_nearest_to_the_preferred_length_is_pulled(rows, ch
 
 
 def test_nothing_is_pulled_beyond_the_greatest_length():
-    tight = ONLINE | {"tpot": 1e-3 * (TIMES.step_ms((), 21, 20_000 + 2000)) / MARGIN}
+    tight = ONLINE | {"tpot": 1e-3 * (TIMES.step_ms((), 21, 20_000 + 2000 + OUTPUT * 21)) / SHARE}
     there = residents("p0", 2500, 1500)
     assert pull(cluster(p0=OFFLINE | PROMPTS, d0=tight), there) == [("p0-1500", "d0", "pulled")]
     assert pull(cluster(p0=OFFLINE | PROMPTS, d0=tight), residents("p0", 2500)) == []

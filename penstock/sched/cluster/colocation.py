@@ -32,7 +32,7 @@ from penstock.sched.cluster.stages import hands_over, prefillers
 AHEAD = 0.5  # seconds of prompts that an instance has ahead of it at most, to be given an offline one
 AGAIN = 0.1  # seconds until asked again when nothing has room
 ROOM = 0.9  # share of an instance's blocks and sequences that offline work may fill
-MARGIN = 0.9  # share of the TPOT target that a predicted step may take
+SHARE = 0.8  # of the strictest online TPOT that steps may take with offline work; online sequences may fill up more
 OUTPUT = 256  # tokens that a sequence is expected to generate, where that is not known
 CHOSEN_FROM = 64  # of the oldest offline sequences
 PASSED = 16  # times that the oldest is passed over at most
@@ -132,7 +132,8 @@ class LatencyRoles:
         would run beside others."""
         if not may_hold(instance, demand) or not has_room(instance, demand):
             return False
-        return not instance.requests or step_with(instance, demand) <= MARGIN * self._target
+        grown = OUTPUT * (instance.requests + 1)
+        return not instance.requests or step_with(instance, demand, grown) <= SHARE * self._target
 
 
 class Colocated:
@@ -194,6 +195,11 @@ def has_room(instance: InstanceLoad, demand: Demand) -> bool:
     return held + coming <= ROOM * instance.num_blocks * BLOCK_TOKENS
 
 
-def step_with(instance: InstanceLoad, demand: Demand) -> float:
-    """Seconds of its decode step with one more."""
-    return instance.times.step_ms((), instance.requests + 1, instance.held_tokens + demand.prompt_tokens) / 1e3
+def step_with(instance: InstanceLoad, demand: Demand, grown: int = 0) -> float:
+    """Seconds of its decode step with one more.
+
+    Args:
+        grown: tokens by which contexts are longer by then.
+    """
+    held = instance.held_tokens + demand.prompt_tokens + grown
+    return instance.times.step_ms((), instance.requests + 1, held) / 1e3

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, InstanceLoad, Key, Migration, Resident, fitting
-from penstock.sched.cluster.colocation import COMPARED, MARGIN, OUTPUT, ROOM, LatencyRoles
-from penstock.sched.cluster.elastic_roles import interval
+from penstock.sched.cluster.colocation import COMPARED, OUTPUT, ROOM, SHARE, LatencyRoles
+from penstock.sched.cluster.elastic_roles import interval, misses, short, step_seconds, strained
 
 EVERY = 0.2  # seconds between two looks
 QUIET = 0.5  # seconds without prompts after which a relaxed instance takes sequences back
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     Attributes:
         preferred: with one more of it the step's arithmetic and memory would take the same time; 0 where memory is the
             bound already, and `greatest` where arithmetic is even with that.
-        greatest: with which its step keeps the target and its memory bears it; 0 for none.
+        greatest: with which its steps keep the target, also when all have grown, and its memory bears it; 0 for none.
     """
 
     preferred: int
@@ -49,11 +49,11 @@ def wanted(load: InstanceLoad, target: float) -> Wanted:
     """
     rows, held, times = load.requests + 1, load.held_tokens, load.times
     room = min(_room(load), load.max_model_len)
-    if room <= 0 or (load.requests and interval(load) > MARGIN * target):
+    if room <= 0 or (load.requests and _pace(load) > SHARE * target):
         return Wanted(0, 0)
-    limit_ms = MARGIN * target * 1e3
+    limit_ms, grown = SHARE * target * 1e3, held + OUTPUT * rows
     lengths = range(1, room + 1)
-    greatest = bisect_right(lengths, limit_ms, key=lambda n: times.step_ms((), rows, held + n))
+    greatest = bisect_right(lengths, limit_ms, key=lambda n: times.step_ms((), rows, grown + n))
     if not greatest:
         return Wanted(0, 0)
 
@@ -90,7 +90,7 @@ class Pull:
         self._quiet = {i.name: self._quiet.get(i.name, now) for i in relaxed if not i.pending_tokens}
         busy = [i for i in relaxed if i.pending_tokens and i.offline_requests and i.decoding]
         free = [i for i in relaxed if now - self._quiet.get(i.name, inf) >= QUIET]
-        migrations = self._pulled(view, strict, busy, target, residents) if busy else []
+        migrations = self._pulled(view, strict, busy, target, residents) if busy and not short(strict) else []
         if free and not view.offline:
             migrations += self._given_back(view, strict, free, target, residents)
         self._went |= {migration.key: now for migration in migrations}
@@ -166,6 +166,11 @@ class Pull:
                 generated = min(demand.max_tokens, round((view.now - resident.since) / pace))
                 found.append((demand.prompt_tokens + generated, resident))
         return found
+
+
+def _pace(load: InstanceLoad) -> float:
+    """Seconds between two tokens there, with the prompts that it has."""
+    return max(interval(load), step_seconds(load))
 
 
 def _room(load: InstanceLoad) -> int:
