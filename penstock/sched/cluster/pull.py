@@ -21,7 +21,7 @@ from typing import NamedTuple
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, InstanceLoad, Key, Migration, Resident, fitting
 from penstock.sched.cluster.colocation import COMPARED, OUTPUT, ROOM, SHARE, LatencyRoles
-from penstock.sched.cluster.elastic_roles import interval, misses, short, step_seconds, strained
+from penstock.sched.cluster.elastic_roles import interval, short, step_seconds
 
 EVERY = 0.2  # seconds between two looks
 QUIET = 0.5  # seconds without prompts after which a relaxed instance takes sequences back
