@@ -27,6 +27,7 @@ from penstock.core.wire.engine import (
     Drain,
     Enqueue,
     Event,
+    Fetched,
     LinkFailed,
     Migrate,
     Peer,
@@ -83,7 +84,9 @@ class InstanceSender(Protocol):
     def to_master(self, now: float, name: str, event: Event) -> Due: ...
     def report_arrives(self, at: float) -> float: ...
     def at_master(self, now: float, name: str, event: Event) -> list[Due]: ...
-    def to_frontend(self, now: float, frontend: str, name: str, message: OutputBatch | Refused | Stayed) -> Due: ...
+    def to_frontend(
+        self, now: float, frontend: str, name: str, message: OutputBatch | Refused | Stayed | Fetched
+    ) -> Due: ...
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
 
@@ -252,8 +255,8 @@ class SimInstance:
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
-        for frontend, stayed in self.intake.take_stayed():
-            self._news.append(self._post.to_frontend(now, frontend, self.name, stayed))
+        for frontend, said in (*self.intake.take_stayed(), *self.intake.take_fetched()):
+            self._news.append(self._post.to_frontend(now, frontend, self.name, said))
         if self.scheduler.has_work:
             self._begin(now)
         self._copy(now)

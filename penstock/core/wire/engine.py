@@ -32,6 +32,24 @@ class Leg(msgspec.Struct, frozen=True):
     peer: Peer | None
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where leading blocks of a prompt can be had that an instance does not have.
+
+    Attributes:
+        peer: who has them on its device; None where a failed instance has left them in the host's KV pool.
+        blocks: how many, from the first on.
+        ms: that it takes to bring what lacks, as predicted.
+    """
+
+    peer: Peer | None
+    blocks: int
+    ms: float
+
+    @property
+    def name(self) -> str:
+        return "the KV pool" if self.peer is None else self.peer.name
+
+
 # --- commands
 
 
@@ -58,12 +76,15 @@ class Enqueue(msgspec.Struct, tag=True, frozen=True):
         to: incarnation of the engine it is meant for.
         generation: which attempt this is.
         route: where it is to go on; empty where it stays.
+        source: from where blocks are to be fetched before it runs; `Fetched` tells what came of that. None computes
+            what is not in the cache.
     """
 
     to: int
     request: Request
     generation: int = 0
     route: list[Leg] = []
+    source: Source | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -200,6 +221,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         embedding_size: numbers in an embedding; 0 where it gives none.
         generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
+        kv_pool: names the host's KV pool that its blocks are in; "" when they are its own.
     """
 
     peer: Peer
@@ -219,6 +241,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     generates: bool = True
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
+    kv_pool: str = ""
     protocol: int = PROTOCOL
 
 
@@ -290,6 +313,21 @@ class Stayed(msgspec.Struct, tag=True, frozen=True):
     here: bool = True
 
 
+class Fetched(msgspec.Struct, tag=True, frozen=True):
+    """Blocks of a request have come from where its `Enqueue` said, or never will; now it queues to be computed.
+
+    Attributes:
+        tokens: of its prompt and of what was generated before, that came: 0 when nothing did, and all is computed.
+        ms: that it took.
+    """
+
+    incarnation: int
+    request_id: str
+    generation: int
+    tokens: int
+    ms: float
+
+
 class Slept(msgspec.Struct, tag=True, frozen=True):
     """The answer to a `Sleep` or a `WakeUp`, when it is done; or why it is not: then the engine is as it was before.
 
@@ -321,6 +359,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         migration_wait_ms: for how long the first of them has.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token of those
             online, time per token after it, and time between the last two steps; None before there is one.
+        fetch_ms: of one block from another instance, a recent mean; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
     """
 
@@ -345,6 +384,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     ttft_ms: float | None
     tpot_ms: float | None
     interval_ms: float | None
+    fetch_ms: float | None = None
     factors: dict[str, float]
 
 
@@ -388,7 +428,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Event = Ready | StepReport | Refused | Stayed | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+Event = Ready | StepReport | Refused | Stayed | Fetched | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
 
 decode_command = decoder(Command).decode
 decode_event = decoder(Event).decode

@@ -1,4 +1,5 @@
-"""Messages between two engines that hand a request over, after its prefill or while it decodes.
+"""Messages between two engines: one hands a request over to the other, after its prefill or while it decodes, or has
+blocks of it.
 
     prefiller                    decoder
     Reserve            ->                       blocks are reserved, under a lease
@@ -12,6 +13,14 @@
                        <-        Committed | Missing | Rejected
     Release            <->                      ends the lease, from either side
 
+One instance fetches blocks of a prompt from another that has them, and no request moves:
+
+    puller                       holder
+    Fetch              ->                       these blocks stay as they are for a while; asked again for what lacks
+                       <-        Lent           so many of them are there
+                       <-        Push, Push, ...
+    Release            ->                       it needs no more
+
 Every message may be lost, late, duplicated or out of order. A side that receives nothing ends the lease at its
 deadline.
 """
@@ -24,17 +33,24 @@ from penstock.core.request import Request
 from penstock.core.wire.codec import decoder
 
 
+FETCH = -1  # the attempt of a fetch
+
+
 class Lease(msgspec.Struct, frozen=True):
-    """Names one hand-off.
+    """Names one hand-off, or one fetch.
 
     Attributes:
         generation: which attempt to run the request.
-        attempt: which attempt, within that, to reserve blocks at a decode instance.
+        attempt: which attempt, within that, to reserve blocks at a decode instance; FETCH where blocks are fetched.
     """
 
     request_id: str
     generation: int
     attempt: int = 0
+
+    @property
+    def fetches(self) -> bool:
+        return self.attempt == FETCH
 
     @property
     def order(self) -> tuple[int, int]:
@@ -144,6 +160,26 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     lease: Lease
 
 
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Push blocks of a prompt, as far as they are in the cache.
+
+    Attributes:
+        keys: of these blocks, in order, of one group of layers each. Each is there only if all before it are.
+        wants: places in `keys` of those that are to be pushed, which is then their `index`.
+    """
+
+    lease: Lease
+    keys: list[bytes]
+    wants: list[int]
+
+
+class Lent(msgspec.Struct, tag=True, frozen=True):
+    """The first `have` of the keys are there, and stay until the lease ends."""
+
+    lease: Lease
+    have: int
+
+
 class Release(msgspec.Struct, tag=True, frozen=True):
     """The sender holds nothing under this lease any longer."""
 
@@ -152,7 +188,20 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 PeerMessage = (
-    Reserve | Waiting | Reserved | Rejected | Push | Sent | Arrived | Renew | Commit | Missing | Committed | Release
+    Reserve
+    | Waiting
+    | Reserved
+    | Rejected
+    | Push
+    | Sent
+    | Arrived
+    | Renew
+    | Commit
+    | Missing
+    | Committed
+    | Fetch
+    | Lent
+    | Release
 )
 
 decode_peer = decoder(PeerMessage).decode

@@ -12,8 +12,20 @@ from typing import Protocol
 
 from penstock.core.errors import UserError
 from penstock.core.request import Request, TokenOutput
-from penstock.core.wire.engine import Cancel, Drain, Enqueue, Migrate, Peer, Refused, Role, SetRole, Snapshot, Stayed
-from penstock.sched.local.handoff import Handoffs, HandoffTransport
+from penstock.core.wire.engine import (
+    Cancel,
+    Drain,
+    Enqueue,
+    Fetched,
+    Migrate,
+    Peer,
+    Refused,
+    Role,
+    SetRole,
+    Snapshot,
+    Stayed,
+)
+from penstock.sched.local.handoff import Handoffs, HandoffTransport, Orphans
 from penstock.sched.local.scheduler import Scheduler
 
 
@@ -34,7 +46,7 @@ class RequestOwner:
 
 
 class Adds(Protocol):
-    def __call__(self, request: Request, *, migrates: bool, now: float) -> None: ...
+    def __call__(self, request: Request, *, migrates: bool, awaits: bool, now: float) -> None: ...
 
 
 class Intake:
@@ -67,6 +79,7 @@ class Intake:
         self.news: dict[str, int] = {}
         self._failed: list[TokenOutput] = []
         self._stayed: list[tuple[str, Stayed]] = []
+        self._fetched: list[tuple[str, Fetched]] = []
         self._vocab_size = vocab_size
         self._owner: dict[str, RequestOwner] = {}
 
@@ -82,9 +95,9 @@ class Intake:
         """All requests, with their owners."""
         return self._owner.items()
 
-    def hand_off(self, transport: HandoffTransport, lease: float) -> Handoffs:
+    def hand_off(self, transport: HandoffTransport, lease: float, orphans: Orphans | None = None) -> Handoffs:
         """Take part in hand-offs from now on."""
-        self.handoffs = Handoffs(self.scheduler, transport, self, lease)
+        self.handoffs = Handoffs(self.scheduler, transport, self, lease, orphans)
         return self.handoffs
 
     # --- commands
@@ -106,8 +119,9 @@ class Intake:
         stays = "" if follows is None else self._stays(request, follows.peer)
         if stays or (follows is not None and follows.peer is None and self.role != "prefill"):
             follows = None
+        source = command.source if self.handoffs is not None else None
         try:
-            self._add(request, migrates=follows is not None, now=now)
+            self._add(request, migrates=follows is not None, awaits=source is not None, now=now)
         except UserError as error:
             return Refused(incarnation, request.id, str(error))
         self._owner[request.id] = RequestOwner(frontend, generation, migrates=follows is not None)
@@ -117,6 +131,8 @@ class Intake:
                 self.handoffs.hold(request, generation, frontend)
             elif follows is not None and follows.peer is not None:
                 self.handoffs.begin(now, request, generation, frontend, follows.peer)
+            if source is not None:
+                self.handoffs.fetch(now, request.id, generation, source)
         if stays:
             self._stay(frontend, request.id, generation, stays, command.route[0].peer)
         return None
@@ -195,6 +211,11 @@ class Intake:
         stayed, self._stayed = self._stayed, []
         return stayed
 
+    def take_fetched(self) -> list[tuple[str, Fetched]]:
+        """Whom to tell of fetches that are over, since the last call."""
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
     def snapshot(self) -> Snapshot:
         """The load, without a sequence number, so that two can be compared."""
         scheduler, measured = self.scheduler, self.scheduler.measurements
@@ -223,6 +244,7 @@ class Intake:
             ttft_ms=measured.ttft_ms,
             tpot_ms=measured.tpot_ms,
             interval_ms=measured.interval_ms,
+            fetch_ms=None if self.handoffs is None else self.handoffs.fetch_side.block_ms,
             factors=measured.factors,
         )
 
@@ -250,6 +272,11 @@ class Intake:
     def failed(self, output: TokenOutput) -> None:
         self._failed.append(output)
 
+    def fetched(self, request_id: str, tokens: int, ms: float) -> None:
+        owner = self._owner[request_id]
+        said = Fetched(self.peer.incarnation, request_id, owner.generation, tokens, ms)
+        self._fetched.append((owner.frontend, said))
+
     # --- inside
 
     @property
@@ -269,6 +296,8 @@ class Intake:
     def _let_go(self, request_id: str) -> None:
         self._forget(request_id)
         self.scheduler.cancel(request_id)
+        if self.handoffs is not None:
+            self.handoffs.fetch_side.cancel(request_id)
 
     def _forget(self, request_id: str) -> RequestOwner:
         self.news.pop(request_id, None)

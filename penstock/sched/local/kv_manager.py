@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.groups import Windows, key_of, largest_chunk, most_held, parent_of, stand_in
+from penstock.kv.groups import Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
 from penstock.kv.pool import BlockPool, Hit
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
-from penstock.sched.local.sequence import Sequence, blocks_for
+from penstock.sched.local.sequence import Sequence, WantedBlock, blocks_for, wanted_blocks
 from penstock.sched.local.steps import InFlightSteps
 
 
@@ -27,6 +27,7 @@ class KVManager:
 
     Attributes:
         limits: of steps, now.
+        pinned: how often each block is held for fetches (`sched.local.handoff.fetches`).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class KVManager:
         self.pool, self.offload, self.limits = pool, offload, limits
         self._prefix_cache, self._in_flight = prefix_cache, in_flight
         self.windows, self._windowed = windows, windows != (None,) * len(windows)
+        self.pinned: Counter[int] = Counter()
         self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
         assert self._largest, "the longest sequence does not fit the pool"
         self._most = most_held(windows, limits.max_model_len, min(limits.token_budget, self._largest))
@@ -93,6 +95,73 @@ class KVManager:
             return self.room_without([], [], running) - len(running) - sum(s.missing(chunk) for s in before)
 
         return self.offload.begin(sequence, self._keys(sequence), self.chunk, room)
+
+    # --- fetches
+
+    def take_in(self, sequence: Sequence, blocks: int, running: list[Sequence]) -> list[WantedBlock]:
+        """Pin what is there of its first blocks, and room for what is to come of them from another instance. Nothing
+        where all are there, or there is no room beside what others need.
+
+        Args:
+            running: all that run, each of which is left a block to grow.
+        """
+        keys = self._keys(sequence)[:blocks]
+        named = keys_of_all(keys, sequence.groups)
+        tables = [self.pool.match_each(names) for names in named]
+        if reach(sequence.windows, tables, len(keys)) == len(keys):
+            return []
+        seen, wanted = wanted_blocks(sequence, named, tables, len(keys))
+        there = [each.block for each in wanted if each.block is not None]
+        free = len(wanted) - len(there) + sum(map(self.pool.idle, there))
+        if sequence.missing(self.chunk, Hit(len(keys), [], seen)) + free > (
+            self.room_without([], [], running) - len(running)
+        ):
+            return []
+        self.pin(there)
+        lacking = [each for each in wanted if each.block is None]
+        for each, block in zip(lacking, self.pool.allocate(len(lacking)), strict=True):
+            each.block = block
+            self.pinned[block] += 1
+        return wanted
+
+    def take_over(self, wanted: Items[WantedBlock], good: int, busy: Set[int]) -> None:
+        """What was taken in can be found from now on, as far as it is good, and is pinned no longer.
+
+        Args:
+            good: how many of the first are there.
+            busy: of the others, those that something may still write to: they stay pinned.
+        """
+        held = []
+        for place, each in enumerate(wanted):
+            assert each.block is not None
+            if each.block in busy:
+                continue
+            self._unpinned(each.block)
+            held.append(self.pool.publish(each.block, each.key, each.parent) if place < good else each.block)
+        self.pool.release(held)
+
+    def pin(self, blocks: Items[int]) -> None:
+        """Hold these cached blocks, given from head to tail with all before them, while they are read."""
+        self.pool.hold(blocks)
+        self.pinned.update(blocks)
+
+    def unpin(self, blocks: Items[int]) -> None:
+        for block in blocks:
+            self._unpinned(block)
+        self.pool.release(blocks)
+
+    def swap_pinned(self, mine: int, theirs: int) -> None:
+        """A pinned block that is to be filled was exchanged for another that has its contents."""
+        self.pool.replace(mine, theirs)
+        self._unpinned(mine)
+        self.pinned[theirs] += 1
+
+    def _unpinned(self, block: int) -> None:
+        self.pinned[block] -= 1
+        if not self.pinned[block]:
+            del self.pinned[block]
+
+    # --- blocks of sequences
 
     def admit(self, sequence: Sequence, hit: Hit) -> None:
         """Admit it with the blocks that were found."""

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
-from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
+from penstock.kv.groups import held_of, key_of, keys_of_all, reach
 from penstock.kv.pool import BlockPool, Hit
 from penstock.kv.tier import Tier
-from penstock.sched.local.sequence import Sequence, StoreHold
+from penstock.sched.local.sequence import Sequence, StoreHold, WantedBlock, wanted_blocks
 from penstock.sched.steptime import StepTime
 
 MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
@@ -65,19 +65,6 @@ class _Storing(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """A block of a prefix.
-
-    Attributes:
-        block: where it is on the device, or will be; None before that is known.
-    """
-
-    key: bytes
-    parent: bytes
-    block: int | None
-
-
-@dataclass(slots=True)
 class _Loading:
     """
     Attributes:
@@ -87,7 +74,7 @@ class _Loading:
     """
 
     sequence: Sequence | None
-    wanted: list[_Wanted]
+    wanted: list[WantedBlock]
     moves: tuple[Move, ...]
 
     @property
@@ -212,13 +199,7 @@ class Offload:
         end = reach(windows, found, len(keys))
         if end == cached:
             return False
-        seen = sequence.seen_from(end * BLOCK_TOKENS)  # what is before that is needed by nobody
-        wanted = [
-            _Wanted(named[group][i], parent_of(keys[i - 1] if i else sequence.root, group), tables[group][i])
-            for i in range(end)
-            for group in range(groups)
-            if i >= seen[group]
-        ]
+        seen, wanted = wanted_blocks(sequence, named, tables, end)
         there = [each.block for each in wanted if each.block is not None]
         free = len(wanted) - len(there) + sum(map(self._pool.idle, there))
         if sequence.missing(chunk, Hit(end, [], seen)) + free > room():
@@ -233,7 +214,7 @@ class Offload:
         """What there is of a group's blocks on either tier."""
         return [self.tier.slot(key) if block is None else block for key, block in zip(keys, table, strict=True)]
 
-    def _order(self, sequence: Sequence, wanted: list[_Wanted]) -> None:
+    def _order(self, sequence: Sequence, wanted: list[WantedBlock]) -> None:
         self._pool.hold([each.block for each in wanted if each.block is not None])
         lacking = [each for each in wanted if each.block is None]
         moves = []

@@ -29,7 +29,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.policy.base import Allowance, LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.reservations import Reservation, Reservations
-from penstock.sched.local.sequence import Sequence, WaitingQueue, standing_of
+from penstock.sched.local.sequence import Sequence, WaitingQueue, WantedBlock, standing_of
 from penstock.sched.local.speculation import Speculation
 from penstock.sched.local.steps import InFlightSteps, Measurements, all_offline
 from penstock.sched.steptime import StepTime
@@ -130,6 +130,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting = WaitingQueue()
         self._loading: Mapping[str, Sequence] = {} if offload is None else offload.waiting  # unknown to the policy
+        self._awaiting: dict[str, Sequence] = {}  # blocks from other instances; unknown to the policy too
         self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._sequences: dict[str, Sequence] = {}  # all of them
         self.reservations = Reservations(self.kv, root, self._running)
@@ -155,8 +156,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for blocks to be loaded included."""
-        return len(self._waiting) + len(self._loading)
+        """Those that wait for blocks to be loaded or fetched included."""
+        return len(self._waiting) + len(self._loading) + len(self._awaiting)
 
     @property
     def num_migrating(self) -> int:
@@ -170,7 +171,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        return bool(self._running or self._waiting or self._in_flight.ending or self._loading)
+        waits = self._waiting or self._loading or self._awaiting
+        return bool(self._running or self._in_flight.ending or waits)
 
     @property
     def held_back(self) -> bool:
@@ -197,7 +199,8 @@ class Scheduler:
 
     def tokens_due(self) -> tuple[int, int, int]:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in self._loading.values()])
+        elsewhere = (*self._loading.values(), *self._awaiting.values())
+        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in elsewhere])
         held, prefill = 0, 0
         for sequence in (*self._running, *self._in_flight.ending.values()):
             held += sequence.computed
@@ -206,11 +209,12 @@ class Scheduler:
                 prefill += pending
         return waiting, prefill, held + sum([s.computed for s in self._migrating.values()])
 
-    def add(self, request: Request, *, migrates: bool = False, now: float = 0.0) -> None:
+    def add(self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float = 0.0) -> None:
         """Add a request.
 
         Args:
             migrates: once its first token is sampled it runs no further until it is told to `stay`, or has `migrated`.
+            awaits: it does not queue before it is said to have `fetched` blocks from elsewhere.
 
         Raises:
             PromptTooLong: it could never fit, even alone.
@@ -234,6 +238,10 @@ class Scheduler:
             check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
         sequence = self._make(request, now)
         sequence.migrates = migrates
+        if awaits:
+            self._policy.leave(sequence)
+            self._awaiting[request.id] = sequence
+            return
         standing = sequence.standing
         if not self._load(sequence, (s for s in self._waiting if s.standing <= standing)):
             self._enqueue(sequence)
@@ -254,6 +262,8 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        if self._awaiting.pop(request_id, None) is not None:
+            return True
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
             return True
         self._policy.leave(sequence)
@@ -294,6 +304,20 @@ class Scheduler:
         if sequence is not None:
             self._policy.join(sequence)
             self._enqueue(sequence)
+
+    # --- blocks from other instances
+
+    def take_in(self, request_id: str, blocks: int) -> list[WantedBlock]:
+        """Of a request that `awaits` them; see `KVManager.take_in`."""
+        return self.kv.take_in(self._awaiting[request_id], blocks, self._running)
+
+    def fetched(self, request_id: str) -> None:
+        """Its blocks have come, or will not: it queues."""
+        self._queue(self._awaiting.pop(request_id, None))
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether it still waits for blocks."""
+        return self._awaiting.get(sequence.id) is sequence
 
     # --- coming from and going to other instances
 
@@ -778,12 +802,14 @@ class Scheduler:
         assert self._crowd <= self.limits.max_sequences
         assert self.num_running + self.num_waiting + len(self._migrating) == len(self._sequences)
         holding = [*self._running, *self._in_flight.ending.values(), *self._migrating.values()]
-        assert {*holding, *self._waiting, *self._loading.values()} == set(self._sequences.values())
+        elsewhere = (*self._loading.values(), *self._awaiting.values())
+        assert {*holding, *self._waiting, *elsewhere} == set(self._sequences.values())
+        assert not any(s.blocks for s in self._awaiting.values())
         self._waiting.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]
         held = [*(owner.held for owner in owners), *self._in_flight.kept, self.reservations.quarantine]
-        holders = Counter(block for blocks in held for block in blocks)
+        holders = Counter(block for blocks in held for block in blocks) + self.kv.pinned
         transfers = Counter(block for s in holding for block in s.transferring.values())
         if self.offload is not None:
             self.offload.check()

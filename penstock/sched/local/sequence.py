@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
 from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
-from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, spanned
+from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, parent_of, spanned
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import Hit
 
@@ -348,6 +348,39 @@ class Sequence:
     def start_clock(self, now: float) -> None:
         """Start its token clock: as if its last token had been sampled now, on time."""
         self.first = now if self.tpot == inf else now - self.tpot * (self.generated - 1)
+
+
+@dataclass(slots=True)
+class WantedBlock:
+    """A block of a prefix that is to be brought to the device.
+
+    Attributes:
+        block: where it is there, or will be; None before that is known.
+    """
+
+    key: bytes
+    parent: bytes
+    block: int | None
+
+
+def wanted_blocks(
+    sequence: Sequence, keys: Items[Items[bytes]], tables: Items[Items[int | None]], end: int
+) -> tuple[list[int], list[WantedBlock]]:
+    """What the tokens after a prefix see of it, in order; and for each group, how many leading blocks nobody needs.
+
+    Args:
+        keys: for each group, of its blocks; those of the first name the prefix.
+        tables: for each group, where its blocks are on the device.
+        end: blocks of the prefix.
+    """
+    seen, chain = sequence.seen_from(end * BLOCK_TOKENS), keys[0]
+    wanted = [
+        WantedBlock(keys[group][i], parent_of(chain[i - 1] if i else sequence.root, group), tables[group][i])
+        for i in range(end)
+        for group in range(sequence.groups)
+        if i >= seen[group]
+    ]
+    return seen, wanted
 
 
 class WaitingQueue:

@@ -19,15 +19,18 @@ the deadline ends the request here with an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 from penstock.core.plan import StepPlan
 from penstock.core.request import Request
-from penstock.core.wire.engine import Peer
+from penstock.core.wire.engine import Peer, Source
 from penstock.core.wire.handoff import (
     Arrived,
     Commit,
     Committed,
+    Fetch,
+    Lent,
     Missing,
     Push,
     Rejected,
@@ -39,28 +42,42 @@ from penstock.core.wire.handoff import (
     Waiting,
 )
 from penstock.sched.local.handoff.decode_side import DecodeSide
-from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage
+from penstock.sched.local.handoff.fetches import FetchSide, LendSide
+from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, Orphans
 from penstock.sched.local.handoff.prefill_side import PrefillSide
 from penstock.sched.local.scheduler import Scheduler
 
-__all__ = ["HandoffTransport", "Handoffs", "Host", "IncomingMessage"]
+__all__ = ["HandoffTransport", "Handoffs", "Host", "IncomingMessage", "Orphans"]
 
 
 class Handoffs:
-    """All hand-offs of one engine, in both directions. Not thread-safe: the engine's loop owns it.
+    """All hand-offs of one engine, in both directions, and what it fetches and lends. Not thread-safe: the engine's
+    loop owns it.
 
     Args:
         lease: seconds of silence after which a hand-off is over.
+        orphans: blocks that failed instances have left; None where there is no such place.
     """
 
-    def __init__(self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transport: HandoffTransport,
+        host: Host,
+        lease: float,
+        orphans: Orphans | None = None,
+    ) -> None:
         assert lease > 0
+        self._scheduler, self._transport = scheduler, transport
         self.prefill_side = PrefillSide(scheduler, transport, host, lease)
         self.decode_side = DecodeSide(scheduler, transport, host, lease)
+        self.fetch_side = FetchSide(scheduler, transport, host, lease, orphans)
+        self.lend_side = LendSide(scheduler, transport, lease)
 
     @property
     def busy(self) -> bool:
-        return bool(self.prefill_side or self.decode_side or self.decode_side.pulls)
+        moves = self.prefill_side or self.decode_side or self.decode_side.pulls
+        return bool(moves or self.fetch_side or self.lend_side)
 
     # --- called by the engine
 
@@ -75,6 +92,10 @@ class Handoffs:
     def go_on(self, request_id: str) -> None:
         """If it is held, it goes on here."""
         self.prefill_side.go_on(request_id)
+
+    def fetch(self, now: float, request_id: str, generation: int, source: Source) -> None:
+        """Bring blocks of a request, which was added with `awaits`; then it queues."""
+        self.fetch_side.begin(now, request_id, generation, source)
 
     def started(self, now: float, plan: StepPlan) -> None:
         """A step is about to run: have blocks reserved for those in it that are to leave."""
@@ -91,7 +112,7 @@ class Handoffs:
         self.decode_side.cancel(request_id, frontend, generation)
 
     def drop_client(self, frontend: str) -> None:
-        """A frontend was lost: drop its requests."""
+        """A frontend was lost: drop its requests; fetches end with them."""
         self.prefill_side.drop_client(frontend)
         self.decode_side.drop_client(frontend)
 
@@ -103,20 +124,37 @@ class Handoffs:
         """The link to a peer is down; `for_good` when that incarnation has ended."""
         self.prefill_side.lost(peer, for_good)
         self.decode_side.lost(peer)
+        self.fetch_side.lost(peer)
+        self.lend_side.lost(peer)
 
     def collect(self, now: float) -> bool:
-        """Take note of blocks that were pulled; `on` does so too. Returns whether there were any."""
-        return self.decode_side.collect(now)
+        """Take note of blocks that have come, and of those that never will; `on` does so too. Returns whether there
+        were any."""
+        over = self._transport.poll()
+        for moved in over:
+            (self.fetch_side if self.fetch_side.owns(moved.handle) else self.decode_side).pulled(now, moved)
+        return self.fetch_side.collect(now) or bool(over)
 
     def tick(self, now: float) -> None:
         """Repeat messages, renew leases, and end overdue ones; call it several times in a lease."""
         self.prefill_side.tick(now)
         self.decode_side.tick(now)
+        self.fetch_side.tick(now)
+        self.lend_side.tick(now)
 
     def on(self, now: float, incoming: IncomingMessage) -> None:
         """A message from a peer."""
         peer = incoming.peer
         match incoming.message:
+            case Fetch() as fetch:
+                self.lend_side.on_fetch(now, peer, fetch)
+            case Lent() as lent:
+                self.fetch_side.on_lent(now, peer, lent)
+            case Push(lease=lease) as push if lease.fetches:
+                self.fetch_side.on_push(now, incoming, push)
+            case Release(lease=lease) if lease.fetches:
+                if not self.fetch_side.on_release(now, peer, lease):
+                    self.lend_side.on_release(peer, lease)
             case Push() as push:
                 self.decode_side.on_push(now, incoming, push)
             case Reserve() as reserve:
@@ -134,7 +172,7 @@ class Handoffs:
                     now, peer, lease, reason
                 ):
                     self.decode_side.remember(now, lease)
-        self.decode_side.collect(now)
+        self.collect(now)
 
     # --- looking
 
@@ -153,6 +191,10 @@ class Handoffs:
             "pulls": self.decode_side.pulls,
             "pulled_blocks": self.decode_side.pulled_blocks,
             "migration_queue": len(self.decode_side.queue),
+            "fetches": len(self.fetch_side),
+            "fetched_blocks": self.fetch_side.fetched_blocks,
+            "remapped_blocks": self.fetch_side.remapped_blocks,
+            "loans": len(self.lend_side),
             "handoffs_completed": self.prefill_side.completed,
             "handoffs_abandoned": self.prefill_side.abandoned,
         }
@@ -161,3 +203,6 @@ class Handoffs:
         """Raise AssertionError unless everything that is held for a hand-off belongs to one."""
         self.prefill_side.check()
         self.decode_side.check()
+        self.fetch_side.check()
+        pinned = Counter(self.fetch_side.pinned()) + Counter(self.lend_side.pinned())
+        assert pinned == self._scheduler.kv.pinned, "a block is pinned that nobody reads or fills, or the reverse"

@@ -22,6 +22,7 @@ from penstock.core.wire.handoff import (
     Sent,
     Waiting,
 )
+from penstock.kv.connector import Moved
 from penstock.kv.groups import key_of
 from penstock.sched.local.handoff.migration_queue import MigrationQueue
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, same_incarnation
@@ -85,13 +86,10 @@ class DecodeSide:
 
     # --- called by the engine
 
-    def collect(self, now: float) -> bool:
-        """Take note of blocks that have come, and of those that never will. Returns whether there were any."""
-        over = self._transport.poll()
-        for handle, blocks, _ in over:
-            self._now = now
-            self._pulled(*self._pulls.pop(handle), blocks)
-        return bool(over)
+    def pulled(self, now: float, moved: Moved) -> None:
+        """A pull of the transport is over."""
+        self._now = now
+        self._pulled(*self._pulls.pop(moved.handle), moved.blocks)
 
     def progress(self, now: float) -> None:
         """A step has run."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage
-from penstock.kv.connector import Moved
+from penstock.kv.connector import Move, Moved
 
 
 class IncomingMessage(Protocol):
@@ -27,6 +28,18 @@ class HandoffTransport(Protocol):
     def send(self, peer: Peer, message: PeerMessage) -> None: ...
     def stamp(self, block: int) -> tuple[int, int]: ...
     def pull(self, incoming: Any, into: int) -> int: ...
+    def poll(self) -> list[Moved]: ...
+
+
+class Orphans(Protocol):
+    """Blocks that failed instances have left in the host's KV pool: a connector that finds them by key. See
+    `penstock.transfer.orphans`."""
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """The (block, generation) of each; None where there is none."""
+        ...
+
+    def pull(self, moves: Sequence[Move], source: None = None) -> int: ...
     def poll(self) -> list[Moved]: ...
 
 
@@ -51,6 +64,10 @@ class Host(Protocol):
 
     def failed(self, output: TokenOutput) -> None:
         """A request has failed here."""
+        ...
+
+    def fetched(self, request_id: str, tokens: int, ms: float) -> None:
+        """So many tokens of a request were fetched; it waits for no more."""
         ...
 
 
