@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
     from penstock.engine.server import EngineServer
+    from penstock.transfer.orphans import OrphanedBlocks
     from penstock.transfer.pool import OpenPool
     from penstock.transfer.transports import KVTransport
 
@@ -78,6 +79,7 @@ def main(settings: dict[str, Any]) -> int:
                 stack.callback(built.pool.close)
             stack.callback(built.engine.close)
             transport = open_way(settings, incarnation, built, stack)
+            orphans = find_orphans(built, stack) if transport is not None else None
         except ConfigError as error:
             if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are
                 log.error("%s", error)
@@ -99,6 +101,7 @@ def main(settings: dict[str, Any]) -> int:
                 ready,
                 orphaned=lambda: os.getppid() != settings["parent"],
                 transport=transport,
+                orphans=orphans,
                 lease=settings.get("lease_s", 5.0),
                 beat=heartbeat.beat,
                 memory=built.memory,
@@ -175,6 +178,17 @@ def open_way(
     return transport
 
 
+def find_orphans(built: Built | BuiltModelled, stack: ExitStack) -> OrphanedBlocks | None:
+    """What failed instances of this host leave, closed at the end; None without a KV pool server."""
+    if built.pool is None or built.pool.client is None:
+        return None
+    from penstock.transfer.orphans import OrphanedBlocks
+
+    orphans = OrphanedBlocks(built.pool)
+    stack.callback(orphans.close)
+    return orphans
+
+
 def introduce(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: KVTransport | None
 ) -> Ready:
@@ -199,6 +213,7 @@ def introduce(
         generates=built.runner.generates,
         device_model=device_model(built),
         shape=built.shape,
+        kv_pool="" if built.pool is None else built.pool.name,
     )
 
 

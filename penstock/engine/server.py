@@ -53,6 +53,7 @@ from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.speculation import SpeculationCounters
 from penstock.transfer.carrier import LinkDown, ReceivedMessage
+from penstock.transfer.orphans import OrphanedBlocks
 from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
@@ -120,6 +121,7 @@ class EngineServer:
         ready: Ready,
         orphaned: Callable[[], bool] = lambda: False,
         transport: KVTransport | None = None,
+        orphans: OrphanedBlocks | None = None,
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
         memory: Memory | None = None,
@@ -128,6 +130,7 @@ class EngineServer:
 
         Args:
             transport: the transport to other engines; None without hand-offs.
+            orphans: what failed instances have left on this host; None where they leave nothing.
             lease: seconds of silence after which a hand-off is over.
             beat: called in every turn in which nothing is computed beside it, and with the number of tokens that are to
                 be computed when a step begins or ends.
@@ -143,8 +146,10 @@ class EngineServer:
         engine.log_cache()
         if transport is not None:
             self._transport = transport
-            self._handoffs = self._intake.hand_off(transport, lease)
+            self._handoffs = self._intake.hand_off(transport, lease, orphans)
             self._poller.register(transport.fileno(), zmq.POLLIN)
+            if orphans is not None:
+                self._poller.register(orphans.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
         for fd in (engine.executor.fileno(), None if engine.mover is None else engine.mover.fileno()):
             if fd is not None:

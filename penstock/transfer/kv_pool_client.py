@@ -24,6 +24,8 @@ from penstock.core.wire.kv_pool import (
     CountPool,
     Exchange,
     Exchanged,
+    Find,
+    Found,
     Held,
     Hold,
     KVPoolRefused,
@@ -124,6 +126,11 @@ class KVPoolClient:
         False when one of them is no longer in that generation, or is held by this instance already. Raises Unavailable.
         """
         return self._server.ask(Hold(list(blocks), list(give)), Held).ok
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """The (block, generation) of each key, of what failed instances have left; None where there is none. Raises
+        Unavailable."""
+        return self._server.ask(Find(list(keys)), Found).blocks
 
     def status(self) -> PoolCounts:
         """See `pool_status`."""

@@ -31,6 +31,8 @@ from penstock.core.wire.kv_pool import (
     CountPool,
     Exchange,
     Exchanged,
+    Find,
+    Found,
     Held,
     Hold,
     KVPoolRefused,
@@ -79,11 +81,13 @@ class HostPool:
         self.fds = [self.memory.fd, self._table.fd]
         self._orphan_seconds = orphan_seconds
         self._orphaned_until: dict[str, float] = {}  # failed instance -> time
+        self._left: dict[str, dict[bytes, int]] = {}  # what these left by key, of those that were looked for
 
     def attach(self, name: str, incarnation: int, quota: int) -> list[int]:
         """Attach an incarnation; returns the inherited blocks. Raises ConfigError."""
         inherited = self.depot.attach(name, incarnation, quota)
         self._orphaned_until.pop(name, None)
+        self._left.pop(name, None)
         for block in inherited:
             record = self.records.get(block)
             self.records.begin(block, self.depot.generation(block))
@@ -113,6 +117,23 @@ class HostPool:
         self._trim()
         return held
 
+    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """Of what failed instances have left, the (block, generation) of each key."""
+        for name in self._orphaned_until.keys() - self._left.keys():
+            records = filter(None, map(self.records.get, self.depot.held(name)))
+            self._left[name] = {record.key: record.block for record in records}
+        return [self._find(key) for key in keys]
+
+    def _find(self, key: bytes) -> tuple[int, int] | None:
+        for left in self._left.values():
+            block = left.get(key)
+            if block is None:
+                continue
+            record = self.records.get(block)  # it may have been used again since
+            if record is not None and record.key == key:
+                return block, record.generation
+        return None
+
     def end(self, name: str, now: float) -> None:
         """An incarnation has ended."""
         self.depot.detach(name, [b for b in self.depot.held(name) if self.records.get(b) is not None])
@@ -135,6 +156,7 @@ class HostPool:
             if orphans := len(self.depot.held(name)):
                 log.info("%s did not come back: %d blocks are free", name, orphans)
             del self._orphaned_until[name]
+            self._left.pop(name, None)
             self.depot.expire(name)
         self._trim()
 
@@ -332,6 +354,8 @@ class KVPoolServer:
             raise BadRequest("it is not attached")
         elif isinstance(request, Exchange):
             self._send(connection, Exchanged(pool.exchange(connection.instance, request.give, request.want)))
+        elif isinstance(request, Find):
+            self._send(connection, Found(pool.find(request.keys)))
         elif isinstance(request, Hold):
             self._send(connection, Held(pool.hold(connection.instance, request.blocks, request.give)))
 

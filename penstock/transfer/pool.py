@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,6 +30,14 @@ class KVPool:
     blocks: list[int]
     inherited: list[Record] = field(default_factory=list)
     client: KVPoolClient | None = None
+
+    @property
+    def name(self) -> str:
+        """The same in every process that maps this memory, and in no other; "" when no other does."""
+        if self.client is None:
+            return ""
+        memory = os.fstat(self.memory.fd)
+        return f"{memory.st_dev}:{memory.st_ino}"
 
     def close(self) -> None:
         """Release everything."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import count
 from time import monotonic
@@ -28,8 +27,7 @@ class SharedBlocks:
         if pool.client is None:
             raise ConfigError("transport: shared, needs a KV pool server; allowed without one: tcp", "transport")
         self._client = pool.client
-        memory = os.fstat(pool.memory.fd)
-        self.pool_name = f"{memory.st_dev}:{memory.st_ino}"  # the memfd's, the same in every process that maps it
+        self.pool_name = pool.name
         self._handles = count(1)
         self._finished = Finished()
 

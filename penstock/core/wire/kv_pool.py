@@ -59,11 +59,17 @@ class Hold(msgspec.Struct, tag=True, frozen=True):
     give: list[int]
 
 
+class Find(msgspec.Struct, tag=True, frozen=True):
+    """Which of these keys name blocks that failed instances have left?"""
+
+    keys: list[bytes]
+
+
 class CountPool(msgspec.Struct, tag=True, frozen=True):
     """Check every invariant and count blocks. May be asked without attaching."""
 
 
-KVPoolRequest = Claim | Attach | Exchange | Hold | CountPool
+KVPoolRequest = Claim | Attach | Exchange | Hold | Find | CountPool
 
 
 class Claimed(msgspec.Struct, tag=True, frozen=True):
@@ -95,6 +101,12 @@ class Held(msgspec.Struct, tag=True, frozen=True):
     ok: bool
 
 
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """The (block, generation) of each key, to be held while it is so; None where there is none."""
+
+    blocks: list[tuple[int, int] | None]
+
+
 class PoolCounts(msgspec.Struct, tag=True, frozen=True):
     """Blocks by state: "free", "orphaned", "held:NAME" per instance; beside them "pools", "clients", "open_files"."""
 
@@ -106,7 +118,7 @@ class KVPoolRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-KVPoolReply = Claimed | Attached | Exchanged | Held | PoolCounts | KVPoolRefused
+KVPoolReply = Claimed | Attached | Exchanged | Held | Found | PoolCounts | KVPoolRefused
 
 decode_request = decoder(KVPoolRequest).decode
 decode_reply = decoder(KVPoolReply).decode
