@@ -150,6 +150,12 @@ def _why(placement: Mapping[str, Any]) -> Iterator[str]:
     yield f"  waited {placement['waited_ms']:,.1f} ms{queue}; others in the queue: {placement['waiting']:,}"
     for move in placement["moves"]:
         yield f"  moved for it: {_plain(_told(move))}"
+    if (way := placement["way"]) is not None and way["how"] != "recompute":
+        source = way["source"] or "what a failed instance left in the KV pool"
+        yield _plain(
+            f"  {way['tokens']:,} tokens by {way['how']} from {source}: next token in {way['ms']:,.1f} ms "
+            f"instead of {way['recompute_ms']:,.1f} ms, as predicted"
+        )
     if placement["predicted_ttft_ms"] is not None:
         yield f"  predicted TTFT {placement['predicted_ttft_ms']:,.1f} ms, by the {placement['predicted_by']}"
 
@@ -223,6 +229,14 @@ def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
             f"{sequence['ended_at']}: it ended with {outcome['tokens']:,} tokens, TTFT {outcome['ttft_ms']:,.1f} ms "
             f"({outcome['queue_ms']:,.1f} ms until an engine was sent it){tpot}"
         )
+        for went in outcome["recoveries"]:
+            source = f" from {went['source']}" if went["source"] else ""
+            foretold = "" if went["predicted_ms"] is None else f" ({went['predicted_ms']:,.1f} ms predicted)"
+            yield _plain(
+                f"  interrupted, it went on at {went['at']} by {went['how']}{source}, {went['tokens']:,} tokens of it: "
+                f"{went['took_ms']:,.1f} ms from its place to its next token{foretold}, "
+                f"a pause of {went['paused_ms']:,.1f} ms"
+            )
         if outcome["wait"]:
             yield _plain(f"  until its first token, in the engine: {outcome['wait']}")
         gap = outcome["predicted_minus_actual_ttft_ms"]

@@ -176,8 +176,10 @@ class EngineServer:
                 self._tell_slept(self._sleeper.tick())
             if failed := self._intake.take_failed():
                 self._report(failed, 0)
-            for frontend, said in (*self._intake.take_stayed(), *self._intake.take_fetched()):
-                self._send(frontend, said)
+            for frontend, stayed in self._intake.take_stayed():
+                self._send(frontend, stayed)
+            for frontend, fetched in self._intake.take_fetched():
+                self._send(frontend, fetched)
             now = self._clock.now()
             self._on_clock(now)
             if now - looked >= REPORT_INTERVAL:

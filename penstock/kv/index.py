@@ -47,6 +47,7 @@ class ClusterIndex:
         self._device: dict[bytes, _Holders] = {}
         self._below: dict[bytes, _Holders] = {}  # in whichever of the other tiers
         self._told: dict[str, _Told] = {}
+        self._left: dict[str, tuple[str, frozenset[bytes]]] = {}  # lost instance -> its KV pool, and what it had there
         # key -> instance -> prompts under way that will leave it there
         self._expected: dict[bytes, dict[str, int]] = {}
 
@@ -78,8 +79,17 @@ class ClusterIndex:
         self._add(told, delta.tier, delta.added)
         return True
 
+    def leave(self, instance: str, pool: str) -> None:
+        """It was lost: what was on its device may be in the KV pool that it shared with others, if there is one."""
+        told = self._told.get(instance)
+        device = told.tiers.get(DEVICE) if told is not None else None
+        self.forget(instance)
+        if pool and device is not None:
+            self._left[instance] = pool, frozenset(device.keys)
+
     def forget(self, instance: str) -> None:
-        """Remove an instance's keys."""
+        """Remove an instance's keys, and what it left."""
+        self._left.pop(instance, None)
         told = self._told.pop(instance, None)
         if told is not None:
             for tier in list(told.tiers):
@@ -124,6 +134,30 @@ class ClusterIndex:
                     break
         found.update(dict.fromkeys(live, len(keys)))
         return found
+
+    def on_devices(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks of a prompt each instance has on its device now, for those that have any."""
+        found: dict[str, int] = {}
+        live: Set[str] = self._device.get(keys[0], _NOBODY) if keys else _NOBODY
+        for count, key in enumerate(keys):
+            holders = self._device.get(key, _NOBODY)
+            found.update(dict.fromkeys(live - holders, count))
+            live = live & holders
+            if not live:
+                return found
+        found.update(dict.fromkeys(live, len(keys)))
+        return found
+
+    def with_left(self, instance: str, pool: str, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt an instance has on its device, together with what lost instances have
+        left in its KV pool."""
+        left = [had for where, had in self._left.values() if where == pool]
+        if not pool or not left:
+            return 0
+        for count, key in enumerate(keys):
+            if not any(key in had for had in left) and instance not in self._device.get(key, _NOBODY):
+                return count
+        return len(keys)
 
     def loads(self, keys: Sequence[bytes], found: Mapping[str, int]) -> dict[str, int]:
         """How many of its leading blocks each instance must load first, for those that must any: they are not on its

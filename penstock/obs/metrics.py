@@ -443,11 +443,28 @@ class Metrics:
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
         recoveries = Counter(
             PREFIX + "recoveries",
-            "Sequences that went on elsewhere after their instance was lost; fetch: some of it was found in a cache",
+            "Sequences that went on elsewhere after their instance was lost; fetch, remap: KV came from a peer, or from "
+            "the host's KV pool; cache: some was there",
             ["model_name", "how"],
             registry=self.registry,
         )
-        self._recoveries = {how: recoveries.labels(model_name, how) for how in ("recompute", "fetch")}
+        took = _Histogram(
+            PREFIX + "recovery_seconds",
+            "From an interrupted sequence's new place to its next token",
+            ["model_name", "how"],
+            FIRST_TOKEN,
+        )
+        self.registry.register(took)
+        predicted = Counter(
+            PREFIX + "recovery_predicted_seconds",
+            "The same as it was predicted, in sum; sequences without a prediction count as predicted right",
+            ["model_name", "how"],
+            registry=self.registry,
+        )
+        self._recoveries = {
+            how: (recoveries.labels(model_name, how), took.labels(model_name, how), predicted.labels(model_name, how))
+            for how in ("recompute", "cache", "fetch", "remap")
+        }
 
     @property
     def generated_tokens(self) -> int:
@@ -510,9 +527,12 @@ class Metrics:
         self._handoffs.inc()
 
     @_later
-    def observe_recovery(self, how: Literal["recompute", "fetch"]) -> None:
-        """An interrupted sequence continues; `how` says whether part of it was cached."""
-        self._recoveries[how].inc()
+    def observe_recovery(self, how: str, seconds: float, predicted: float | None) -> None:
+        """An interrupted sequence continues, so many seconds after it got a place; `how`: see `Recovery`."""
+        count, took, foretold = self._recoveries[how]
+        count.inc()
+        took.observe(seconds)
+        foretold.inc(seconds if predicted is None else predicted)
 
     @_later
     def observe_first_token(self, seconds: float) -> None:

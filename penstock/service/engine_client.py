@@ -22,6 +22,7 @@ from penstock.core.wire.engine import (
     Enqueue,
     Event,
     Failed,
+    Fetched,
     Migrate,
     Peer,
     Ready,
@@ -399,8 +400,11 @@ class EngineClient:
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
         flight.owner.routed(flight.index, flight.route)
-        first = flight.here
-        self._channels.send(first.name, Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:]))
+        first, source = flight.here, placed.source
+        if source is not None and source.peer is not None and not self._reaches(source.peer):
+            source = None  # it is computed
+        command = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source)
+        self._channels.send(first.name, command)
 
     # --- going on elsewhere
 
@@ -419,7 +423,7 @@ class EngineClient:
         flight.again()
         flight.asked_first = now
         root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
-        if self.wants_keys and root is not None:
+        if root is not None:  # whatever the policy looks at: what it had may be brought from elsewhere
             flight.add_keys(root)
         self._ask(flight)
 
@@ -431,10 +435,13 @@ class EngineClient:
 
     def _resumed(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """It has continued: its first output from the new placement has arrived."""
-        self._metrics.observe_recovery("fetch" if output.cached_tokens else "recompute")
-        text = "request %s goes on at %s from token %d: %d tokens of %d were found there"
+        went = flight.resumed(output, self._clock.now())
+        predicted = None if went.predicted_ms is None else went.predicted_ms / 1e3
+        self._metrics.observe_recovery(went.how, went.took_ms / 1e3, predicted)
+        text = "request %s goes on at %s from token %d: %d tokens of %d were found there%s, after %.1f ms"
         known = len(flight.request.prompt) + output.start
-        log.info(text, flight.id, flight.route, output.start, output.cached_tokens, known)
+        brought = f" or came from {went.source}" if went.source else ""
+        log.info(text, flight.id, flight.route, output.start, output.cached_tokens, known, brought, went.took_ms)
 
     # --- the engines' events
 
@@ -503,6 +510,10 @@ class EngineClient:
                     self._settle(flight)
                     if flight.stranded:
                         self._go_on(flight)
+            case Fetched() if instance.is_current(event.incarnation):
+                flight = self.flights.get(event.request_id)
+                if flight is not None:
+                    flight.fetched(instance.name, event)
             case Failed(message=message) | ChannelLost(message=message):
                 self.instance_lost(instance.name, message)
             case msgspec.DecodeError():

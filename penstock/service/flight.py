@@ -11,8 +11,8 @@ from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
-from penstock.core.wire.engine import LEASE, Leg, Peer, Stayed
-from penstock.core.wire.master import Outcome, Place, Placed
+from penstock.core.wire.engine import LEASE, Fetched, Leg, Peer, Stayed
+from penstock.core.wire.master import Outcome, Place, Placed, Recovery
 from penstock.kv.keys import extend_keys, salted
 
 AGAIN = "the request can be sent again"  # appended to errors of requests that were valid
@@ -74,6 +74,7 @@ class Flight(Generic[Owner]):
         avoid: instances to avoid: they were lost, which the master may not know yet.
         queued: tokens of its prompt, until its first token comes.
         wait: what its engine said about the time before its first token.
+        recoveries: how it went on after each loss.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
         deadline: when `tick` gives up waiting; None when nothing is awaited.
     """
@@ -99,7 +100,11 @@ class Flight(Generic[Owner]):
         self.failed_at: list[str] = []
         self.avoid: list[str] = []
         self.queued = 0
+        self.recoveries: list[Recovery] = []
         self.predicted_ttft: float | None = None
+        self._placed = Placed(request.id, 0, [])  # the last answer
+        self._placed_at = arrival  # when that was
+        self._brought = 0  # tokens that came from elsewhere since
         self._stays: list[_Stay] = []  # who has it, and to whom it is being handed over
         self._names: list[str] = []  # of all instances that it was at
         self._since = arrival  # when it began to wait for a place
@@ -170,6 +175,7 @@ class Flight(Generic[Owner]):
             request.offline,
             self.chat,
             patience,
+            bool(self.interrupted),
         )
 
     def waited(self, now: float) -> float:
@@ -203,12 +209,38 @@ class Flight(Generic[Owner]):
         peers = peers_of(self.legs)
         self._stays = [_Stay(peer, self.received) for peer in peers]
         self._names = [peer.name for peer in peers]
+        self._placed, self._placed_at, self._brought = placed, now, 0
         self.launches += 1
         if self.first is None:
             self.launched = now
         if (placed.ttft_ms, placed.tpot_ms) != (self.request.ttft_ms, self.request.tpot_ms):
             self.request = replace(self.request, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms)
         return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens))
+
+    def fetched(self, name: str, said: Fetched) -> None:
+        """What its instance was told to bring from elsewhere has come, or will not."""
+        if self.placed and said.generation == self.attempt and (name, said.incarnation) == (
+            self.here.name,
+            self.here.incarnation,
+        ):
+            self._brought = said.tokens
+
+    def resumed(self, output: TokenOutput, now: float) -> Recovery:
+        """It was interrupted, and this is the first that came of it since; returns how that came about."""
+        source, how = self._placed.source, "cache" if output.cached_tokens else "recompute"
+        if source is not None and self._brought:
+            how = "remap" if source.peer is None else "fetch"
+        recovery = Recovery(
+            how,
+            self.route,
+            source.name if source is not None and self._brought else "",
+            output.cached_tokens,
+            self._placed.next_ms,
+            (now - self._placed_at) * 1e3,
+            (now - self._since) * 1e3,
+        )
+        self.recoveries.append(recovery)
+        return recovery
 
     def again(self) -> None:
         """It needs another placement. Messages of the earlier attempt are ignored from now on."""
@@ -256,6 +288,7 @@ class Flight(Generic[Owner]):
             (self.launched - self.arrival) * 1e3,
             count,
             self.wait,
+            self.recoveries,
         )
 
     # --- what comes of it

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from math import inf
 from typing import Any
 
+from msgspec.structs import asdict
+
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
 from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
 
@@ -110,6 +112,7 @@ def as_values(found: History) -> dict[str, Any]:
             "queue_ms": outcome.queue_ms,
             "wait": outcome.wait,
             "tokens": outcome.tokens,
+            "recoveries": [asdict(recovery) for recovery in outcome.recoveries],
             "predicted_ttft_ms": predicted,
             "predicted_minus_actual_ttft_ms": None if predicted is None else predicted - outcome.ttft_ms,
         },
@@ -124,6 +127,7 @@ def _demand(demand: Demand) -> dict[str, Any]:
         "tpot_ms": demand.tpot * 1e3,
         "priority": demand.priority,
         "offline": demand.offline,
+        "interrupted": demand.interrupted,
         "cached_tokens": dict(demand.hits),
         "loaded_tokens": dict(demand.loads),
         "excluded": sorted(demand.exclude),
@@ -159,6 +163,7 @@ def _placement(found: History, wall: float, number: int, decided: DecidedEntry) 
         "predicted_ttft_ms": predicted_ms(decided),
         "predicted_by": "policy" if decision.predicted_ttft is not None else "step times",
         "moves": [move_values(move) for move in decision.moves],
+        "way": None if decision.way is None else asdict(decision.way),
         "instances": decided.instances,
         "stages": {stage: _candidates(decided, stage) for stage in _stages(decided)},
         "replayed": None,

@@ -70,6 +70,7 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
+from penstock.service.kv_sources import KVSources, brought_by
 from penstock.service.mesh import Mesh
 from penstock.service.overview import instance_overview
 from penstock.service.policies import Policies
@@ -114,6 +115,7 @@ class Master:
         self._sessions: dict[str, InstanceSession] = {}
         self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
+        self._sources = KVSources(self.index, self._sessions, self._roster)
         self._mesh = Mesh(self._sessions, everybody=policies.roles is not None and policies.roles.dynamic)
         self._policies, self._rng, self._recorder = policies, rng, recorder
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
@@ -154,6 +156,7 @@ class Master:
                 self._endpoints.pop(name, None)
                 self._roles.pop(name, None)
                 actions = self._stopped(name, why)
+                self.index.forget(name)
             case None:
                 actions = self._by_the_clock(now)
         try:
@@ -217,9 +220,7 @@ class Master:
                     return self._join(now, name, event)
             case ChannelLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
-            case CacheDelta() if (
-                self.joined.wants_keys and session is not None and event.incarnation == session.peer.incarnation
-            ):
+            case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
                 if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
@@ -259,6 +260,7 @@ class Master:
             self._scaler.forget(name)
         for sequence in self._unplaceable.values():  # this incarnation has failed none of them
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
+        self.index.forget(name)
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
         self._roster.sessions_changed()
         actions.append(Notice(f"{name} is ready: role {session.role}, {ready.num_blocks} blocks on {ready.device}"))
@@ -270,9 +272,10 @@ class Master:
         return actions + self._mesh.connect(session)
 
     def _leave(self, name: str, why: str) -> list[Action]:
-        self.index.forget(name)
-        if self._sessions.pop(name, None) is None:
+        session = self._sessions.pop(name, None)
+        if session is None:
             return []
+        self.index.leave(name, session.ready.kv_pool)
         self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
@@ -364,7 +367,8 @@ class Master:
         for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence.demand, able)]:
             sequence = self._unplaceable.pop(key)
             hits, loads = self._match(sequence.place)
-            sequence.demand = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
+            known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
+            sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
             self._admit(now, key, sequence)
 
     def _demand(self, now: float, key: Key, place: Place) -> Demand:
@@ -373,7 +377,7 @@ class Master:
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
             ttft, tpot = priorities.target(place.priority, self._queue.priorities[place.priority])
         hits, loads = self._match(place)
-        return Demand(
+        demand = Demand(
             key=key,
             prompt_tokens=place.prompt_tokens,
             max_tokens=place.max_tokens,
@@ -386,7 +390,9 @@ class Master:
             hits=hits,
             loads=loads,
             exclude=frozenset(place.exclude),
+            interrupted=place.interrupted,
         )
+        return self._sources.with_brought(now, demand, place.keys)
 
     def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
         """For each instance, a prompt's cached tokens, and how many of them are not on its device."""
@@ -423,6 +429,10 @@ class Master:
             costs = {stage: own for stage, own in decision.costs.items() if stage != "decode"}
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
+        if place.keys:
+            way = self._sources.way(now, demand, place.keys, prefiller)
+            decision = msgspec.structs.replace(decision, way=way)
+            demand = sequence.demand = brought_by(demand, {prefiller.name: way})
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
         legs = [Leg("prefill", prefiller.peer)]
         sequence.open = decision.open and demand.max_tokens > 1
@@ -437,6 +447,8 @@ class Master:
             _milliseconds(demand.ttft),
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
+            self._sources.source(decision.way),
+            decision.way.ms if decision.way is not None and demand.interrupted else None,
         )
         self._in_flight[key] = sequence
         if place.keys:

@@ -116,6 +116,13 @@ class Mesh:
             assert session.links.keys() | session.unlinked.keys() <= self._sessions.keys(), "a link to nobody"
 
 
+def may_fetch(here: InstanceSession, there: InstanceSession) -> bool:
+    """Whether one can be sent blocks that the other has."""
+    if here is there or not (here.peer.address and there.peer.address):
+        return False
+    return not (there.name in here.unlinked or here.name in there.unlinked or _mismatch(here, there))
+
+
 def _mismatch(source: InstanceSession, target: InstanceSession) -> str:
     """How the KV layouts of two instances differ; "" when they do not."""
     mine, theirs = source.ready.layout, target.ready.layout

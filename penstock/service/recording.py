@@ -22,7 +22,7 @@ from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.wire.engine import Role
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop
-from penstock.sched.cluster.base import Key
+from penstock.sched.cluster.base import Key, Way
 from penstock.sched.steptime import StepTime
 from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
 
@@ -150,6 +150,7 @@ class DecidedRecord(FlightRecord, frozen=True):
     costs: dict[Stage, dict[int, float]]
     predicted_ttft: float | None
     moves: list[MoveRecord]
+    way: Way | None = None
 
 
 class RelocatedRecord(FlightRecord, frozen=True):
@@ -179,7 +180,7 @@ def _names(kind: Any, without: Set[str]) -> tuple[str, ...]:
 
 
 LOAD = _names(InstanceLoad, {"name", "times", "peers", "unlinked"})
-DEMAND = _names(Demand, {"key", "hits", "loads", "exclude"})
+DEMAND = _names(Demand, {"key", "hits", "loads", "exclude", "brought", "brought_in"})
 RATES = _names(Rates, frozenset())
 _load_values, _demand_values, _rates_values = attrgetter(*LOAD), attrgetter(*DEMAND), attrgetter(*RATES)
 
@@ -254,6 +255,7 @@ class RecordEncoder:
             },
             predicted_ttft=decision.predicted_ttft,
             moves=[_move_record(move) for move in decision.moves],
+            way=decision.way,
         )
 
     def _instance(self, name: str, out: list[AnyRecord]) -> int:
@@ -430,6 +432,7 @@ class RecordDecoder:
             },
             predicted_ttft=record.predicted_ttft,
             moves=tuple(move for move in map(_move, record.moves) if isinstance(move, Move)),
+            way=record.way,
         )
         here = {record.demand, *record.queue, *record.offline}
         self._demands = {number: known for number, known in self._demands.items() if number in here}

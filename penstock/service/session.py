@@ -269,6 +269,7 @@ class InstanceSession:
             offline_tokens=self._offline_tokens,
             interval=_seconds(None if seen is None else seen.interval_ms),
             ttft_measured=_seconds(None if seen is None else seen.ttft_ms),
+            fetch_ms=None if seen is None else seen.fetch_ms,
             peers=self.peers,
             unlinked=self.unlinked,
         )

@@ -8,7 +8,19 @@ from math import inf
 from typing import Any
 
 from penstock.core.layout import KVLayout
-from penstock.core.wire.engine import CacheDelta, Command, Event, LinkPeer, Peer, Ready, Refused, Role, Snapshot, Stayed
+from penstock.core.wire.engine import (
+    CacheDelta,
+    Command,
+    Event,
+    Fetched,
+    LinkPeer,
+    Peer,
+    Ready,
+    Refused,
+    Role,
+    Snapshot,
+    Stayed,
+)
 from penstock.core.wire.handoff import PeerMessage
 from penstock.core.wire.master import Endpoint, FrontendMessage, Join, MasterMessage, Outcome
 from penstock.kv.depot import Depot, DepotSource
@@ -271,7 +283,7 @@ class Cluster:
             self._lengths,
             report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
-            tells_cache=self.master.joined.wants_keys,
+            tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
             way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
             strides=self._strides,
         )
@@ -384,7 +396,9 @@ class Cluster:
     def at_master(self, now: float, name: str, event: Event) -> list[Due]:
         return self._at_master(FromEngine(name, event), now)
 
-    def to_frontend(self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed) -> Due:
+    def to_frontend(
+        self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed | Fetched
+    ) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))
 
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due:

@@ -11,7 +11,7 @@ from typing import Protocol
 from penstock.core.errors import EngineFailure
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Command, Enqueue, Migrate, Peer, Ready, Refused, Stayed
+from penstock.core.wire.engine import Cancel, Command, Enqueue, Fetched, Migrate, Peer, Ready, Refused, Stayed
 from penstock.core.wire.master import (
     Begun,
     Ended,
@@ -192,11 +192,15 @@ class SimFrontend:
             return self._wait_for_place(now, flight, message)
         return self._launch(now, flight, message)
 
-    def on_engine(self, now: float, name: str, message: OutputBatch | Refused | Stayed) -> list[Due]:
+    def on_engine(self, now: float, name: str, message: OutputBatch | Refused | Stayed | Fetched) -> list[Due]:
         if isinstance(message, Refused):
             return self._refused(now, name, message)
         if isinstance(message, Stayed):
             return self._stayed(now, name, message)
+        if isinstance(message, Fetched):
+            if (fetching := self._flights.get(message.request_id)) is not None:
+                fetching.fetched(name, message)
+            return []
         dues: list[Due] = []
         for output in message.outputs:
             flight = self._flights.get(output.request_id)
@@ -255,7 +259,10 @@ class SimFrontend:
         first = flight.here
         record.prefill, record.reason = first.name, placed.reason
         record.decode = flight.places[-1].name
-        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:])
+        source = placed.source
+        if source is not None and source.peer is not None and not self._lives_on(source.peer):
+            source = None
+        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source)
         return [self._post.frontend_to_engine(now, first.name, enqueue)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
@@ -299,8 +306,7 @@ class SimFrontend:
         flight.asked_first = now
         flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._lives_on(peer)]
         flight.again()
-        if self.joined.wants_keys:
-            flight.add_keys(self._root)
+        flight.add_keys(self._root)
         return [*dues, self._ask(now, flight)]
 
     # --- tokens
@@ -314,6 +320,8 @@ class SimFrontend:
             return self._end(now, flight, str(error))
         dues = []
         if flight.heard and not heard:
+            if flight.interrupted:
+                flight.resumed(output, now)
             dues.append(self._post.frontend_to_master(now, Begun([flight.id])))
         if flight.handoffs > handoffs:
             record.decode, record.handoffs = name, record.handoffs + 1

@@ -255,8 +255,10 @@ class SimInstance:
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
-        for frontend, said in (*self.intake.take_stayed(), *self.intake.take_fetched()):
-            self._news.append(self._post.to_frontend(now, frontend, self.name, said))
+        for frontend, stayed in self.intake.take_stayed():
+            self._news.append(self._post.to_frontend(now, frontend, self.name, stayed))
+        for frontend, fetched in self.intake.take_fetched():
+            self._news.append(self._post.to_frontend(now, frontend, self.name, fetched))
         if self.scheduler.has_work:
             self._begin(now)
         self._copy(now)

@@ -227,11 +227,14 @@ def test_decisions_and_hand_offs() -> None:
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_handoff()
-    metrics.observe_recovery("fetch")
+    metrics.observe_recovery("fetch", 0.5, 0.25)
     assert {how: value(metrics, "recoveries_total", how=how) for how in ("fetch", "recompute")} == {
         "fetch": 1,
         "recompute": 0,
     }
+    assert value(metrics, "recovery_seconds_sum", how="fetch") == 2 * value(
+        metrics, "recovery_predicted_seconds_total", how="fetch"
+    )
     assert value(metrics, "routing_decisions_total", policy="round-robin", reason="colocated") == 2
     assert value(metrics, "handoffs_total") == 1
 

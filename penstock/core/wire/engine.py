@@ -428,7 +428,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Event = Ready | StepReport | Refused | Stayed | Fetched | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+Event = (
+    Ready | StepReport | Refused | Stayed | Fetched | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+)
 
 decode_command = decoder(Command).decode
 decode_event = decoder(Event).decode

@@ -32,7 +32,6 @@ import msgspec
 from penstock.core.request import Request
 from penstock.core.wire.codec import decoder
 
-
 FETCH = -1  # the attempt of a fetch
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
-from penstock.core.wire.engine import Leg, Peer, Role, Stage
+from penstock.core.wire.engine import Leg, Peer, Role, Source, Stage
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -59,6 +59,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
         patience: seconds that it waits for an instance that could take it, when there is none.
+        interrupted: it ran before, on an instance that was lost.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     offline: bool = False
     chat: str = ""
     patience: float = 0.0
+    interrupted: bool = False
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
@@ -90,6 +92,27 @@ class Settled(msgspec.Struct, tag=True, frozen=True):
     instance: str
 
 
+class Recovery(msgspec.Struct, frozen=True):
+    """How an interrupted sequence went on elsewhere.
+
+    Attributes:
+        how: "fetch" or "remap" where KV was brought from a peer or the host's KV pool, "cache" where the instance had
+            some itself, else "recompute".
+        at: the instance; `source`: who had what was brought, "" without.
+        tokens: that were not computed again.
+        predicted_ms: from its new place to its next token; None where nobody predicts it.
+        took_ms: the same, as it was; `paused_ms`: from the loss on.
+    """
+
+    how: str
+    at: str
+    source: str
+    tokens: int
+    predicted_ms: float | None
+    took_ms: float
+    paused_ms: float
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """The latencies of a finished sequence.
 
@@ -99,6 +122,7 @@ class Outcome(msgspec.Struct, frozen=True):
         queue_ms: from its client's request to its being sent to an engine.
         tokens: that it got.
         wait: what its engine says about its time before the first token.
+        recoveries: how it went on after its instance was lost, each time.
     """
 
     request_id: str
@@ -107,6 +131,7 @@ class Outcome(msgspec.Struct, frozen=True):
     queue_ms: float
     tokens: int
     wait: str = ""
+    recoveries: list[Recovery] = []
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
@@ -217,6 +242,8 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         route: of one leg at least, no two of which are at the same instance.
         ttft_ms, tpot_ms: its targets from now on: its own, or those of its priority.
         predicted_ttft: seconds from its client's request to its first token; None when the policy does not predict.
+        source: from where it is to bring KV that it lacks before it is prefilled; None computes that.
+        next_ms: from now to the next token of an interrupted sequence, as predicted.
     """
 
     request_id: str
@@ -227,6 +254,8 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     predicted_ttft: float | None = None
+    source: Source | None = None
+    next_ms: float | None = None
 
     def at(self, stage: Stage) -> Peer | None:
         """Who takes it over for a stage, or begins with it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from msgspec import Struct, field
 
@@ -54,6 +54,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
         ttft_measured: seconds from an online prompt's arrival there to its first token, likewise.
+        fetch_ms: of one KV block from another instance, likewise.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
     """
@@ -80,6 +81,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     offline_tokens: int = 0
     interval: float | None = None
     ttft_measured: float | None = None
+    fetch_ms: float | None = None
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,9 +125,10 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     def begins_at(self, now: float, demand: Demand) -> float:
         """When it begins to prefill a prompt, as predicted: the prompts before it are prefilled by then, and what of it
         lies below the device is there."""
+        begins = max(now + demand.brought_in.get(self.name, 0.0), self.free_at)
         if self.name in demand.loads:
-            return max(now + self.load_seconds(demand.to_load(self.name)), self.free_at)
-        return max(now, self.free_at)
+            return max(now + self.load_seconds(demand.to_load(self.name)), begins)
+        return begins
 
 
 class Demand(Struct, frozen=True, kw_only=True):
@@ -143,6 +146,10 @@ class Demand(Struct, frozen=True, kw_only=True):
         loads: instance -> how many of these lie below its device, so that they are to be loaded; other instances have
             none.
         exclude: instances that it should not be given.
+        interrupted: it ran before, on an instance that was lost.
+        brought: instance -> leading prompt tokens that it will have when it has brought what it lacks from elsewhere;
+            only of interrupted ones, and where that is the sooner.
+        brought_in: instance -> seconds that this takes.
     """
 
     key: Key
@@ -157,6 +164,9 @@ class Demand(Struct, frozen=True, kw_only=True):
     hits: Mapping[str, int] = field(default_factory=dict)
     loads: Mapping[str, int] = field(default_factory=dict)
     exclude: Set[str] = frozenset()
+    interrupted: bool = False
+    brought: Mapping[str, int] = field(default_factory=dict)
+    brought_in: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def deadline(self) -> float:
@@ -169,8 +179,12 @@ class Demand(Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + self.max_tokens
 
     def to_compute(self, instance: str) -> int:
-        """Prompt tokens that are not in an instance's cache; the last one always is to be computed."""
-        return max(1, self.prompt_tokens - self.hits.get(instance, 0))
+        """Prompt tokens that are not in an instance's cache, and not brought there; the last one always is to be
+        computed."""
+        there = self.hits.get(instance, 0)
+        if self.brought:
+            there = max(there, self.brought.get(instance, 0))
+        return max(1, self.prompt_tokens - there)
 
     def to_load(self, instance: str) -> int:
         """Prompt tokens that an instance has in its cache, but not on its device."""
@@ -222,6 +236,25 @@ class Move(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Way(Struct, frozen=True, kw_only=True):
+    """How the KV of a prompt comes to be on an instance; see `sched.cluster.reuse`.
+
+    Attributes:
+        how: computed, fetched from a peer, or remapped from the host's KV pool; what is not there then is computed.
+        source: the peer; "" without one.
+        tokens: leading ones that need not be computed.
+        bring_ms: until what is brought has come.
+        ms: until the next token, as predicted; `recompute_ms`: the same if nothing were brought.
+    """
+
+    how: Literal["recompute", "fetch", "remap"]
+    source: str
+    tokens: int
+    bring_ms: float
+    ms: float
+    recompute_ms: float
+
+
 class Decision(Struct, frozen=True, kw_only=True):
     """Where a sequence runs, and why.
 
@@ -235,6 +268,7 @@ class Decision(Struct, frozen=True, kw_only=True):
             better.
         predicted_ttft: seconds from the client's arrival; None when the policy does not predict.
         moves: done before the sequence is sent.
+        way: how the prompt's KV comes to be at `prefill`; the master's addition. None where nobody knows who has it.
     """
 
     key: Key
@@ -246,6 +280,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     predicted_ttft: float | None = None
     moves: Sequence[Move] = ()
     open: bool = False
+    way: Way | None = None
 
 
 class Later(Struct, frozen=True):

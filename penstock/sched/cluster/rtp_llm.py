@@ -271,7 +271,8 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     tokens = demand.to_compute(instance.name)
     hit = demand.prompt_tokens - tokens
     loaded = demand.to_load(instance.name)
-    wait = max(instance.load_seconds(loaded) if loaded else 0.0, instance.available_at - view.now) * 1e3
+    brought = max(demand.brought_in.get(instance.name, 0.0), instance.load_seconds(loaded) if loaded else 0.0)
+    wait = max(brought, instance.available_at - view.now) * 1e3
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
     local = hit - min(hit, loaded)

@@ -292,7 +292,8 @@ class FetchSide:
     def pinned(self) -> list[int]:
         """Blocks that are held for this, once for each fetch."""
         opened = [each.block for fetch in self._fetches.values() for each in fetch.wanted]
-        pulls = [*self._pulls.values(), *((fetch, place) for fetch, places in self._remaps.values() for place in places)]
+        remaps = ((fetch, place) for fetch, places in self._remaps.values() for place in places)
+        pulls = (*self._pulls.values(), *remaps)
         closed = [fetch.wanted[place].block for fetch, place in pulls if not self._is_open(fetch)]
         return [block for block in (*opened, *closed) if block is not None]
 
