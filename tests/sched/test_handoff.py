@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS, StepResult
 from penstock.core.request import FinishReason
-from penstock.core.wire.engine import Peer
+from penstock.core.wire.engine import Peer, Source
 from penstock.core.wire.handoff import (
     Commit,
     Committed,
@@ -29,6 +29,7 @@ from penstock.core.wire.handoff import (
 from penstock.kv.connector import Moved
 from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.groups import WHOLE
+from penstock.kv.keys import extend_keys
 from penstock.kv.pool import BlockPool
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.handoff import Handoffs
@@ -159,6 +160,9 @@ class Node:
     def failed(self, output):
         self.world.receive(self.peer.name, output)
 
+    def fetched(self, request_id, tokens, ms):
+        self.world.fetched[request_id] = tokens
+
     # engine
     def step(self):
         self.begin()
@@ -230,6 +234,7 @@ class World:
         local=0.0,
         begun=0.0,
         held=0.0,
+        fetches=0.0,
         ahead=False,
         windows=WHOLE,
     ):
@@ -260,11 +265,15 @@ class World:
             if self.rng.random() < begun:  # elsewhere, where it was interrupted
                 generated = expected(request)[: self.rng.randrange(request.max_tokens)]
                 self.requests[name] = replace(request, generated=generated)
+        # a third engine runs these, and fetches what the first has of them
+        self.fetching = {name for name in self.requests if self.rng.random() < fetches}
+        self.fetched = {}
         self.held = {name for name in self.requests if self.rng.random() < held}  # at first nobody says where they go
         self.local = {name for name in self.requests if self.rng.random() < local}  # they never leave
         self.texts = {name: list(request.generated) for name, request in self.requests.items()}
         self.ended = {}
         self.cancelled = set()
+        self.gone = None  # who was killed
 
     def receive(self, node, output):
         text, request = self.texts[output.request_id], self.requests[output.request_id]
@@ -279,6 +288,8 @@ class World:
     def run(self):
         prefiller, decoder = self.nodes["prefiller"], self.nodes["decoder"]
         for name, request in self.requests.items():
+            if name in self.fetching:
+                continue
             prefiller.scheduler.add(request, migrates=name not in self.local)
             if name in self.held - self.local:
                 prefiller.handoffs.hold(request, 0, "frontend")
@@ -290,6 +301,8 @@ class World:
                 if network.now < 8 * LEASE and self.rng.random() < faults.move:
                     self.move(node)
             network.now += TICK
+            if network.now > 1.5 * LEASE and self.fetching - self.fetched.keys() - self.cancelled:
+                self.fetch()
             if faults.kill and network.now >= faults.kill[1] and faults.kill[0] in self.nodes:
                 self.kill(faults.kill[0])
             if faults.cancel is not None and network.now >= faults.cancel and not self.cancelled:
@@ -302,6 +315,19 @@ class World:
                 node.handoffs.tick(network.now)
                 node.check()
             self.check_owners()
+
+    def fetch(self):
+        """Those that were not begun yet, one in a turn."""
+        other = self.nodes["other"]
+        for name in sorted(self.fetching - self.fetched.keys() - self.cancelled):
+            request = self.requests[name]
+            if not other.scheduler.holds(name) and name not in self.ended:
+                other.scheduler.add(request, awaits=True)
+                holder, keys = self.nodes.get("prefiller") or self.gone, []
+                extend_keys(keys, b"", request.context, len(request.context) // BLOCK_TOKENS)
+                blocks = len(holder.scheduler.pool.match(keys))  # as the master's index knows it
+                other.handoffs.fetch(self.network.now, name, 0, Source(holder.peer, blocks, 100.0))
+                return
 
     def move(self, node):
         """Some request that is there and not leaving is to leave."""
@@ -320,7 +346,7 @@ class World:
         self.nodes[name].handoffs.collect(self.network.now)
 
     def kill(self, name):
-        victim = self.nodes.pop(name)
+        victim = self.gone = self.nodes.pop(name)
         if self.depot is not None:
             self.depot.detach(name, [])
             self.depot.expire(name)
@@ -333,6 +359,7 @@ class World:
             for request_id in self.cancelled:
                 node.handoffs.cancel(request_id, "frontend")
                 node.scheduler.cancel(request_id)
+                node.handoffs.fetch_side.cancel(request_id)
 
     def check_owners(self):
         """Nobody runs what another engine runs."""
@@ -412,6 +439,21 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("windows", [WHOLE, MIXED], ids=["whole", "mixed"])
+def test_what_a_peer_has_of_a_prompt_is_fetched(shared, windows):
+    """As far as it is there: prompts begin alike, and what the first engine computed of them is still in its cache."""
+    world = World(3, Faults(), shared=shared, requests=12, fetches=0.5, windows=windows)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    assert world.fetched.keys() == world.fetching
+    other, prefiller = world.nodes["other"].handoffs, world.nodes["prefiller"].handoffs
+    assert sum(world.fetched.values()) > 0
+    assert other.fetch_side.fetched_blocks == prefiller.lend_side.lent_blocks > 0
+    assert other.fetch_side.block_ms is not None
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "copied"])
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
@@ -432,6 +474,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_is_handed_over_too(shared):
     local=st.sampled_from([0.0, 0.5]),
     begun=st.sampled_from([0.0, 0.5]),
     held=st.sampled_from([0.0, 0.7]),
+    fetches=st.sampled_from([0.0, 0.5]),
     ahead=st.booleans(),
     windows=st.sampled_from([WHOLE, MIXED]),
 )

@@ -450,7 +450,7 @@ class Scheduler:
         self._called = False
         if not builder.grants:
             held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
-            moves = self.offload is not None and not self.offload.idle
+            moves = (self.offload is not None and not self.offload.idle) or self._awaiting or self.kv.pinned
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         speculation = self.speculation
