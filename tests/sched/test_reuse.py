@@ -1,0 +1,87 @@
+"""Computed, fetched or remapped: whichever brings the next token first, in ms."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.sched.cluster import ClusterView, Rates
+from penstock.sched.cluster.reuse import ROUND_TRIPS_MS, WORTH, Holder, bring, cheapest, recompute
+from penstock.sched.cluster.rtp_llm import make_rtp_llm
+from penstock.sched.cluster.unified import Unified
+from penstock.sched.cluster.xllm import make_xllm
+from penstock.sched.steptime import StepTime
+from tests.helpers.policies import TIMES, demand, instance
+
+NOW = 10.0
+SLOW = StepTime(replace(TIMES.device, host_bandwidth=TIMES.device.host_bandwidth / 1e4), TIMES.shape)
+tokens = st.integers(0, 600).map(lambda blocks: blocks * BLOCK_TOKENS)
+
+
+@given(
+    prompt=st.integers(1, 40_000),
+    hit=tokens,
+    holders=st.lists(st.tuples(st.sampled_from(["", "b", "c"]), tokens), max_size=3),
+    queue=st.sampled_from([0.0, 0.01, 2.0]),
+    offline=st.booleans(),
+    fetch_ms=st.sampled_from([None, 0.01, 5.0, 1e4]),
+    times=st.sampled_from([TIMES, SLOW]),
+)
+def test_the_cheapest_way(prompt, hit, holders, queue, offline, fetch_ms, times):
+    """Against the formula, way by way."""
+    load = instance("a", times=times, fetch_ms=fetch_ms, free_at=NOW + queue, idle_at=NOW + 2 * queue)
+    one = demand("r", prompt, arrived=NOW, hits={"a": min(hit, prompt)}, offline=offline)
+    holders = [Holder(*holder) for holder in holders]
+    best, computed = cheapest(load, NOW, one, holders), recompute(load, NOW, one)
+    there = min(hit, prompt - 1)
+    wait = queue * (2 if offline else 1)
+    assert computed.ms == pytest.approx((wait + load.prefill_seconds(prompt - there, there)) * 1e3)
+    ways = {}
+    for holder in holders:
+        reached = min(holder.tokens, (prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        if holder.tokens > there:
+            each = fetch_ms if holder.name and fetch_ms is not None else times.load_ms(BLOCK_TOKENS)
+            takes = ROUND_TRIPS_MS + max(0, reached - there) // BLOCK_TOKENS * each
+            kept = max(reached, there)
+            ms = max(takes, wait * 1e3) + load.prefill_seconds(prompt - kept, kept) * 1e3
+            ways[holder] = ms
+            assert bring(load, NOW, one, holder, computed).ms == pytest.approx(ms)
+    least = min(ways.values(), default=computed.ms)
+    if best.how == "recompute":
+        assert best == computed
+        assert least >= WORTH * computed.ms * (1 - 1e-9)
+    else:
+        assert best.ms == pytest.approx(least)
+        assert best.ms < WORTH * best.recompute_ms == WORTH * computed.ms
+        assert best.how == ("fetch" if best.source else "remap")
+        assert there < best.tokens < prompt
+        assert best.tokens % BLOCK_TOKENS == 0
+
+
+def test_a_slow_link_and_a_short_prompt_are_not_worth_it():
+    for times, length, how in ((TIMES, 20_000, "fetch"), (SLOW, 20_000, "recompute"), (TIMES, 100, "recompute")):
+        one = demand("r", length, arrived=NOW)
+        assert cheapest(instance("a", times=times), NOW, one, [Holder("b", length)]).how == how
+    measured = instance("a", times=SLOW, fetch_ms=0.1)
+    assert cheapest(measured, NOW, demand("r", 20_000, arrived=NOW), [Holder("b", 20_000)]).how == "fetch"
+
+
+@pytest.mark.parametrize("make", [Unified, make_rtp_llm, lambda: make_xllm()[0]], ids=["unified", "rtp_llm", "xllm"])
+def test_policies_see_what_an_interrupted_request_could_bring(make):
+    """It goes where it ends first: to the one that can have what was lost, though another would be free as soon."""
+    one = demand("r", 20_000, arrived=NOW, ttft=5.0, tpot=0.05, interrupted=True)
+    free, able = instance("free"), instance("able")
+    view = ClusterView(now=NOW, instances=[free, able], queue=(one,), rates=Rates(output_tokens=30.0))
+    way = cheapest(able, NOW, one, [Holder("", 19_968)])
+    brings = {"brought": {"able": way.tokens}, "brought_in": {"able": way.bring_ms / 1e3}}
+    for _ in range(4):
+        known = demand("r", 20_000, arrived=NOW, ttft=5.0, tpot=0.05, interrupted=True, **brings)
+        decision = make().decide(
+            ClusterView(now=NOW, instances=view.instances, queue=(known,), rates=view.rates), random.Random(0)
+        )
+        assert decision.prefill == "able"
+    assert able.begins_at(NOW, known) == NOW + way.bring_ms / 1e3
+    assert known.to_compute("able") == 32
