@@ -386,3 +386,66 @@ def test_what_no_instance_can_take_waits_as_long_as_it_is_patient():
     assert isinstance(refused, NoPlace)
     assert (refused.request_id, cluster.master.waiting) == ("long", 0)
     cluster.master.check()
+
+
+# --- KV that is elsewhere
+
+KEYS = [bytes([i]) * 16 for i in range(100)]
+LONG = {"max_model_len": 8192, "num_blocks": 1000, "kv_pool": "pool"}
+
+
+def interrupted(cluster, keys=KEYS, exclude=(), **values):
+    """The answer to one that is alone: what is sent to an instance counts as cached there."""
+    cluster.frontend(Ended([f"r{cluster.count}"]))
+    cluster.count += 1
+    place = Place(f"r{cluster.count}", 64 * len(keys) + 5, 10, list(keys), exclude=list(exclude), **values)
+    (answer,) = cluster.frontend(place)
+    return answer
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "rtp_llm"])
+def test_what_a_lost_instance_left_in_the_kv_pool_is_remapped(policy):
+    cluster = Cluster("a0", "a1", policy=policy, **LONG)
+    cluster.snap("a0"), cluster.snap("a1")
+    cluster.engine("a0", CacheDelta(1, 1, KEYS[:80], [], whole=True))
+    cluster.engine("a1", CacheDelta(1, 1, KEYS[:10], [], whole=True))
+    cluster.engine("a0", ChannelLost("killed"))
+    placed = interrupted(cluster, interrupted=True)
+    assert placed.route[0].peer == peer("a1")
+    assert (placed.source.peer, placed.source.blocks) == (None, 80)
+    assert 0 < placed.source.ms < placed.next_ms
+    seen = cluster.master._sessions["a1"].prompts["f", "r1"]
+    assert seen.tokens == 64 * 20 + 5, "no more than is left is to be computed"
+    assert interrupted(cluster).source.blocks == 80, "new requests may have it, too"
+    assert interrupted(cluster, [b"other" * 3 + b"!"]).source is None
+    assert interrupted(cluster).next_ms is None
+    cluster.start("a0", life=2, **LONG)  # the heir of what is left
+    assert interrupted(cluster, exclude=["a0"], interrupted=True).source is None
+    cluster.engine("a0", CacheDelta(2, 1, KEYS[:80], [], whole=True))
+    answer = interrupted(cluster, exclude=["a0"], interrupted=True)
+    assert (answer.source.peer, answer.source.blocks) == (peer("a0", 2), 80)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "source"),
+    [
+        (lambda c: None, "a0"),
+        (lambda c: c.engine("a1", LinkFailed(1, peer("a0"), "refused")), None),
+        (lambda c: c.snap("a1", 3, fetch_ms=1e6), None),
+        (lambda c: (setattr(c, "now", SUSPECT_AFTER + 0.1), c.snap("a1", 3)), None),
+        (lambda c: c.engine("a0", CacheDelta(1, 2, [], KEYS[:1])), None),
+        (lambda c: c.engine("a0", ChannelLost("killed")), None),
+    ],
+    ids=["well", "without a link", "too slow", "suspect", "evicted", "lost"],
+)
+def test_what_a_peer_has_is_fetched(spoil, source):
+    cluster = Cluster("p0", "a0", "a1", policy="rtp_llm", **LONG | {"kv_pool": ""})
+    for name in ("p0", "a0", "a1"):
+        cluster.snap(name)
+    cluster.engine("a0", CacheDelta(1, 1, KEYS, [], whole=True))
+    cluster.master._mesh._everybody = True
+    cluster.master._mesh.connect(cluster.master._sessions["a1"])
+    spoil(cluster)
+    placed = interrupted(cluster, exclude=["a0", "p0"])
+    assert placed.route[0].peer == peer("a1")
+    assert (placed.source and placed.source.name) == source
