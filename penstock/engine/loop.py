@@ -145,9 +145,7 @@ class Engine:
         """Whether the oldest step in flight can be taken at once."""
         return bool(self._flying) and self._flying[0][1].done()
 
-    def add(
-        self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float | None = None
-    ) -> None:
+    def add(self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float | None = None) -> None:
         """Take a request in, see `Scheduler.add`. Raises PromptTooLong or InvalidRequest; then nothing has changed."""
         at = self._clock.now() if now is None else now
         self.scheduler.add(request, migrates=migrates, awaits=awaits, now=at)

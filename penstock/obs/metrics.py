@@ -443,8 +443,8 @@ class Metrics:
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
         recoveries = Counter(
             PREFIX + "recoveries",
-            "Sequences that went on elsewhere after their instance was lost; fetch, remap: KV came from a peer, or from "
-            "the host's KV pool; cache: some was there",
+            "Sequences that went on elsewhere after a loss; fetch, remap: KV came from a peer, from the "
+            "host's KV pool; cache: some was there",
             ["model_name", "how"],
             registry=self.registry,
         )

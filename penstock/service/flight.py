@@ -219,9 +219,14 @@ class Flight(Generic[Owner]):
 
     def fetched(self, name: str, said: Fetched) -> None:
         """What its instance was told to bring from elsewhere has come, or will not."""
-        if self.placed and said.generation == self.attempt and (name, said.incarnation) == (
-            self.here.name,
-            self.here.incarnation,
+        if (
+            self.placed
+            and said.generation == self.attempt
+            and (name, said.incarnation)
+            == (
+                self.here.name,
+                self.here.incarnation,
+            )
         ):
             self._brought = said.tokens
 

@@ -129,7 +129,12 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
                 "hits": data.draw(st.dictionaries(st.sampled_from(names), numbers)),
             }
             fixed["loads"] = {name: data.draw(st.integers(1, max(1, hit))) for name, hit in fixed["hits"].items()}
-            waiting.append(Demand(**fixed, **data.draw(values(Demand, {"key", "hits", "loads", "exclude", "chat"}))))
+            waiting.append(
+                Demand(
+                    **fixed,
+                    **data.draw(values(Demand, {"key", "hits", "loads", "exclude", "chat", "brought", "brought_in"})),
+                )
+            )
         if not waiting:
             continue
         rates = Rates(**data.draw(values(Rates, set())))
