@@ -51,8 +51,8 @@ class BoundedLogits:
         bounded = cls(weight, codes, bounds.zero_())
         bounded.codes.prepare()
         build = native.value(f"penstock_bounded_logits_{native.SUFFIX[weight.dtype]}", "pnnpp")
-        codes, bounds = bounded.codes.memory.data_ptr(), bounded.bounds.data_ptr()
-        return bounded if build(weight.memory.data_ptr(), outs, ins, codes, bounds) else None
+        filled = build(weight.memory.data_ptr(), outs, ins, codes.data_ptr(), bounds.data_ptr())
+        return bounded if filled else None
 
 
 def _memory(like: Tensor) -> Tensor:

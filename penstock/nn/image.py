@@ -7,8 +7,6 @@ model was loaded.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import mmap
 import os
 import warnings
@@ -19,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.core.memory import seal
 from penstock.nn.bounded_logits import BoundedLogits, can_bound
 from penstock.nn.config import DTYPES
 from penstock.nn.models.decoder import Decoder
@@ -29,7 +28,6 @@ OF_IMAGES = {**DTYPES, "uint8": torch.uint8, "int8": torch.int8, "int32": torch.
 NAMES = {dtype: name for name, dtype in OF_IMAGES.items()}
 HEAD = "lm_head."  # there also when config.json says that embeddings are the head
 BOUNDED = "bounded_logits."  # there where they can be computed with
-SEAL_FUTURE_WRITE = 0x10  # Python has no name for it
 
 Placed = Mapping[str, tuple[str, list[int], int]]  # name -> its dtype, its shape, and its first byte
 
@@ -154,13 +152,6 @@ def _matched(model: Decoder, weights: Placed, memory: Tensor) -> dict[str, Tenso
             raise ValueError(f"{name} cannot be where it should be")
         found[name] = memory[offset : offset + place.nbytes].view(place.dtype).view(place.shape)
     return found
-
-
-def seal(fd: int) -> None:
-    """Let nobody truncate a memfd, of which those who map it would die, nor map it to write to it."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    with contextlib.suppress(OSError):  # Linux before 5.1
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
 
 
 def mapped(fd: int, start: int, size: int, *, present: bool = True) -> Tensor:
