@@ -200,6 +200,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         embedding_size: numbers in an embedding; 0 where it gives none.
         generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
+        weights_from: where its weights came from, as `nn.loader.Source` has it; "" where it has none.
+        weights_seconds: that this took.
     """
 
     peer: Peer
@@ -219,6 +221,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     generates: bool = True
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
+    weights_from: str = ""
+    weights_seconds: float = 0.0
     protocol: int = PROTOCOL
 
 
