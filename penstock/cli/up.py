@@ -220,7 +220,7 @@ def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> di
     if group.adopted:
         return {"model": str(directory), **{key: value for key, value in group.options.items() if key != "device"}}
     if not group.modelled:
-        return {**engine_options(directory, dict(group.options)), "peer_weights": group.options["peer_weights"]}
+        return engine_options(directory, dict(group.options))
     fields = dict(group.options)
     fields["prefix_cache"] = fields.pop("enable_prefix_caching")
     return {"model": str(directory), "seed": seed + number_, **fields}

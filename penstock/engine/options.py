@@ -40,8 +40,6 @@ class EngineOptions:
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
-        peer_weights: whether weights come from a running engine that has them, and are given to others
-            (engine/weights.py).
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
@@ -65,7 +63,6 @@ class EngineOptions:
     async_scheduling: bool = True
     load_format: str = "auto"
     weight_cache: bool = True
-    peer_weights: bool = True
     tensor_parallel_size: int = 1
 
 
