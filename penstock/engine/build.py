@@ -23,7 +23,6 @@ from penstock.engine.loop import Engine
 from penstock.engine.memory import check_asked, size_cache
 from penstock.engine.options import EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
-from penstock.engine.weights import WeightManager
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
@@ -39,6 +38,7 @@ from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
 
 if TYPE_CHECKING:
     from penstock.engine.executor.processes import RankProcesses
+    from penstock.engine.weights import WeightManager
 
 __all__ = ["Built", "EngineOptions", "build_engine"]
 log = logging.getLogger("penstock.engine")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,7 +19,6 @@ from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.memory import free_bytes, mapping_budget
 from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
-from penstock.engine.weights import WeightManager
 from penstock.nn.graph import Mode, obstacle
 from penstock.nn.linear import WHOLE, Shard
 from penstock.nn.loader import Loaded, identity, load
@@ -34,6 +33,9 @@ from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.text.grammar import Grammars
 from penstock.transfer.pool import KVPool, OpenPool, anonymous_pool, memfd_pool
+
+if TYPE_CHECKING:
+    from penstock.engine.weights import WeightManager
 
 MOST_TOKENS = 8192  # in a step, however fast the device is
 
