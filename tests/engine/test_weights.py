@@ -27,6 +27,7 @@ from penstock.transfer import weights as wire
 from penstock.transfer.weights import ask_to_map
 from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.deployments import colocated, deployed
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.waiting import eventually
 
@@ -301,3 +302,14 @@ def test_memory_that_was_given_can_be_neither_written_nor_cut(checkpoint, runnin
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+@pytest.mark.slow
+def test_an_instance_that_is_restarted_maps_what_the_others_have(tmp_path):
+    with deployed(colocated()) as up:
+        earlier = up.kill("engine-1")
+        up.wait_restarted("engine-1", earlier)
+        eventually(lambda: any("from peer_map engine-0" in line for line in up.lines), 60, up.log)
+        eventually(lambda: 'engine="engine-1",model_name="demo",source="peer_map"' in up.get("/metrics"), 30, up.log)
+        folder = up.folder
+    assert not folder.exists()
