@@ -119,7 +119,10 @@ SCHEDULING_POLICY = Option(
     "the policy is made for",
 )
 OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
-ENGINE = tuple(OWN.get(option.name, option) for option in ENGINE_OPTIONS)
+PEER_WEIGHTS = Option(
+    "peer-weights", switch, True, "map the weights of a running instance of this host at a start, where there is one"
+)
+ENGINE = (*(OWN.get(option.name, option) for option in ENGINE_OPTIONS), PEER_WEIGHTS)
 GROUP = (
     Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
     Option("count", integer(1, 1024), 1, "how many of this kind"),

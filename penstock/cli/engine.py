@@ -10,6 +10,8 @@ JSON:
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection
     kv_pool             the socket of the host's KV pool server; null for memory of its own
+    weights             {"address", "folder"}: where it gives its weights, and where others of this host do; null where
+                        it neither gives nor takes any
     transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     log_level, log_format
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.engine.modelled import BuiltModelled
     from penstock.engine.server import EngineServer
     from penstock.transfer.orphans import OrphanedBlocks
+    from penstock.engine.weights import WeightManager
     from penstock.transfer.pool import OpenPool
     from penstock.transfer.transports import KVTransport
 
@@ -74,7 +77,8 @@ def main(settings: dict[str, Any]) -> int:
     incarnation = time.time_ns()
     with ExitStack() as stack:
         try:
-            built = build(settings, clock, open_pool(settings, incarnation))
+            peers = weight_manager(settings, stack)
+            built = build(settings, clock, open_pool(settings, incarnation), peers)
             if built.pool is not None:
                 stack.callback(built.pool.close)
             stack.callback(built.engine.close)
@@ -91,7 +95,9 @@ def main(settings: dict[str, Any]) -> int:
         except (Unavailable, RankFailed) as error:
             log.error("%s", error)
             return 1
-        ready = introduce(settings, incarnation, built, transport)
+        ready = introduce(settings, incarnation, built, transport, peers)
+        if peers is not None:
+            peers.serve(ready.device_model)
         server = stack.enter_context(closing(listen(settings, clock)))
         heartbeat = Heartbeat(Path(settings["heartbeat"]), ready.device)
         collect_rarely()
@@ -133,7 +139,23 @@ def open_pool(settings: dict[str, Any], incarnation: int) -> OpenPool:
     return memfd_pool if kv_pool is None else shared_pool(kv_pool, settings["name"], incarnation)
 
 
-def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | BuiltModelled:
+def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager | None:
+    """Closed at the end."""
+    place = settings.get("weights")
+    if place is None:
+        return None
+    from penstock.engine.weights import Source, WeightManager
+
+    others = sorted(Path(place["folder"]).glob("*.weights"))
+    sources = [Source(path.stem, f"unix:{path}") for path in others if f"unix:{path}" != place["address"]]
+    manager = WeightManager([place["address"]], sources)
+    stack.callback(manager.close)
+    return manager
+
+
+def build(
+    settings: dict[str, Any], clock: Clock, pool: OpenPool, peers: WeightManager | None = None
+) -> Built | BuiltModelled:
     options = settings["options"]
     if str(options.get("device")).startswith("modelled:"):
         from penstock.engine.modelled import ModelledOptions, build_modelled
@@ -142,9 +164,9 @@ def build(settings: dict[str, Any], clock: Clock, pool: OpenPool) -> Built | Bui
     from penstock.engine.build import EngineOptions, build_engine
 
     if settings.get("shown_as") is not None:  # a terminal has no room for the bars of several
-        return build_engine(EngineOptions(**options), clock, pool)
+        return build_engine(EngineOptions(**options), clock, pool, peers=peers)
     with byte_progress("weights") as progress:
-        return build_engine(EngineOptions(**options), clock, pool, progress)
+        return build_engine(EngineOptions(**options), clock, pool, progress, peers)
 
 
 def open_way(
@@ -190,11 +212,17 @@ def find_orphans(built: Built | BuiltModelled, stack: ExitStack) -> OrphanedBloc
 
 
 def introduce(
-    settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, transport: KVTransport | None
+    settings: dict[str, Any],
+    incarnation: int,
+    built: Built | BuiltModelled,
+    transport: KVTransport | None,
+    peers: WeightManager | None = None,
 ) -> Ready:
     from penstock.core.wire.engine import Peer, Ready
+    from penstock.engine.modelled import BuiltModelled
 
-    scheduler = built.engine.scheduler
+    scheduler, loaded = built.engine.scheduler, None if isinstance(built, BuiltModelled) else built.worker.loaded
+    measured = None if peers is None else peers.device
     return Ready(
         peer=Peer(settings["name"], incarnation, "" if transport is None else transport.address),
         role=settings.get("role", "any"),
@@ -211,9 +239,11 @@ def introduce(
         max_sequences=scheduler.limits.max_sequences,
         embedding_size=built.runner.embedding_size,
         generates=built.runner.generates,
-        device_model=device_model(built),
+        device_model=measured or device_model(built),
         shape=built.shape,
         kv_pool="" if built.pool is None else built.pool.name,
+        weights_from="" if loaded is None else loaded.source,
+        weights_seconds=0.0 if loaded is None else loaded.seconds,
     )
 
 

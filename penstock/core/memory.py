@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, Literal
 Part = Literal["weights", "kv_cache"]  # of an engine's memory, which it gives back while it sleeps
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 CGROUPS = Path("/sys/fs/cgroup")
+SEAL_FUTURE_WRITE = 0x10  # Python has no name for it
 
 
 @functools.cache
@@ -27,6 +30,13 @@ def give_back_memory() -> None:
     trim = _allocator()
     if trim is not None:
         trim(0)
+
+
+def seal(fd: int) -> None:
+    """Let nobody truncate a memfd, of which those who map it would die, nor map it to write to it."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with contextlib.suppress(OSError):  # Linux before 5.1
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
 
 
 def total_memory() -> int:

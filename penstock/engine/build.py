@@ -38,6 +38,7 @@ from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
 
 if TYPE_CHECKING:
     from penstock.engine.executor.processes import RankProcesses
+    from penstock.engine.weights import WeightManager
 
 __all__ = ["Built", "EngineOptions", "build_engine"]
 log = logging.getLogger("penstock.engine")
@@ -80,13 +81,18 @@ class Built:
 
 
 def build_engine(
-    options: EngineOptions, clock: Clock, open_pool: OpenPool = memfd_pool, progress: Report | None = None
+    options: EngineOptions,
+    clock: Clock,
+    open_pool: OpenPool = memfd_pool,
+    progress: Report | None = None,
+    peers: WeightManager | None = None,
 ) -> Built:
     """Load, size and connect.
 
     Args:
         open_pool: where the KV cache's blocks come from.
         progress: of loading.
+        peers: see `Worker`.
 
     Raises:
         ConfigError: a checkpoint or an option that cannot be served, or a KV pool server that refuses.
@@ -110,7 +116,7 @@ def build_engine(
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
     others = _start_ranks(options, device, open_pool)
     try:
-        return _build(options, clock, open_pool, promised, speculation, others, progress)
+        return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
     except BaseException as error:
         if others is not None:
             others.close()
@@ -127,9 +133,10 @@ def _build(
     speculation: Speculation | None,
     others: RankProcesses | None,
     progress: Report | None,
+    peers: WeightManager | None,
 ) -> Built:
     asked, size = options.kv_cache_memory, options.tensor_parallel_size
-    worker = Worker(options, None if others is None else others.join(), progress)
+    worker = Worker(options, None if others is None else others.join(), progress, peers)
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
     slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)

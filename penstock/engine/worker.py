@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +21,7 @@ from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
 from penstock.nn.linear import WHOLE, Shard
-from penstock.nn.loader import identity, load_model
+from penstock.nn.loader import Loaded, identity, load
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.ranks import Ranks
@@ -33,6 +34,9 @@ from penstock.sched.local.sequence import blocks_for
 from penstock.text.grammar import Grammars
 from penstock.transfer.pool import KVPool, OpenPool, anonymous_pool, memfd_pool
 
+if TYPE_CHECKING:
+    from penstock.engine.weights import WeightManager
+
 MOST_TOKENS = 8192  # in a step, however fast the device is
 
 
@@ -42,8 +46,10 @@ class Worker:
     Args:
         ranks: that compute the model together, this one among them; None where it is alone.
         progress: of loading.
+        peers: that weights may come from, and are given to; None without any.
 
     Attributes:
+        loaded: where weights came from, the last time.
         layout: of its part of a block.
         max_model_len: of a sequence, as far as the model decides it.
         budget: of a step's tokens.
@@ -53,14 +59,22 @@ class Worker:
     """
 
     runner: Runner
+    loaded: Loaded
 
-    def __init__(self, options: EngineOptions, ranks: Ranks | None = None, progress: Report | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        ranks: Ranks | None = None,
+        progress: Report | None = None,
+        peers: WeightManager | None = None,
+    ) -> None:
         device = device_of(options.device)
         if ranks is not None and device.type == "cuda":
             device = torch.device("cuda", ranks.rank)
         self.options, self._device = options, device
         self.shard = shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size, ranks)
         self._weights = WeightCache(files=FILES * shard.size) if options.weight_cache else None
+        self._peers = peers
         self._gone = False  # the weights, to be read again
         self.model = model = self._load(progress)
         mode = options.graph_mode
@@ -124,6 +138,9 @@ class Worker:
         self.runner.take(hollow)
         if level > 1:
             self.model, self._gone = hollow, True
+            self.loaded = replace(self.loaded, model=hollow, image=None)
+            if self._peers is not None:
+                self._peers.give(None)
         else:
             self.model._apply(lambda place: place.cpu())
         give_back_memory()
@@ -161,7 +178,7 @@ class Worker:
 
     def _load(self, progress: Report | None = None) -> Decoder:
         options = self.options
-        return load_model(
+        self.loaded = load(
             Path(options.model),
             self._device,
             dtype_of(options.dtype),
@@ -170,7 +187,11 @@ class Worker:
             model_len=options.max_model_len,
             load_format=options.load_format,
             progress=progress,
+            peers=self._peers,
         )
+        if self._peers is not None:
+            self._peers.give(self.loaded.image)
+        return self.loaded.model
 
     def _hollow(self) -> Decoder:
         """A model like this one without weights. Not this one without them: they may just be being written to disk."""

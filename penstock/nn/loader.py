@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
 from penstock.nn import rope
+from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
     INDEX,
@@ -35,9 +38,11 @@ from penstock.nn.checkpoint import (
     weight_files,
 )
 from penstock.nn.config import DecoderConfig
+from penstock.nn.image import Arena, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
+from penstock.nn.methods.base import LinearMethod
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.packed import layout
@@ -51,8 +56,32 @@ BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints t
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
 
+# A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host;
+# packed weights on disk; the checkpoint
+Source = Literal["peer_map", "host_copy", "peer_tcp", "disk", "checkpoint"]
 
-def load_model(
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """
+    Attributes:
+        image: the memory that its weights are in, where others can have it.
+        source: where they came from.
+        seconds: that this took.
+    """
+
+    model: Decoder
+    image: Image | None
+    source: Source
+    seconds: float
+
+
+def load_model(*args: Any, **kwargs: Any) -> Decoder:
+    """The model alone; see `load`."""
+    return load(*args, **kwargs).model
+
+
+def load(
     directory: Path,
     device: torch.device,
     dtype: torch.dtype | None = None,
@@ -61,7 +90,8 @@ def load_model(
     model_len: int | None = None,
     load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
-) -> Decoder:
+    peers: Peers | None = None,
+) -> Loaded:
     """Build the architecture that config.json names and fill it.
 
     Args:
@@ -71,12 +101,14 @@ def load_model(
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
         load_format: how files are read, one of `reading.LOAD_FORMATS`.
         progress: called with the bytes that are loaded and all that are to be.
+        peers: that may give weights, and be given them, of a whole model on a CPU; None without any.
 
     Raises:
         RankFailed: one of the ranks that load this model together has failed.
         ConfigError: unsupported architecture or option; missing, unexpected, misshapen or unreadable weights; a model
             that does not fit into memory.
     """
+    began = time.monotonic()
     cls, config, headless = read_architecture(directory, shard.size, model_len)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
@@ -92,29 +124,86 @@ def load_model(
     tensors = _check_weights(model, directory)
     if method.kept and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard)
-    found = cache is not None and key is not None and cache.read(key, model)
-    if not _any_loads(shard, found):
+    name, arena = "", None
+    if peers is not None and shard.size == 1 and device.type == "cpu":
+        name, arena = image_key(directory, dtype, method), Arena()
+    image, source = _find_whole(model, peers if name else None, name, cache, key)
+    if not _any_loads(shard, image is not None):
         model.bound_logits()
-        return model.eval()
-    if not found:
-        _take_memory(model, device, directory)
-    fill(None if found else model, tensors, load_format, device, shard, progress)
+        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
+    if image is None:
+        _take_memory(model, device, directory, arena)
+    fill(None if image is not None else model, tensors, load_format, device, shard, progress, arena)
     if (after := _states(directory)) != before:
         raise changed(next(path for path, state in after.items() if state != before.get(path)))
-    if not found and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
+    if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
         cache.remember(key, model)  # not if it changed meanwhile
-    model.bound_logits()
-    return model.eval()
+    if arena is None:
+        model.bound_logits()
+    else:
+        model.bound_logits(take=arena.take)
+        image = arena.image(name, model)
+    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
 
 
-def _take_memory(model: Decoder, device: torch.device, directory: Path) -> None:
+def _told(loaded: Loaded) -> Loaded:
+    giver = "" if loaded.image is None or not loaded.image.giver else f" {loaded.image.giver}"
+    log.info("weights are there after %.2f s, from %s%s", loaded.seconds, loaded.source, giver)
+    return loaded
+
+
+def _find_whole(
+    model: Decoder, peers: Peers | None, name: str, cache: WeightCache | None, key: str | None
+) -> tuple[Image | None, Source]:
+    """Fill a model on "meta" with weights that are ready, from where they come fastest; it is left as it is where there
+    are none.
+
+    Args:
+        name: as of `image_key`.
+        key: as of `cache_key`; None where no packed weights are looked for.
+    """
+
+    def kept() -> Image | None:
+        image = None if cache is None or key is None else cache.read(key, model)
+        if image is not None:
+            image.key = name
+        return image
+
+    if peers is not None and (image := _fill_from(peers.here(name), model)) is not None:
+        return image, "peer_map"
+    in_memory = cache is not None and key is not None and cache.is_in_memory(key)
+    if in_memory and (image := kept()) is not None:
+        return image, "host_copy"
+    if peers is not None and (image := _fill_from(peers.elsewhere(name), model)) is not None:
+        return image, "peer_tcp"
+    if not in_memory and (image := kept()) is not None:
+        return image, "disk"
+    return None, "checkpoint"
+
+
+def _fill_from(images: Iterator[Image], model: Decoder) -> Image | None:
+    for image in images:
+        try:
+            image.fill(model)
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("weights of %s are not used: %s", image.giver, error)
+        else:
+            return image
+    return None
+
+
+def _taker(device: torch.device, arena: Arena | None) -> Take:
+    return (lambda place: torch.empty(place.shape, dtype=place.dtype, device=device)) if arena is None else arena.take
+
+
+def _take_memory(model: Decoder, device: torch.device, directory: Path, arena: Arena | None) -> None:
     try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
-        model._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=device))
+        model._apply(_taker(device, arena))
         for linear in model.modules():
             if isinstance(linear, Linear):
                 linear.prepare()
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         raise _no_room(directory, device, error) from None
 
 
@@ -251,10 +340,17 @@ def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
     mtime.
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {layout()} {shard.rank} {shard.size}".encode())
+    digest.update(f"{dtype} {layout()} {shard.rank} {shard.size} with bounded logits".encode())
     for path in weight_files(directory):
         stat = path.stat()
         digest.update(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
+    return digest.hexdigest()
+
+
+def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any]) -> str:
+    """Names the weights of a whole model as they lie in memory, on any host. Raises ConfigError as `identity` does."""
+    digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
+    digest.update(f"{dtype} {method.name} {layout() if method.kept else sys.byteorder}".encode())
     return digest.hexdigest()
 
 
@@ -352,11 +448,13 @@ def fill(
     device: torch.device,
     shard: Shard = WHOLE,
     progress: Callable[[int, int], None] | None = None,
+    arena: Arena | None = None,
 ) -> None:
     """Load every tensor to its place; that all are there was checked.
 
     Args:
         model: None where this rank has its weights, and reads for others.
+        arena: where its memory is from, if from one.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -371,7 +469,7 @@ def fill(
         for piece in loading:
             name = _full(piece.stored.name)
             if name == HEAD and model is not None and name not in wanted:
-                head = _untied(model)
+                head = _untied(model, arena)
                 wanted = places(model)
             if model is not None:
                 wanted[name].load(piece.tensor, piece.first)
@@ -382,14 +480,17 @@ def fill(
         embedding = model.model.embed_tokens
         if all(map(torch.equal, head.parameters(), embedding.parameters())):
             model.lm_head = None
+            if arena is not None:
+                for tensor in head.parameters():
+                    arena.give_back(tensor)
     if shard.rank == 0:
         size, took = total / 2**30, max(time.monotonic() - began, 1e-6)
         log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
 
 
-def _untied(model: Decoder) -> Linear:
+def _untied(model: Decoder, arena: Arena | None) -> Linear:
     """Some checkpoints say that embeddings are tied and bring another head all the same: it is the one they mean."""
     head = model.untie()
-    head._apply(lambda place: torch.empty(place.shape, dtype=place.dtype, device=model.device))
+    head._apply(_taker(model.device, arena))
     head.prepare()
     return head

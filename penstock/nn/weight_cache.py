@@ -11,36 +11,33 @@ import contextlib
 import fcntl
 import json
 import logging
-import mmap
 import os
 import shutil
 import sys
 import threading
-import warnings
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.nn.config import DTYPES
+from penstock.core.errors import ConfigError
+from penstock.nn.image import NAMES, Image, mapped, padded, parts
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native.build import cache_folder
+from penstock.nn.reading import resident
 
 log = logging.getLogger("penstock.weights")
 MAGIC = b"penstock weights"
 DIGEST = 16  # bytes
 HEAD = len(MAGIC) + 8 + DIGEST  # the magic, how many bytes of JSON follow, and their digest
 MOST_JSON = 64 << 20
-PAGE = 4096
 LEAST = 64 << 20  # bytes of weights; fewer are packed at once
 FILES = 4  # the least recently used go
 SHARE = 0.25  # of the disk, for all files
 RESERVE = 1 << 30  # bytes of the disk that stay free
 PARTS_AT_ONCE = 64
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-UNTIED = "lm_head.weight.memory"  # there also when config.json says that embeddings are the head
 
 
 class WeightCache:
@@ -69,34 +66,33 @@ class WeightCache:
         """Whether a model is large enough."""
         return sum(p.nbytes for p in model.parameters()) >= self._least
 
-    def read(self, key: str, model: Decoder) -> bool:
-        """Fill a model that is on "meta", or leave it as it is and return False."""
+    def is_in_memory(self, key: str) -> bool:
+        """Whether the page cache has such a file."""
+        try:
+            return resident(self._path(key))
+        except ConfigError:
+            return False
+
+    def read(self, key: str, model: Decoder) -> Image | None:
+        """Fill a model that is on "meta", or leave it as it is and return None."""
         path = self._path(key)
         try:
             with path.open("rb", buffering=0) as file:
-                header = _read_header(file, key)
-                found = _match(header, model)
-                whole = _map(file)[-header["bytes"] :]
+                image = _map(file, key)
+                image.fill(model)
                 _used(file)
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            return None
         except OSError as error:
             log.info("%s is not used: %s", path, error)
-            return False
+            return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.info("%s is not used: %s", path, str(error) or type(error).__name__)
             with contextlib.suppress(OSError):  # it is replaced, or refused again next time
                 path.unlink()
-            return False
-        if UNTIED in found and model.lm_head is None:
-            model.untie()
-        for name, place in list(model.named_parameters()):
-            offset = found[name]
-            values = whole[offset : offset + place.nbytes].view(place.dtype).view(place.shape)
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(values, requires_grad=False))
+            return None
         log.info("weights are mapped from %s", path)
-        return True
+        return image
 
     def remember(self, key: str, model: Decoder) -> None:
         """This is what `save` will write."""
@@ -181,61 +177,37 @@ def _read_header(file: IO[bytes], key: str) -> dict[str, Any]:
     header = json.loads(text)
     if header["key"] != key:
         raise ValueError("it belongs to another checkpoint")
-    size, whole = os.fstat(file.fileno()).st_size, _padded(HEAD + length) + header["bytes"]
+    size, whole = os.fstat(file.fileno()).st_size, padded(HEAD + length) + header["bytes"]
     if size != whole:
         raise ValueError(f"it has {size} bytes instead of {whole}")
     return header
 
 
-def _match(header: dict[str, Any], model: Decoder) -> dict[str, int]:
-    """Where each weight of a model is, from the first one on. Raises ValueError unless these are the model's."""
-    places, weights = dict(model.named_parameters()), header["weights"]
-    if model.lm_head is None and UNTIED in weights:
-        places[UNTIED] = places["model.embed_tokens.weight.memory"]
-    if weights.keys() != places.keys():
-        raise ValueError("it holds other weights")
-    offsets = {}
-    for name, place in places.items():
-        dtype, shape, offset = weights[name]
-        if (dtype, shape) != (NAMES[place.dtype], list(place.shape)):
-            raise ValueError(f"{name} is {shape} of {dtype}")
-        if offset % PAGE or not 0 <= offset <= header["bytes"] - place.nbytes:
-            raise ValueError(f"{name} cannot be where it should be")
-        offsets[name] = offset
-    return offsets
-
-
-def _map(file: IO[bytes]) -> Tensor:
-    """All bytes of a file, read-only, and present: the first step must not wait for pages one by one."""
+def _map(file: IO[bytes], key: str) -> Image:
+    """Raises ValueError for a file that is not whole, or another's."""
+    header, start = _read_header(file, key), padded(file.tell())
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # large reads, where it is not in memory
-    populate = getattr(mmap, "MAP_POPULATE", 0)
-    memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch knows no memory that cannot be written, and weights never are
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    memory = mapped(file.fileno(), start, header["bytes"])
+    return Image(key, header["weights"], os.dup(file.fileno()), start, memory)
 
 
 def _layout(key: str, model: Decoder) -> list[memoryview]:
     """The parts of a file, one after the other."""
     weights: dict[str, tuple[str, list[int], int]] = {}
-    parts, end = [], 0
-    for name, parameter in model.named_parameters():
-        weights[name] = NAMES[parameter.dtype], list(parameter.shape), end
-        size = _padded(parameter.nbytes)
-        parts += [_bytes(parameter), memoryview(bytes(size - parameter.nbytes))]
+    written, end = [], 0
+    for name, tensor in parts(model).items():
+        weights[name] = NAMES[tensor.dtype], list(tensor.shape), end
+        size = padded(tensor.nbytes)
+        written += [_bytes(tensor), memoryview(bytes(size - tensor.nbytes))]
         end += size
     text = json.dumps({"key": key, "bytes": end, "weights": weights}).encode()
     head = MAGIC + len(text).to_bytes(8, "little") + _digest(text) + text
-    return [memoryview(head.ljust(_padded(len(head)), b"\0")), *parts]
+    return [memoryview(head.ljust(padded(len(head)), b"\0")), *written]
 
 
-def _bytes(parameter: Tensor) -> memoryview:
-    return parameter.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _padded(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _digest(text: bytes) -> bytes:

@@ -261,6 +261,12 @@ class _EngineSeries:
         self.sleep_state = self._metric(
             Gauge, "engine_sleep_state", "1 for the state that the engine is in", ["sleep_state"]
         )
+        self.weights = self._metric(
+            Gauge,
+            "weights_load_seconds",
+            "Time that weights took at its start, by where they came from",
+            ["source"],
+        )
         self.up = self._metric(Gauge, "instance_up", "1 while the instance serves, or sleeps")
         self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
         self.step_tokens = _Histogram(
@@ -503,6 +509,12 @@ class Metrics:
     def observe_up(self, engine: str, up: bool) -> None:
         """Whether an engine serves."""
         self._engines[engine].up.set(up)
+
+    def observe_weights(self, engine: str, source: str, seconds: float) -> None:
+        """An engine has begun, with weights from there; "" for one without weights."""
+        self._series.weights.remove_by_labels({"engine": engine})
+        if source:
+            self._series.weights.labels(self._model_name, engine, source).set(seconds)
 
     @_later
     def observe_loss(self, engine: str) -> None:

@@ -101,6 +101,11 @@ class Group:
         return not self.adopted and _kind(self.device) != "cuda" and self.ranks == 1
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether its weights may come from a running instance, and are given to others."""
+        return self.shares_memory and not self.modelled and bool(self.options["peer_weights"])
+
+    @property
     def needs(self) -> dict[str, float]:
         """What is set apart for each, by the names that Ray has for it."""
         gpus = self.ranks if _kind(self.device) == "cuda" else 0

@@ -531,6 +531,7 @@ class EngineClient:
         instance.ready = instance.said = ready
         instance.lost, instance.role, instance.asleep = "", ready.role, 0
         self._metrics.observe_up(instance.name, True)
+        self._metrics.observe_weights(instance.name, ready.weights_from, ready.weights_seconds)
         self._compare_lengths(instance.name, ready.max_model_len)
         if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
             log.info("%d of %d instances are ready", len(self.instances), len(self.instances))

@@ -82,7 +82,9 @@ def plan(
         place = {"address": f"ipc://{folder}/{name}", "role": group.role}
         settings = {**place, "name": name, "shown_as": name, "options": engine_fields(group, number)}
         settings["lease_s"] = deployment.lease
-        settings |= {"kv_pool": None, "transport": None, "public": None}
+        settings |= {"kv_pool": None, "transport": None, "public": None, "weights": None}
+        if group.shares_weights and deployment.ray is None:
+            settings["weights"] = {"address": f"unix:{folder / name}.weights", "folder": str(folder)}
         if group.shares_memory:
             settings["transport"] = _transport(deployment, folder / f"{name}.transport")
         pooled = group.shares_memory and deployment.ray is None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
 from struct import Struct
+from typing import TypeVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -93,6 +94,7 @@ class Signed(msgspec.Struct, tag=True, frozen=True):
 
 
 Greeting = Greet | Challenge | Signed
+Said = TypeVar("Said", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,13 @@ class Header:
 def make_frame(message: Greeting | PeerMessage, sender: int, to: int, payload: memoryview | None = None) -> Frame:
     """A message and, maybe, the bytes (uint8) that travel with it."""
     body = encode(message)
-    fields = _FIELDS.pack(MAGIC, len(body), len(payload) if payload is not None else 0, sender, to)
-    return Frame(message, sender, to, body, payload, fields + _CHECKSUM.pack(_checksum(fields, body)))
+    header = make_header(body, sender, to, len(payload) if payload is not None else 0)
+    return Frame(message, sender, to, body, payload, header)
+
+
+def make_header(body: bytes, sender: int = 0, to: int = 0, payload: int = 0) -> bytes:
+    fields = _FIELDS.pack(MAGIC, len(body), payload, sender, to)
+    return fields + _CHECKSUM.pack(_checksum(fields, body))
 
 
 def read_header(data: bytes | bytearray | memoryview) -> Header:
@@ -191,7 +198,7 @@ class Handshake:
         """Whether a greeting can be made out. The dialler's may have to wait for a challenge."""
         return self._key is None or bool(self._other)
 
-    def seal(self, greet: Greet, to: int) -> Greet | Signed:
+    def seal(self, greet: Said, to: int) -> Said | Signed:
         """
         Args:
             to: incarnation that it is meant for.

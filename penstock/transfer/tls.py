@@ -48,6 +48,13 @@ class TLS:
         """TLS over a connected, non-blocking socket, which belongs to it from now on."""
         return TLSSocket(self._contexts[dialled].wrap_socket(sock, not dialled, do_handshake_on_connect=False))
 
+    def over_waiting(self, sock: socket.socket, dialled: bool) -> ssl.SSLSocket:
+        """The same over one that is waited for, when both have shaken hands. Raises Stranger, EOFError and OSError."""
+        try:
+            return self._contexts[dialled].wrap_socket(sock, not dialled)
+        except ssl.SSLError as error:
+            raise _told(error) from error
+
 
 class TLSSocket:
     """What a `PeerConnection` uses of a socket. Stranger when the other side is none of the deployment's, or stops to

@@ -284,7 +284,7 @@ def test_a_step_that_failed_is_computed_again_with_the_same_result(demo, tokeniz
 def test_few_logits_give_the_tokens_of_all(demo, tokenizer, grammars, monkeypatch):
     few = load_model(DEMO, CPU)
     few.bound_logits(0)
-    if few._bounded_logits is None:
+    if few.bounded_logits is None:
         pytest.skip("logits cannot be bounded here")
     requests = [
         asked(tokenizer, "greedy", ENDLESS, temperature=0.0, min_tokens=9),

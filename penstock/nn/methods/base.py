@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.bounded_logits import BoundedLogits, Take
 from penstock.nn.packed import Weight
 
 W = TypeVar("W", bound=Weight)
@@ -65,6 +65,6 @@ class LinearMethod(ABC, Generic[W]):
     def dense(self, weight: W) -> Tensor:
         """[outs, ins], perhaps a copy."""
 
-    def bounded_logits(self, weight: W, least: int) -> BoundedLogits | None:
-        """What tells tokens from few logits, where there is such, of a head of at least so many bytes."""
+    def bounded_logits(self, weight: W, take: Take | None) -> BoundedLogits | None:
+        """What tells tokens from few logits, where there is such. `take` makes memory for it."""
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.nn import native, ops
-from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.bounded_logits import BoundedLogits, Take
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.packed import PackedWeight
 
@@ -37,5 +37,5 @@ class Packed(LinearMethod[PackedWeight]):
     def dense(self, weight: PackedWeight) -> Tensor:
         return weight.unpacked()
 
-    def bounded_logits(self, weight: PackedWeight, least: int) -> BoundedLogits | None:
-        return BoundedLogits.of(weight) if weight.memory.nbytes >= least else None
+    def bounded_logits(self, weight: PackedWeight, take: Take | None) -> BoundedLogits | None:
+        return BoundedLogits.of(weight, take)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.nn import ops
 from penstock.nn.batch import Batch
-from penstock.nn.bounded_logits import LEAST, BoundedLogits
+from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
 from penstock.nn.config import DecoderConfig, RopeConfig
 from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
@@ -43,6 +43,7 @@ class Decoder(nn.Module):
         weights: as `WEIGHTS`.
         norm: the kind that all are of.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
+        bounded_logits: where it has them; see `bound_logits`.
 
     Args:
         shard: of every layer's heads and gates, and of the vocabulary.
@@ -68,7 +69,7 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else self._new_head()
         self.headless = False
         self._rotations: list[Rotation] = []
-        self._bounded_logits: BoundedLogits | None = None
+        self.bounded_logits: BoundedLogits | None = None
 
     def hold(self, method: LinearMethod[Any]) -> None:
         """Have what products read held by a method; what weights held is gone."""
@@ -88,16 +89,23 @@ class Decoder(nn.Module):
         vocab = self.config.vocab_size
         return Linear(self.config.hidden_size, (vocab,), own_outs=(self.shard.of_tokens(vocab),))
 
-    def bound_logits(self, least: int = LEAST) -> None:
-        """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards."""
+    def bound_logits(self, least: int = LEAST, take: Take | None = None) -> None:
+        """Have what `choose` needs, unless the head has less than `least` bytes. Weights must not change afterwards.
+
+        Args:
+            take: makes memory for it.
+        """
         if self.headless:
             return
         part = self.shard.part_of(self.config.vocab_size) * self.config.hidden_size * self.dtype.itemsize
-        self._bounded_logits = self.head.method.bounded_logits(self.head.weight, 0) if part >= least else None
+        if part < least:
+            self.bounded_logits = None
+        elif self.bounded_logits is None:
+            self.bounded_logits = self.head.method.bounded_logits(self.head.weight, take)
         if (ranks := self.shard.ranks) is not None:  # which all have them, or none
-            there = torch.tensor([self._bounded_logits is not None], device=self.device)
+            there = torch.tensor([self.bounded_logits is not None], device=self.device)
             if not ranks.gather(there).all():
-                self._bounded_logits = None
+                self.bounded_logits = None
 
     @property
     def head(self) -> Linear:
@@ -112,7 +120,7 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight.device
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        self._bounded_logits = None  # weights move, or change their type
+        self.bounded_logits = None  # weights move, or change their type
         self._rotations = []
         return super()._apply(*args, **kwargs)
 
@@ -160,7 +168,7 @@ class Decoder(nn.Module):
         Args:
             masked: rows and masks, as `ops.mask_logits` has them.
         """
-        bounded = self._bounded_logits
+        bounded = self.bounded_logits
         if bounded is not None and not ops.choose_pays(draws):
             bounded = None
         if (ranks := self.shard.ranks) is not None:

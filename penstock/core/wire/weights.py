@@ -1,0 +1,59 @@
+"""Messages between an engine that has weights and one that wants them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.device import DeviceModel
+from penstock.core.wire import PROTOCOL
+from penstock.core.wire.codec import decoder
+
+BLOCK = 8 << 20  # bytes, each with a digest; the last may be shorter
+
+
+class AskWeights(msgspec.Struct, tag=True, frozen=True):
+    """Who connects asks for weights. `Weights` or `NoWeights` is the answer.
+
+    Attributes:
+        key: of what they are made from, and how they are to lie in memory.
+        to_map: a file descriptor of them follows the answer, on one host. Else who asks says by `SendFrom` what does.
+    """
+
+    key: str
+    to_map: bool
+    protocol: int = PROTOCOL
+
+
+class Weights(msgspec.Struct, tag=True, frozen=True):
+    """
+    Attributes:
+        weights: name -> dtype, shape, and where it begins.
+        bytes: of all, with what is between them.
+        start: where they begin in the file.
+        digests: XXH3 of every `BLOCK`, 64 bits each.
+        device: what the engine measured of its device.
+        threads: with so many threads.
+    """
+
+    weights: dict[str, tuple[str, list[int], int]]
+    bytes: int
+    start: int
+    digests: list[int]
+    device: DeviceModel | None = None
+    threads: int = 0
+
+
+class NoWeights(msgspec.Struct, tag=True, frozen=True):
+    """There are none of those."""
+
+    message: str
+
+
+class SendFrom(msgspec.Struct, tag=True, frozen=True):
+    """The bytes from a block on are to be sent, and nothing after them."""
+
+    first: int
+
+
+WeightMessage = AskWeights | Weights | NoWeights | SendFrom
+decode_weight_message = decoder(WeightMessage).decode

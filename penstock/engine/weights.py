@@ -1,0 +1,169 @@
+"""An engine's weight manager: from which running engines its weights may come, and to whom it gives them (HFX, 3.4)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.core.device import DeviceModel
+from penstock.core.errors import Unavailable
+from penstock.core.wire.weights import Weights
+from penstock.nn import native
+from penstock.nn.image import Image, mapped
+from penstock.transfer.tls import TLS
+from penstock.transfer.weights import Landing, WeightServer, ask_to_map, check, digests
+
+log = logging.getLogger("penstock.weights")
+DIGESTS = 4.0  # seconds to wait for digests of weights that were just loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An engine that may have the weights.
+
+    Attributes:
+        address: "unix:/path" of one of this host, else "tcp:host:port".
+    """
+
+    name: str
+    address: str
+
+    @property
+    def here(self) -> bool:
+        return self.address.startswith("unix:")
+
+
+class Offer:
+    """An image, as `transfer.weights.Given`."""
+
+    def __init__(self, image: Image, device: DeviceModel | None) -> None:
+        self.key, self.fd, self.start, self.image = image.key, image.fd, image.start, image
+        self.device = device
+        self._known = threading.Event()
+        if image.digests:
+            self._known.set()
+        else:
+            threading.Thread(target=self._learn, name="weight-digests", daemon=True).start()
+
+    def _learn(self) -> None:
+        self.image.digests = digests(_bytes(self.image.memory))
+        self._known.set()
+
+    def describe(self) -> Weights:
+        """Raises EOFError."""
+        if not self._known.wait(DIGESTS):
+            raise EOFError("their digests are not known yet")
+        return Weights(
+            weights=dict(self.image.weights),
+            bytes=self.image.bytes,
+            start=self.start,
+            digests=list(self.image.digests),
+            device=self.device,
+            threads=native.threads(),
+        )
+
+
+class WeightManager:
+    """`nn.image.Peers`, and what such a peer has to be.
+
+    Args:
+        addresses: where others are given this engine's weights, as `WeightServer` has them.
+        sources: in the order in which they are asked.
+        secret: of the deployment.
+        tls: arguments of `TLS`; None without.
+
+    Attributes:
+        device: what an engine of this host has measured that it got its weights from, with as many threads.
+
+    Raises:
+        ConfigError: certificates that cannot be used.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        sources: Sequence[Source] = (),
+        secret: str | None = None,
+        tls: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.device: DeviceModel | None = None
+        self._addresses, self._sources, self._secret = addresses, sources, secret
+        self._tls = None if tls is None else TLS(**tls)
+        self._server: WeightServer | None = None
+        self._offer: Offer | None = None
+
+    # --- to get
+
+    def here(self, key: str) -> Iterator[Image]:
+        for source in self._sources:
+            if source.here:
+                try:
+                    weights, fd = ask_to_map(source.address, key)
+                    image = _image(key, weights, fd, weights.start, source.name)
+                    check(_bytes(image.memory), weights)
+                except (Unavailable, OSError) as error:
+                    _tell(source, error)
+                    continue
+                if weights.threads == native.threads():
+                    self.device = weights.device
+                yield image
+
+    def elsewhere(self, key: str) -> Iterator[Image]:
+        landing = Landing()
+        try:
+            for source in self._sources:
+                if not source.here:
+                    try:
+                        weights = landing.pull(source.address, key, self._secret, self._tls)
+                        image = _image(key, weights, landing.take(), 0, source.name)
+                    except (Unavailable, OSError, MemoryError) as error:
+                        _tell(source, error)
+                        continue
+                    yield image
+        finally:
+            landing.close()
+
+    # --- to give
+
+    def give(self, image: Image | None) -> None:
+        """What is given from now on; None is nothing."""
+        self._offer = None if image is None else Offer(image, self.device)
+        if self._server is not None:
+            self._server.given = self._offer
+
+    def serve(self, device: DeviceModel | None) -> str:
+        """Begin to give. Returns the address for other hosts, "" without one. Raises ConfigError.
+
+        Args:
+            device: what was measured.
+        """
+        self.device = device
+        if self._offer is not None:
+            self._offer.device = device
+        self._server = WeightServer(self._addresses, self._secret, self._tls)
+        self._server.given = self._offer
+        return next((address for address in self._server.addresses if address.startswith("tcp:")), "")
+
+    def close(self) -> None:
+        self._offer = None
+        if self._server is not None:
+            self._server.close()
+
+
+def _image(key: str, weights: Weights, fd: int, start: int, giver: str) -> Image:
+    image = Image(key, weights.weights, fd, start, mapped(fd, start, weights.bytes))
+    image.digests, image.giver = weights.digests, giver
+    return image
+
+
+def _bytes(memory: Tensor) -> memoryview:
+    return memory.numpy().data
+
+
+def _tell(source: Source, error: Exception) -> None:
+    log.warning("weights do not come from %s, others are asked: %s", source.name, error)

@@ -1,0 +1,172 @@
+"""A model's weights as one piece of memory, each at the beginning of a page: what is kept on disk, and what engines of
+a deployment give to one another.
+
+A process that is given the file behind it maps it, and has the weights without a copy. Nothing is written to it after a
+model was loaded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.core.memory import seal
+from penstock.nn.bounded_logits import BoundedLogits, can_bound
+from penstock.nn.config import DTYPES
+from penstock.nn.models.decoder import Decoder
+from penstock.nn.packed import PackedWeight
+
+PAGE = 4096
+OF_IMAGES = {**DTYPES, "uint8": torch.uint8, "int8": torch.int8, "int32": torch.int32}
+NAMES = {dtype: name for name, dtype in OF_IMAGES.items()}
+HEAD = "lm_head."  # there also when config.json says that embeddings are the head
+BOUNDED = "bounded_logits."  # there where they can be computed with
+
+Placed = Mapping[str, tuple[str, list[int], int]]  # name -> its dtype, its shape, and its first byte
+
+
+class Image:
+    """
+    Args:
+        key: names the weights by everything that they are made from; see `loader.image_key`.
+        fd: of the file; owned.
+        start: of the first weight, in the file.
+        memory: all weights, mapped; [bytes] uint8.
+
+    Attributes:
+        digests: of its blocks, where they are known; see `transfer.weights`.
+        giver: the peer that gave it; "" where none did.
+    """
+
+    def __init__(self, key: str, weights: Placed, fd: int, start: int, memory: Tensor) -> None:
+        self.key, self.weights, self.fd, self.start, self.memory = key, weights, fd, start, memory
+        self.digests: Sequence[int] = ()
+        self.giver = ""
+        self.close = weakref.finalize(self, os.close, fd)  # mappings stay
+
+    @property
+    def bytes(self) -> int:
+        return self.memory.nbytes
+
+    def fill(self, model: Decoder) -> None:
+        """Give a model on "meta" its weights. Raises ValueError, with nothing changed, unless they are the model's."""
+        adopt(model, self.weights, self.memory)
+
+
+class Peers(Protocol):
+    """Running engines with weights to give. What they give is checked; who fails is passed over, and logged."""
+
+    def here(self, key: str) -> Iterator[Image]:
+        """Of this host, one after the other."""
+
+    def elsewhere(self, key: str) -> Iterator[Image]:
+        """The same, of other hosts."""
+
+
+class Arena:
+    """Memory for a model that is about to be loaded, which becomes an image."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._end = 0
+        self._taken: dict[int, tuple[int, mmap.mmap]] = {}  # address -> first byte, and the mapping
+
+    def take(self, like: Tensor) -> Tensor:
+        """Zeros. Raises OSError or MemoryError where there is no room."""
+        size = padded(max(1, like.nbytes))
+        os.ftruncate(self._fd, self._end + size)
+        memory = mmap.mmap(self._fd, size, mmap.MAP_SHARED, offset=self._end)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+        self._taken[tensor.data_ptr()] = self._end, memory
+        self._end += size
+        return tensor
+
+    def give_back(self, tensor: Tensor) -> None:
+        """It is not needed, and takes no memory any more."""
+        _, memory = self._taken.pop(tensor.data_ptr())
+        memory.madvise(mmap.MADV_REMOVE)
+
+    def image(self, key: str, model: Decoder) -> Image:
+        """Of a model all of whose weights are in it. It takes no more."""
+        weights = {}
+        for name, tensor in parts(model).items():
+            weights[name] = NAMES[tensor.dtype], list(tensor.shape), self._taken[tensor.data_ptr()][0]
+        seal(self._fd)
+        return Image(key, weights, os.dup(self._fd), 0, mapped(self._fd, 0, self._end, present=False))
+
+
+def parts(model: Decoder) -> dict[str, Tensor]:
+    """Everything of a model that takes long to be made, by name."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    if (bounded := model.bounded_logits) is not None:
+        found |= {BOUNDED + "codes": bounded.codes.memory, BOUNDED + "bounds": bounded.bounds}
+    return found
+
+
+def adopt(model: Decoder, weights: Placed, memory: Tensor) -> None:
+    """Give a model on "meta" its weights. Raises ValueError, with nothing changed, unless they are the model's.
+
+    Args:
+        memory: in which they lie; it is not written to.
+    """
+    tied = model.lm_head is None
+    if tied and any(name.startswith(HEAD) for name in weights):
+        model.untie()
+    try:
+        values = _matched(model, weights, memory)
+    except (ValueError, KeyError, TypeError):
+        if tied:
+            model.lm_head = None
+        raise
+    for name in list(dict(model.named_parameters())):
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(values[name], requires_grad=False))
+    weight = model.head.weight
+    if BOUNDED + "codes" in values and isinstance(weight, PackedWeight) and can_bound(weight.shape[1]):
+        model.bounded_logits = BoundedLogits(weight, values[BOUNDED + "codes"], values[BOUNDED + "bounds"])
+
+
+def _matched(model: Decoder, weights: Placed, memory: Tensor) -> dict[str, Tensor]:
+    """Views of a memory. Raises ValueError, KeyError or TypeError."""
+    places: dict[str, Tensor] = dict(model.named_parameters())
+    bounded = {name for name in weights if name.startswith(BOUNDED)}
+    if weights.keys() - bounded != places.keys():
+        raise ValueError("it holds other weights")
+    head = model.head.weight
+    if bounded and isinstance(head, PackedWeight):
+        places |= zip((BOUNDED + "codes", BOUNDED + "bounds"), BoundedLogits.like(head), strict=True)
+    found = {}
+    for name, place in places.items():
+        dtype, shape, offset = weights[name]
+        if (dtype, list(shape)) != (NAMES[place.dtype], list(place.shape)):
+            raise ValueError(f"{name} is {list(shape)} of {dtype}")
+        if offset % PAGE or not 0 <= offset <= memory.nbytes - place.nbytes:
+            raise ValueError(f"{name} cannot be where it should be")
+        found[name] = memory[offset : offset + place.nbytes].view(place.dtype).view(place.shape)
+    return found
+
+
+def mapped(fd: int, start: int, size: int, *, present: bool = True) -> Tensor:
+    """Bytes of a file, read-only. Raises OSError.
+
+    Args:
+        start: where they begin, at a page.
+        present: at once: the first step must not wait for pages one by one.
+    """
+    populate = getattr(mmap, "MAP_POPULATE", 0) if present else 0
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ, offset=start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch knows no memory that cannot be written, and weights never are
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE

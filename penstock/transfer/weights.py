@@ -1,0 +1,421 @@
+"""Weights from a running engine to one that starts: mapped on one host, over TCP between hosts.
+
+Who asks connects, and both sides show that they belong to the deployment as on peer links (`frames.Handshake`, TLS
+where links have it); on one host the folder of the socket is its user's alone. Every block has a digest, made when the
+source had loaded its weights, and is compared where it arrives. A source that fails leaves the blocks that were right,
+and the next one goes on behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import selectors
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.memory import seal
+from penstock.core.wire import PROTOCOL
+from penstock.core.wire.codec import encode
+from penstock.core.wire.weights import (
+    BLOCK,
+    AskWeights,
+    NoWeights,
+    SendFrom,
+    WeightMessage,
+    Weights,
+    decode_weight_message,
+)
+from penstock.transfer.addresses import listen, parse, remove_socket_file, socket_file, tune
+from penstock.transfer.frames import (
+    HEADER_BYTES,
+    MAX_BODY,
+    Challenge,
+    Handshake,
+    Signed,
+    key_of,
+    make_header,
+    read_header,
+)
+from penstock.transfer.tls import TLS
+
+log = logging.getLogger("penstock.transfer")
+CONNECT_TIMEOUT = 1.5  # seconds
+PATIENCE = 5.0  # seconds without progress
+AT_ONCE = 16  # who are given weights; more are sent to other sources
+AHEAD = 4  # blocks that have arrived and are not compared yet
+SENT_AT_ONCE = 1 << 20  # bytes under TLS, which are copied
+
+Link = socket.socket | ssl.SSLSocket
+
+
+class Given(Protocol):
+    """Weights that an engine gives.
+
+    Attributes:
+        key: see `AskWeights`.
+        fd: of a file in which they are.
+        start: where they begin in it.
+    """
+
+    key: str
+    fd: int
+    start: int
+
+    def describe(self) -> Weights:
+        """Waits until the digests are known."""
+
+
+def digests(memory: memoryview, threads: int = 2) -> list[int]:
+    """Of every block; see `Weights`."""
+    blocks = [memory[at : at + BLOCK] for at in range(0, len(memory), BLOCK)]
+    with ThreadPoolExecutor(threads, "weight-digests") as pool:
+        return list(pool.map(xxh3_64_intdigest, blocks))
+
+
+class WeightServer:
+    """Gives an engine's weights, in threads of its own.
+
+    Args:
+        addresses: "unix:/path" and "tcp:host:port" to listen at.
+        secret: the deployment's secret; None where every peer that reaches an address is trusted.
+
+    Attributes:
+        given: what is given now; None without weights.
+        addresses: with port 0 resolved.
+
+    Raises:
+        ConfigError: an address cannot be had.
+    """
+
+    def __init__(self, addresses: Sequence[str], secret: str | None = None, tls: TLS | None = None) -> None:
+        self.given: Given | None = None
+        self.addresses: list[str] = []
+        self._key, self._tls = key_of(secret), tls
+        self._selector = selectors.DefaultSelector()
+        self._files: list[tuple[str, int] | None] = []
+        self._room = threading.Semaphore(AT_ONCE)
+        self._links: dict[Link, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._bell, self._ring = socket.socketpair()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        try:
+            for address in addresses:
+                sock, where = listen(address)
+                self._selector.register(sock, selectors.EVENT_READ)
+                self.addresses.append(where)
+                self._files.append(socket_file(where))
+        except BaseException:
+            self._close_listeners()
+            raise
+        self._thread = threading.Thread(target=self._accept, name="weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Whoever is being given weights has to do with what it has."""
+        with self._lock:
+            self._closed = True
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
+        self._ring.send(b"\0")
+        self._thread.join()
+        self._close_listeners()
+        with self._lock:
+            threads = list(self._links.values())
+        for thread in threads:
+            thread.join(PATIENCE)
+
+    def _close_listeners(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._ring.close()
+        for file in self._files:
+            remove_socket_file(file)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._bell or not isinstance(key.fileobj, socket.socket):
+                    return
+                try:
+                    sock, _ = key.fileobj.accept()
+                except OSError:
+                    continue
+                if not self._room.acquire(blocking=False):
+                    sock.close()
+                    continue
+                threading.Thread(target=self._attend, args=(sock,), name="weights", daemon=True).start()
+
+    def _attend(self, sock: socket.socket) -> None:
+        try:
+            self._serve(sock)
+        except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
+            log.info("weights were not given: %s", error)
+        finally:
+            sock.close()
+            self._room.release()
+
+    def _serve(self, sock: socket.socket) -> None:
+        local = sock.family == socket.AF_UNIX
+        sock.settimeout(PATIENCE)
+        link: Link = sock
+        if not local:
+            tune(sock)
+            if self._tls is not None:
+                link = self._tls.over_waiting(sock, dialled=False)
+        with self._ended_by_close(link):
+            handshake = Handshake(None if local else self._key, dialled=False)
+            if (word := handshake.first_word()) is not None:
+                _say(link, word)
+            ask = _hear(link, handshake)
+            if not isinstance(ask, AskWeights):
+                raise ValueError(f"somebody said {type(ask).__name__} out of turn")
+            given = self.given
+            if why := _objection(ask, given):
+                _say(link, handshake.seal(NoWeights(why), 0))
+                return
+            assert given is not None
+            description = given.describe()
+            _say(link, handshake.seal(description, 0))
+            if ask.to_map:
+                if not local:
+                    raise ValueError("somebody of another host asked for memory to map")
+                socket.send_fds(sock, [b"\0"], [given.fd])
+                return
+            going = _hear(link, None)
+            if not isinstance(going, SendFrom) or not 0 <= going.first <= len(description.digests):
+                raise ValueError("somebody asked for blocks that there are not")
+            _send(link, given.fd, given.start + going.first * BLOCK, given.start + description.bytes)
+
+    @contextlib.contextmanager
+    def _ended_by_close(self, link: Link) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise EOFError("it is over")
+            self._links[link] = threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._links[link]
+            link.close()
+
+
+def _objection(ask: AskWeights, given: Given | None) -> str:
+    if ask.protocol != PROTOCOL:
+        return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
+    if given is None:
+        return "it has no weights to give now"
+    return "" if given.key == ask.key else "its weights are others"
+
+
+def _send(link: Link, fd: int, start: int, stop: int) -> None:
+    if isinstance(link, ssl.SSLSocket):
+        while start < stop and (part := os.pread(fd, min(SENT_AT_ONCE, stop - start), start)):
+            link.sendall(part)
+            start += len(part)
+    elif start < stop:
+        with open(os.dup(fd), "rb", buffering=0) as file:
+            link.sendfile(file, start, stop - start)
+
+
+# --- who wants weights
+
+
+@contextlib.contextmanager
+def _asked(address: str, key: str, to_map: bool, secret: str | None, tls: TLS | None) -> Iterator[tuple[Link, Weights]]:
+    """A connection, and what follows on it. Raises Unavailable, there and inside."""
+    try:
+        family, where = parse(address)
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            local = family == socket.AF_UNIX
+            sock.settimeout(CONNECT_TIMEOUT)
+            sock.connect(where)
+            sock.settimeout(PATIENCE)
+            link: Link = sock
+            if not local:
+                tune(sock)
+                if tls is not None:
+                    link = tls.over_waiting(sock, dialled=True)
+            with contextlib.nullcontext() if link is sock else contextlib.closing(link):
+                handshake = Handshake(None if local else key_of(secret), dialled=True)
+                if not handshake.may_greet:
+                    handshake.open(_body(link), 0)
+                _say(link, handshake.seal(AskWeights(key, to_map), 0))
+                answer = _hear(link, handshake)
+                if isinstance(answer, NoWeights):
+                    raise Unavailable(answer.message)
+                if not isinstance(answer, Weights):
+                    raise ValueError(f"it said {type(answer).__name__} out of turn")
+                if len(answer.digests) != -(-answer.bytes // BLOCK) or not answer.bytes:
+                    raise ValueError("its weights have no digests")
+                yield link, answer
+    except (OSError, EOFError, ValueError, msgspec.DecodeError, ConfigError) as error:
+        raise Unavailable(str(error) or type(error).__name__) from error
+
+
+def ask_to_map(address: str, key: str) -> tuple[Weights, int]:
+    """What weights an engine of this host has, and a file descriptor of them, to be closed. Raises Unavailable."""
+    with _asked(address, key, True, None, None) as (link, weights):
+        _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+        if len(descriptors) != 1:
+            raise EOFError("it hung up")
+        fd = descriptors[0]
+        if os.fstat(fd).st_size < weights.start + weights.bytes:
+            os.close(fd)
+            raise ValueError("its memory is smaller than what is said to be in it")
+        return weights, fd
+
+
+def check(memory: memoryview, weights: Weights) -> None:
+    """Raises Unavailable unless it is what the source had loaded."""
+    for number, (found, expected) in enumerate(zip(digests(memory), weights.digests, strict=True)):
+        if found != expected:
+            raise Unavailable(_corrupt(number, weights))
+
+
+def _corrupt(number: int, weights: Weights) -> str:
+    begins = {offset: name for name, (_, _, offset) in weights.weights.items() if offset < (number + 1) * BLOCK}
+    name = begins[max(begins)] if begins else ""
+    return f"block {number} of {len(weights.digests)}, which {name!r} is the last to begin in or before, is corrupt"
+
+
+class Landing:
+    """Memory for weights that come from other hosts, from one source after the other.
+
+    Attributes:
+        weights: that come; None before the first answer.
+        right: blocks, from the first one on, that are there and as they should be.
+        fd: of the memory; -1 before the first answer.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Weights | None = None
+        self.right = 0
+        self.fd = -1
+        self._memory: mmap.mmap | None = None
+
+    def pull(self, address: str, key: str, secret: str | None = None, tls: TLS | None = None) -> Weights:
+        """Returns when all are there. Raises Unavailable; then another source may go on."""
+        with _asked(address, key, False, secret, tls) as (link, weights):
+            comparing: deque[Future[int]] = deque()
+            views = _Views(self._prepare(weights))
+            with contextlib.closing(views), ThreadPoolExecutor(1, "weight-digests") as pool:
+                _say(link, SendFrom(self.right))
+                try:
+                    for number in range(self.right, len(weights.digests)):
+                        block = views.block(number)
+                        _fill(link, block)
+                        comparing.append(pool.submit(xxh3_64_intdigest, block))
+                        if len(comparing) == AHEAD:
+                            self._compare(comparing, weights)
+                finally:
+                    while comparing:  # what has arrived in full is right even if the source then failed
+                        self._compare(comparing, weights)
+            return weights
+
+    def _compare(self, comparing: deque[Future[int]], weights: Weights) -> None:
+        """Raises Unavailable."""
+        if comparing.popleft().result() != weights.digests[self.right]:
+            comparing.clear()
+            raise Unavailable(_corrupt(self.right, weights))
+        self.right += 1
+
+    def _prepare(self, weights: Weights) -> memoryview:
+        if self.weights is None or (self.weights.digests, self.weights.weights) != (weights.digests, weights.weights):
+            self.close()
+            self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, weights.bytes)
+            self._memory = mmap.mmap(self.fd, weights.bytes)
+            self.weights, self.right = weights, 0
+        assert self._memory is not None
+        return memoryview(self._memory)
+
+    def take(self) -> int:
+        """The memory's file descriptor, which is the caller's then; nobody can write to it any more."""
+        assert self.weights is not None
+        assert self.right == len(self.weights.digests)
+        fd, self.fd = self.fd, -1
+        self.close()
+        seal(fd)
+        return fd
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.weights, self.right = None, 0
+
+
+class _Views:
+    """Parts of a view that have to be released before what they are of can be closed."""
+
+    def __init__(self, whole: memoryview) -> None:
+        self._whole = whole
+        self._parts: list[memoryview] = []
+
+    def block(self, number: int) -> memoryview:
+        self._parts.append(self._whole[number * BLOCK : (number + 1) * BLOCK])
+        return self._parts[-1]
+
+    def close(self) -> None:
+        for part in (*self._parts, self._whole):
+            part.release()
+
+
+# --- frames on sockets that are waited for
+
+
+def _say(link: Link, message: WeightMessage | Challenge | Signed) -> None:
+    body = encode(message)
+    link.sendall(make_header(body) + body)
+
+
+def _hear(link: Link, handshake: Handshake | None) -> WeightMessage:
+    """Raises EOFError, OSError, ValueError, msgspec.DecodeError."""
+    body = _body(link)
+    said = body if handshake is None else handshake.open(body, 0)
+    if said is None:
+        raise ValueError("it challenges out of turn")
+    message: WeightMessage = decode_weight_message(said)
+    return message
+
+
+def _body(link: Link) -> bytearray:
+    head = bytearray(HEADER_BYTES)
+    _fill(link, memoryview(head))
+    header = read_header(head)
+    if header.body > MAX_BODY or header.payload:
+        raise ValueError(f"a frame of {header.body} and {header.payload} bytes")
+    body = bytearray(header.body)
+    _fill(link, memoryview(body))
+    if not header.intact(body):
+        raise ValueError("a frame that was damaged")
+    return body
+
+
+def _fill(link: Link, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        count = link.recv_into(view[done:])
+        if not count:
+            raise EOFError("it hung up")
+        done += count

@@ -1,0 +1,315 @@
+"""Weights from a running engine: the same bits by every way, and on to the next source when one of them fails."""
+
+import contextlib
+import gc
+import logging
+import os
+import socket
+import threading
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.core.clock import SystemClock
+from penstock.core.device import DeviceModel
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.weights import Source, WeightManager
+from penstock.nn import native
+from penstock.nn.image import parts
+from penstock.nn.loader import image_key, load
+from penstock.nn.methods import METHODS
+from penstock.nn.models.decoder import Decoder
+from penstock.nn.weight_cache import WeightCache
+from penstock.transfer import weights as wire
+from penstock.transfer.weights import ask_to_map
+from tests.helpers.certificates import NEEDS_OPENSSL, certificate
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.deployments import colocated, deployed
+from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.waiting import eventually
+
+CPU = torch.device("cpu")
+SECRET = "of this deployment"
+BLOCK = 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Blocks and heads are small here."""
+    monkeypatch.setattr(wire, "BLOCK", BLOCK)
+    monkeypatch.setattr(Decoder.bound_logits, "__defaults__", (0, None))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def running(tmp_path):
+    """Makes engines that give what they have loaded."""
+    numbers = count()
+    with contextlib.ExitStack() as stack:
+
+        def start(name, checkpoint, sources=(), cache=None, tls=None, secret=SECRET):
+            address = f"unix:{tmp_path}/{next(numbers)}"
+            manager = WeightManager([address, "tcp:127.0.0.1:0"], sources, secret, tls)
+            loaded = load(checkpoint, CPU, None, cache, peers=manager)
+            manager.give(loaded.image)
+            tcp = manager.serve(manager.device or DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3))
+            stack.callback(manager.close)
+            return loaded, Source(name, address), Source(name, tcp)
+
+        yield start
+
+
+def same(ours, theirs):
+    mine, others = parts(ours), parts(theirs)
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def damage(loaded):
+    """One bit of what an engine gives, long after it was loaded."""
+    eventually(lambda: loaded.image.digests)
+    tensor = list(loaded.model.parameters())[-1]
+    tensor.view(torch.uint8)[5] ^= 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def test_the_same_bits_by_every_way(tmp_path, running, monkeypatch, method, options):
+    if (reason := METHODS[method].missing(CPU, torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr("penstock.nn.loader.method_for", lambda *_: METHODS[method])
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16, **options)
+    first, here, there = running("first", checkpoint)
+    assert first.source == "checkpoint"
+    assert same(first.model, load(checkpoint, CPU).model)
+    mapped, _, mapped_there = running("mapped", checkpoint, [there, here])
+    assert mapped.source == "peer_map"
+    assert mapped.image.giver == "first"
+    pulled, pulled_here, _ = running("pulled", checkpoint, [there])
+    assert pulled.source == "peer_tcp"
+    again, _, _ = running("again", checkpoint, [pulled_here])  # who was given weights gives them
+    far, _, _ = running("far", checkpoint, [mapped_there])
+    models = [first.model, mapped.model, pulled.model, again.model, far.model]
+    assert all(same(model, first.model) for model in models)
+    # one memory on one host, and one more for what came over the network
+    assert os.path.sameopenfile(first.image.fd, mapped.image.fd)
+    assert os.path.sameopenfile(pulled.image.fd, again.image.fd)
+    assert not os.path.sameopenfile(first.image.fd, pulled.image.fd)
+    tokens = [Collector(make_engine(model)).run(make_request("a", [1, 2, 3])) for model in models]
+    assert all(one == tokens[0] for one in tokens)
+
+
+def test_a_head_that_config_json_does_not_know_of(tmp_path, running):
+    from safetensors.torch import load_file, save_file
+
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    for head in (weights["model.embed_tokens.weight"] + 1, weights["model.embed_tokens.weight"].clone()):
+        save_file(weights | {"lm_head.weight": head}, file)
+        first, here, there = running("first", checkpoint)
+        for source in (here, there):
+            model = running("second", checkpoint, [source])[0].model
+            assert (model.lm_head is None) == (first.model.lm_head is None)
+            assert same(model, first.model)
+            assert same(model, load(checkpoint, CPU).model)
+
+
+def test_a_bit_that_has_changed_is_noticed_and_the_next_source_taken(checkpoint, running, caplog):
+    bad, bad_here, bad_there = running("bad", checkpoint)
+    good, good_here, good_there = running("good", checkpoint)
+    damage(bad)
+    for sources, source in (([bad_here, good_here], "peer_map"), ([bad_there, good_there], "peer_tcp")):
+        with caplog.at_level(logging.INFO):
+            loaded, _, _ = running("new", checkpoint, sources)
+        assert (loaded.source, loaded.image.giver) == (source, "good")
+        assert same(loaded.model, good.model)
+        assert "weights do not come from bad, others are asked: block " in caplog.text
+        assert f"from {source} good" in caplog.text
+        caplog.clear()
+    assert running("new", checkpoint, [bad_here, bad_there])[0].source == "checkpoint"
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="nothing else is kept on disk")
+def test_when_all_sources_fail_the_host_copy_and_then_the_disk(checkpoint, running, tmp_path, monkeypatch):
+    cache = WeightCache(tmp_path / "cache", least=0)
+    first, _, _ = running("first", checkpoint, cache=cache)
+    cache.save()
+    gone = [Source("gone", f"unix:{tmp_path}/gone"), Source("gone", "tcp:127.0.0.1:1")]
+    copy, here, _ = running("copy", checkpoint, gone, cache)
+    assert copy.source == "host_copy"
+    again, _, _ = running("again", checkpoint, [here])  # a file on disk is given like any memory
+    assert again.source == "peer_map"
+    monkeypatch.setattr("penstock.nn.weight_cache.resident", lambda _: False)
+    disk, _, _ = running("disk", checkpoint, gone, cache)
+    assert disk.source == "disk"
+    assert all(same(loaded.model, first.model) for loaded in (copy, again, disk))
+
+
+def test_a_source_that_dies_in_the_middle_leaves_what_was_right(checkpoint, running, monkeypatch, caplog):
+    first, _, one = running("one", checkpoint)
+    _, _, two = running("two", checkpoint)
+    eventually(lambda: first.image.digests)
+    begun, send = [], wire._send
+
+    def dying(link, fd, start, stop):
+        begun.append(start)
+        if len(begun) == 1:
+            send(link, fd, start, start + 3 * BLOCK + 100)
+            link.close()
+        else:
+            send(link, fd, start, stop)
+
+    monkeypatch.setattr(wire, "_send", dying)
+    loaded, _, _ = running("new", checkpoint, [one, two])
+    assert loaded.image.giver == "two"
+    assert same(loaded.model, first.model)
+    assert begun == [0, 3 * BLOCK]
+    assert "weights do not come from one, others are asked: it hung up" in caplog.text
+
+
+def test_another_sources_other_bytes_are_not_mixed_with_what_was_right(checkpoint, running, monkeypatch):
+    """Who has the same key, and does not have the same weights, is believed as a whole or not at all."""
+    _, _, one = running("one", checkpoint)
+    second, _, two = running("two", checkpoint)
+    damage(second)
+    second.image.digests[:] = wire.digests(second.image.memory.numpy().data)
+    send, begun = wire._send, []
+
+    def dying(link, fd, start, stop):
+        begun.append(start)
+        send(link, fd, start, start + 2 * BLOCK if len(begun) == 1 else stop)
+
+    monkeypatch.setattr(wire, "_send", dying)
+    loaded, _, _ = running("new", checkpoint, [one, two])
+    assert begun == [0, 0]
+    assert same(loaded.model, second.model)
+
+
+def test_other_weights_are_not_given(checkpoint, tmp_path, running, caplog):
+    other = write_checkpoint(tmp_path / "other", "qwen3", dtype=torch.bfloat16, seed=1)
+    _, here, there = running("other", other)
+    loaded, _, _ = running("new", checkpoint, [here, there])
+    assert loaded.source == "checkpoint"
+    assert caplog.text.count("its weights are others") == 2
+    assert same(loaded.model, load(checkpoint, CPU).model)
+
+
+def test_only_who_knows_the_secret_is_given_any(checkpoint, running, monkeypatch):
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)  # who expects a challenge waits for it
+    _, _, there = running("first", checkpoint)
+    for secret, why in (("another", "it hung up"), (None, "does not show")):
+        loaded, _, _ = running("new", checkpoint, [there], secret=secret)
+        assert loaded.source == "checkpoint", why
+    _, _, open_to_all = running("open", checkpoint, secret=None)
+    assert running("new", checkpoint, [open_to_all])[0].source == "checkpoint", "and takes none from a stranger"
+
+
+@NEEDS_OPENSSL
+def test_under_tls(checkpoint, running, monkeypatch):
+    monkeypatch.setattr(wire, "PATIENCE", 0.5)
+    files = certificate()
+    first, _, there = running("first", checkpoint, tls=files)
+    loaded, _, _ = running("second", checkpoint, [there], tls=files)
+    assert loaded.source == "peer_tcp"
+    assert same(loaded.model, first.model)
+    assert running("third", checkpoint, [there])[0].source == "checkpoint"
+
+
+def test_a_source_that_stands_still_is_left(checkpoint, running, monkeypatch):
+    monkeypatch.setattr(wire, "PATIENCE", 0.2)
+    _, _, there = running("first", checkpoint)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        still = Source("still", f"tcp:127.0.0.1:{silent.getsockname()[1]}")
+        loaded, _, _ = running("new", checkpoint, [still, there])
+    assert loaded.image.giver == "first"
+
+
+def test_nothing_is_left_behind(checkpoint, running, tmp_path):
+    def held():
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("penstock-weights")
+        return (
+            len(os.listdir("/proc/self/fd")),
+            maps,
+            threading.active_count(),
+            sorted(p.name for p in tmp_path.iterdir()),
+        )
+
+    before = held()
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            sources = []
+            for name in ("one", "two", "three"):
+                manager = WeightManager([f"unix:{tmp_path}/{name}", "tcp:127.0.0.1:0"], sources, SECRET)
+                loaded = load(checkpoint, CPU, peers=manager)
+                manager.give(loaded.image)
+                sources = (
+                    [Source("one", manager.serve(None))] if name == "one" else [Source("two", f"unix:{tmp_path}/two")]
+                )
+                stack.callback(manager.close)
+            bad = WeightManager([], [Source("one", "tcp:127.0.0.1:1")], SECRET)
+            load(checkpoint, CPU, peers=bad)
+        del manager, loaded, bad, stack
+        eventually(lambda: held() == before, 5, lambda: f"{held()}, before {before}")
+
+
+def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tmp_path):
+    options = EngineOptions(model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False)
+    address = f"unix:{tmp_path}/first"
+    first, second = WeightManager([address]), WeightManager([], [Source("first", address)])
+    built = build_engine(options, SystemClock(), peers=first)
+    first.serve(DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3))
+    other = build_engine(options, SystemClock(), peers=second)
+    assert other.worker.loaded.source == "peer_map"
+    assert second.device == DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3)
+    key = built.worker.loaded.image.key
+    tokens = Collector(other.engine).run(make_request("a", [1, 2, 3]))
+    built.worker.sleep(1)
+    os.close(ask_to_map(address, key)[1])
+    built.worker.sleep(2)
+    with pytest.raises(Unavailable, match="no weights to give now"):
+        ask_to_map(address, key)
+    assert Collector(other.engine).run(make_request("a", [1, 2, 3])) == tokens, "what was mapped stays"
+    built.worker.wake_up(("weights", "kv_cache"))
+    os.close(ask_to_map(address, key)[1])
+    assert Collector(built.engine).run(make_request("a", [1, 2, 3])) == tokens
+    for closed in (built, other, first, second):
+        closed.close()
+
+
+def test_an_address_that_cannot_be_had(tmp_path):
+    manager = WeightManager([f"unix:{tmp_path}/none/there"])
+    with pytest.raises(ConfigError, match="cannot listen there"):
+        manager.serve(None)
+
+
+def test_memory_that_was_given_can_be_neither_written_nor_cut(checkpoint, running):
+    import mmap
+
+    loaded, here, _ = running("first", checkpoint)
+    weights, fd = ask_to_map(here.address, image_key(checkpoint, torch.bfloat16, loaded.model.head.method))
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, weights.bytes)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.slow
+def test_an_instance_that_is_restarted_maps_what_the_others_have(tmp_path):
+    with deployed(colocated()) as up:
+        earlier = up.kill("engine-1")
+        up.wait_restarted("engine-1", earlier)
+        eventually(lambda: any("from peer_map engine-0" in line for line in up.lines), 60, up.log)
+        eventually(lambda: 'engine="engine-1",model_name="demo",source="peer_map"' in up.get("/metrics"), 30, up.log)
+        folder = up.folder
+    assert not folder.exists()
