@@ -45,9 +45,9 @@ class KVSources:
         """How a prompt's KV comes to be on an instance soonest. Arguments as of `with_brought`."""
         return self._way(now, demand, keys, session, self._index.on_devices(keys))
 
-    def source(self, way: Way | None) -> Source | None:
+    def source(self, way: Way) -> Source | None:
         """What to tell the instance."""
-        if way is None or way.how == "recompute":
+        if way.how == "recompute":
             return None
         peer = self._sessions[way.source].peer if way.source else None
         return Source(peer, way.tokens // BLOCK_TOKENS, way.bring_ms)

@@ -392,7 +392,7 @@ class Master:
             exclude=frozenset(place.exclude),
             interrupted=place.interrupted,
         )
-        return self._sources.with_brought(now, demand, place.keys)
+        return self._sources.with_brought(now, demand, place.keys) if place.interrupted else demand
 
     def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
         """For each instance, a prompt's cached tokens, and how many of them are not on its device."""
@@ -447,7 +447,7 @@ class Master:
             _milliseconds(demand.ttft),
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
-            self._sources.source(decision.way),
+            None if decision.way is None else self._sources.source(decision.way),
             decision.way.ms if decision.way is not None and demand.interrupted else None,
         )
         self._in_flight[key] = sequence
