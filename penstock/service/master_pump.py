@@ -38,7 +38,7 @@ from penstock.core.wire.master import (
     ToLauncher,
     decode_to_master,
 )
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop, Verdict
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -81,6 +81,9 @@ class Minutes:
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
         self._due.append(partial(self.recorder.moved, now, move))
+
+    def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
+        self._due.append(partial(self.recorder.scaled, now, verdicts))
 
     def relocated(self, now: float, at: str, migration: Migration) -> None:
         self._due.append(partial(self.recorder.relocated, now, at, migration))

@@ -200,6 +200,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         embedding_size: numbers in an embedding; 0 where it gives none.
         generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
+        loaded: the path by which it came to its weights, a name in `sched.cluster.startup.PATHS`; "" where it does not
+            say.
     """
 
     peer: Peer
@@ -219,6 +221,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     generates: bool = True
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
+    loaded: str = ""
     protocol: int = PROTOCOL
 
 
