@@ -130,9 +130,7 @@ def make_tables() -> ScenarioTables:
             Option("warm-seconds", between(0, 86_400), 5.0, "until one that was taken from there is replaced"),
         ),
         start_paths=(
-            needed(
-                "host", between(0, 86_400), help="of one whose host has the files in memory; by default as disk"
-            ),
+            needed("host", between(0, 86_400), help="of one whose host has the files in memory; by default as disk"),
             needed("tcp", between(0, 86_400), help="with weights of a peer on another host; by default as host"),
             needed("map", between(0, 86_400), help="with weights of a peer on its host; by default as tcp"),
             needed("warm", between(0, 86_400), help="of a warm process, with a peer's weights; by default as map"),

@@ -29,15 +29,20 @@ class FleetAccount:
         self._latest: deque[float] = deque(maxlen=LATELY)
         self._changes: Counter[str] = Counter()
 
+    def begin(self, now: float) -> None:
+        """Count from now on, if it did not before."""
+        if self._since is None:
+            self._since = now
+
     def hold(self, now: float, more: int) -> None:
         """So many instances more hold devices from now on."""
         self._seconds, self._since = self.seconds(now), now
         self.holding += more
 
     def seconds(self, now: float) -> float:
-        """Instance-seconds since the first call of anything here."""
-        if self._since is None:
-            self._since = now
+        """Instance-seconds so far."""
+        self.begin(now)
+        assert self._since is not None
         return self._seconds + self.holding * (now - self._since)
 
     def took(self, name: str, seconds: float) -> None:

@@ -32,6 +32,7 @@ from penstock.core.wire.master import (
     Begun,
     Ended,
     Endpoint,
+    FleetTotals,
     FrontendMessage,
     Join,
     Joined,
@@ -139,6 +140,10 @@ class Master:
         """Sequences without a place."""
         return len(self._queue) + len(self._backlog) + len(self._unplaceable)
 
+    def totals(self, now: float) -> FleetTotals:
+        """What the instances cost."""
+        return self._account.totals(now)
+
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """Handle an event, or the passing of time. Call it periodically, with or without an event.
 
@@ -170,6 +175,7 @@ class Master:
         return actions
 
     def _by_the_clock(self, now: float) -> list[Action]:
+        self._account.begin(now)
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
         self._readmit(now)

@@ -22,6 +22,7 @@ from penstock.core.wire.master import (
     Begun,
     Ended,
     Endpoint,
+    FleetTotals,
     FromMaster,
     History,
     HostReport,
@@ -242,6 +243,10 @@ class LocalPlacement:
     @property
     def waiting(self) -> int:
         return self._pump.master.waiting
+
+    @property
+    def fleet(self) -> FleetTotals:
+        return self._pump.master.totals(self._pump.clock.now())
 
     def start(self, answered: Answered, choose: Choose) -> None:
         self._answered = answered  # the master is always here

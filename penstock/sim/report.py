@@ -267,14 +267,10 @@ def _cost(result: Result) -> str:
 def _changes(result: Result) -> str:
     """How the number of instances changed, and their roles."""
     starts = [[path, f"{row['count']:,}", short(row["mean_s"])] for path, row in (result.get("starts") or {}).items()]
-    rows = [
-        [
-            short(row["at"]),
-            f"{row['what']} {row['instance']}" + (f" to {row['role']}" if row["role"] else ""),
-            row["reason"],
-        ]
-        for row in result.get("changes") or []
-    ]
+    rows = []
+    for row in result.get("changes") or []:
+        to = f" to {row['role']}" if row["role"] else ""
+        rows.append([short(row["at"]), f"{row['what']} {row['instance']}{to}", row["reason"]])
     if not rows:
         return ""
     paths = table(("started by", "instances", "seconds"), starts)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop
 from penstock.sched.cluster.hfx_scaling import HFXScaling
-from penstock.sched.cluster.scaling import Bounded
+from penstock.sched.cluster.scaling import Bounded, Wish, stages
 from penstock.sched.cluster.unified_scaling import OnlineTraffic, UnifiedScaling, strain
 from penstock.sim.baselines.threshold_scaling import ThresholdScaling
 from tests.helpers.policies import demand, instance
@@ -220,3 +220,67 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         left = {i.name: i.role for i in loads if i.name not in {c.name for c in stopped}}
         left |= {c.name: c.role for c in changes if isinstance(c, Move)}
         assert set(left.values()) == set(roles), "a stage keeps somebody"
+
+
+class Whims:
+    """A `Sizing` that wishes for anything."""
+
+    name, interval, out, back = "whims", 1.0, 3.0, 20.0
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def wishes(self, view, fleet):
+        return {role: Wish(self.rng.choice([-2, -1, 0, 1, 3]), "so") for role in stages(view)}
+
+
+@given(seed=st.integers(0, 10**6))
+def test_whatever_is_wished_floor_ceiling_budget_and_cooldowns_hold(seed):
+    """Against a fleet whose starts and drains take time, and whose instances fail."""
+    rng = random.Random(seed)
+    roles = rng.choice([["any"], ["any", "any"], ["prefill", "decode"], ["prefill", "decode", "decode"]])
+    limits = {"least": rng.randint(len(roles), 3), "most": rng.randint(3, 7), "budget": rng.choice([inf, 5.0, 8.0])}
+    names = {f"i{n}": 1 + (n % 2) * rng.choice([0, 1]) for n in range(8)}
+    scaler, serving = Scaler(Whims(rng)), dict(zip(names, roles, strict=False))
+    starts, drains, turned = {}, {}, []  # name -> (role, when); name -> when; (when, role, +1 or -1)
+    for now in map(float, range(120)):
+        serving |= {name: role for name, (role, at) in starts.items() if at <= now}
+        starts = {name: (role, at) for name, (role, at) in starts.items() if at > now}
+        drains = {name: at for name, at in drains.items() if at > now}
+        if rng.random() < 0.03 and serving:
+            serving.pop(rng.choice(list(serving)))
+        there = set(serving.values()) | {role for role, _ in starts.values()}
+        fleet = Fleet(
+            absent=[name for name in names if name not in {*serving, *starts, *drains}],
+            starting={name: role for name, (role, _) in starts.items()},
+            draining=set(drains),
+            lacking=[role for role in dict.fromkeys(roles) if role not in there],
+            devices=names,
+            **limits,
+        )
+        before = len(serving) + len(starts)
+        held = {*serving, *starts, *drains}
+        changes = scaler.decide(view(*(instance(n, role) for n, role in serving.items()), now=now), fleet)
+        for change in changes:
+            if isinstance(change, Start):
+                held.add(change.name)
+                starts[change.name] = change.role, now + rng.choice([1.0, 6.0])
+                turned.append((now, change.role, 1))
+            elif isinstance(change, Stop):
+                turned.append((now, serving.pop(change.name), -1))
+                drains[change.name] = now + rng.choice([1.0, 10.0])
+            else:
+                turned += [(now, serving[change.name], -1), (now, change.role, 1)]
+                serving[change.name] = change.role
+        started = any(isinstance(change, Start) for change in changes)
+        assert not started or len(held) <= limits["most"]
+        assert not started or sum(names[name] for name in held) <= limits["budget"]
+        if any(isinstance(change, Stop) for change in changes):
+            assert len(serving) + len(starts) >= limits["least"]
+        if before < limits["least"] and not started:
+            assert any(v.kind in ("ceiling", "budget") for v in scaler.said.values()) or not serving
+    for role in set(roles):
+        mine = [(at, way) for at, whose, way in turned if whose == role]
+        for at, _ in mine:
+            ways = [way for other, way in mine if at <= other < at + Whims.back]
+            assert sum(one != two for one, two in pairwise(ways)) <= 1, "it turns round once in a cooldown"

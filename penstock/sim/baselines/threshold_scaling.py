@@ -11,8 +11,8 @@ from penstock.sched.cluster.scaling import Wish, fits_elsewhere, held, stages, s
 
 
 class ThresholdScaling:
-    """A `Sizing`. A stage grows in proportion to what is over a threshold, and shrinks by one at a time; a wish of one that is
-    starting counts as fulfilled. Targets are not looked at.
+    """A `Sizing`. A stage grows in proportion to what is over a threshold, and shrinks by one at a time; a wish of one
+    that is starting counts as fulfilled. Targets are not looked at.
 
     Args:
         high, low: share of the memory or of the sequences in use, the mean over a stage.
