@@ -79,8 +79,8 @@ def replay_all(path: Path, policy: str, seed: int) -> dict[str, Any]:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """Counts of decisions and reasons, the accuracy of predictions, the newest requests, and what changed of instances or why
-    nothing did."""
+    """Counts of decisions and reasons, the accuracy of predictions, the newest requests, and changes of instances, or
+    why there were none."""
     reasons: Counter[tuple[str, str]] = Counter()
     predicted: dict[tuple[str, str], float | None] = {}
     gaps: list[float] = []
