@@ -362,7 +362,7 @@ class _Fleet(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterable[Family]:
-        same, paths = "; of the deployment, so the same in every frontend", ["model_name", "path"]
+        same, paths = "; of the deployment, as its master counts", ["model_name", "path"]
         cost = CounterMetricFamily(
             PREFIX + "instance_seconds", "Time that instances held their devices" + same, labels=["model_name"]
         )

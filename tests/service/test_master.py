@@ -203,7 +203,7 @@ def test_the_same_question_has_the_same_answer_and_a_new_attempt_a_new_one():
 
 def test_what_a_frontend_had_ends_with_it():
     cluster = Cluster("a0")
-    assert cluster.frontend(Join("f", 1)) == [Joined(7)]
+    assert cluster.frontend(Join("f", 1)) == [Joined(7, fleet=FleetTotals(instances=1))]
     cluster.place(), cluster.place(name="g")
     cluster.frontend(Join("f", 2))  # its next incarnation
     assert len(cluster.master._sessions["a0"].homes) == 1
