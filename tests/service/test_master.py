@@ -10,7 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
-from penstock.core.wire.master import Ended, Endpoint, Join, Joined, NoPlace, Outcome, Place, Placed, Queued
+from penstock.core.wire.master import (
+    Ended,
+    Endpoint,
+    FleetTotals,
+    Join,
+    Joined,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+)
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined
