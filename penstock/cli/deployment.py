@@ -215,9 +215,16 @@ TABLES = Tables(
     ),
     scaling=(
         Option("least", integer(1, 4096), 1, "instances that serve"),
-        Option("most", integer(1, 4096), 1, "instances that serve; those beyond the groups are like the first one's"),
-        Option("start-seconds", between(0, 86_400), 30.0, "from the decision until an instance serves, as is believed"),
+        Option(
+            "most", integer(1, 4096), 1, "that run, start or drain; those beyond the groups are like the first one's"
+        ),
+        Option("devices", integer(1), None, "that all of them may take, an instance one for each rank; by default any"),
+        Option(
+            "start-seconds", between(0, 86_400), 30.0, "from the decision until one serves, until that was measured"
+        ),
         Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
+        Option("cooldown-out", between(0, 86_400), None, "seconds between growths of a stage; by default the policy's"),
+        Option("cooldown-in", between(0, 86_400), None, "from a stage's change to a cut; by default the policy's"),
     ),
     cluster=(
         Option("host", address, "127.0.0.1", "address of this host, at which master, engines and peer links listen"),

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from penstock.engine.build import Built
     from penstock.engine.modelled import BuiltModelled
     from penstock.engine.server import EngineServer
-    from penstock.transfer.orphans import OrphanedBlocks
     from penstock.engine.weights import WeightManager
+    from penstock.transfer.orphans import OrphanedBlocks
     from penstock.transfer.pool import OpenPool
     from penstock.transfer.transports import KVTransport
 

@@ -285,6 +285,13 @@ def _show_summary(console: Console, content: Mapping[str, Any]) -> None:
         target = row["prefill"] + (f" > {row['decode']}" if row["decode"] is not None else "")
         table.add_row(row["at"], _plain(row["id"]), target, _plain(row["reason"]))
     console.print(table)
+    for move in content["moves"]:
+        console.print(f"{move['at']}: {_plain(_told(move))}", highlight=False, soft_wrap=True)
+    for look in content["scaling"]:
+        for stage in look["stages"]:
+            wish = f"{stage['more']:+,} instances wished" if stage["more"] else "no other number wished"
+            told = f"{stage['role']}: {stage['serving']:,} serve, {wish} ({stage['reason']}); {stage['outcome']}"
+            console.print(f"{look['at']}: {_plain(told)}", highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from penstock.core.errors import ConfigError
-from penstock.service.history import History, as_values, collect, pattern_of, predicted_ms, shown_time
+from penstock.service.history import History, as_values, collect, move_values, pattern_of, predicted_ms, shown_time
 from penstock.service.policies import Circumstances
-from penstock.service.recorder import DecidedEntry, EndedEntry
+from penstock.service.recorder import DecidedEntry, EndedEntry, MovedEntry, ScaledEntry
 from penstock.service.recorder_file import read
 from penstock.sim.baselines import POLICIES
 from penstock.sim.replay import Redecided, replay, spread, summary
@@ -77,11 +79,14 @@ def replay_all(path: Path, policy: str, seed: int) -> dict[str, Any]:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """Counts of decisions and reasons, the accuracy of predictions, and the newest requests."""
+    """Counts of decisions and reasons, the accuracy of predictions, the newest requests, and changes of instances, or
+    why there were none."""
     reasons: Counter[tuple[str, str]] = Counter()
     predicted: dict[tuple[str, str], float | None] = {}
     gaps: list[float] = []
     latest: deque[dict[str, Any]] = deque(maxlen=LATEST)
+    moved: deque[dict[str, Any]] = deque(maxlen=LATEST)
+    scaled: deque[dict[str, Any]] = deque(maxlen=LATEST)
     begins = ends = None
     for wall, entry in read(path):
         begins, ends = begins or wall, wall
@@ -91,6 +96,10 @@ def summarise(path: Path) -> dict[str, Any]:
             predicted[entry.frontend, entry.request_id] = predicted_ms(entry)
             where = {"prefill": decision.prefill, "decode": decision.decode}
             latest.append({"at": shown_time(wall), "id": entry.request_id, **where, "reason": decision.reason})
+        elif isinstance(entry, MovedEntry):
+            moved.append({"at": shown_time(wall), **move_values(entry.move)})
+        elif isinstance(entry, ScaledEntry):
+            scaled.append({"at": shown_time(wall), "stages": [structs.asdict(verdict) for verdict in entry.verdicts]})
         elif isinstance(entry, EndedEntry):
             guess = predicted.pop((entry.frontend, entry.request_id), None)
             if guess is not None and entry.outcome is not None:
@@ -102,4 +111,6 @@ def summarise(path: Path) -> dict[str, Any]:
         "reasons": [{"policy": p, "reason": r, "decisions": n} for (p, r), n in reasons.most_common()],
         "predicted_minus_actual_ttft_ms": {"requests": len(gaps), **spread(gaps)},
         "latest": list(latest),
+        "moves": list(moved),
+        "scaling": list(scaled),
     }

@@ -9,7 +9,8 @@ JSON:
     parent              process id; without that process this one ends
     policy              a name in `service.policies.BUNDLES`
     priorities          {priority: {"ttft": {"low", "high"}, "tpot": the same}, ...}, in seconds; may be empty
-    scaling             {"least", "most", "start_seconds", "interval"}; null where nobody starts or stops instances
+    scaling             {"least", "most", "start_seconds", "devices", "interval", "cooldown_out", "cooldown_in"}; null
+                        where nobody starts or stops instances
     flight_recorder     file where every decision is written; null for none
     seed                of randomised policies; null for an unpredictable one
     heartbeat           the heartbeat file, for hang detection
@@ -117,8 +118,8 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     recording = settings["flight_recorder"]
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
     scaling = dict(settings["scaling"] or {})
-    interval, live_roles = scaling.pop("interval", None), settings["live_roles"]
-    circumstances = Circumstances(interval=interval, priorities=priorities, live_roles=live_roles)
+    pace = {name: scaling.pop(name, None) for name in ("interval", "cooldown_out", "cooldown_in")}
+    circumstances = Circumstances(**pace, priorities=priorities, live_roles=settings["live_roles"])
     policies = BUNDLES[settings["policy"]].make(circumstances)
     fleet = FleetLimits(**scaling) if scaling else None
     curve, seed, public = curve_of(settings), settings["seed"], settings["public"]

@@ -119,9 +119,21 @@ def make_tables() -> ScenarioTables:
         instances=GROUP,
         scaling=(
             needed("least", integer(1, 4096), help="instances that serve"),
-            needed("most", integer(1, 4096), help="instances that serve"),
-            Option("start-seconds", between(0, 86_400), 2.05, "from the decision until an instance serves"),
+            needed("most", integer(1, 4096), help="instances that run, start or drain"),
+            Option("devices", integer(1), None, "that all instances may take together; by default any number"),
+            Option("start-seconds", between(0, 86_400), 2.05, "from the decision until one serves that reads a disk"),
             Option("interval", number(0, 86_400), None, "seconds between decisions; by default the policy's"),
+            Option("cooldown-out", between(0, 86_400), None, "between growths of a stage; by default the policy's"),
+            Option("cooldown-in", between(0, 86_400), None, "from a stage's change to a cut; by default the policy's"),
+            Option("per-host", integer(1), 8, "instances that share a host, in the order of their names"),
+            Option("warm-pool", integer(0, 4096), 0, "processes without weights that wait on each host"),
+            Option("warm-seconds", between(0, 86_400), 5.0, "until one that was taken from there is replaced"),
+        ),
+        start_paths=(
+            needed("host", between(0, 86_400), help="of one whose host has the files in memory; by default as disk"),
+            needed("tcp", between(0, 86_400), help="with weights of a peer on another host; by default as host"),
+            needed("map", between(0, 86_400), help="with weights of a peer on its host; by default as tcp"),
+            needed("warm", between(0, 86_400), help="of a warm process, with a peer's weights; by default as map"),
         ),
         status_reports=(
             Option("every-ms", number(0, 60_000), 50.0, "between snapshots while the load changes"),

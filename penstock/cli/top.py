@@ -117,12 +117,35 @@ def screen(look: Look, before: Look | None) -> RenderableType:
     for role, rows in by_role.items():
         parts += ["", _pool(role, rows), _instances(rows)]
     parts += [f"[red]{_plain(name)}: {_plain(why)}[/red]" for name, why in frontend["troubles"].items()]
+    parts += scaling_lines(master)
     parts += ["", _decisions(master["decisions"])]
     if master["moves"]:
         parts += ["", _moves(master["moves"])]
     if master["relocations"]:
         parts += ["", _relocations(master["relocations"])]
     return Group(*parts)
+
+
+def scaling_lines(master: Mapping[str, Any]) -> list[str]:
+    """What the instances cost, how long they took to start, and what a scaling policy says of each stage."""
+    fleet, stages = master["fleet"], master["stages"]
+    if not stages:
+        return []
+    took = ", ".join(
+        f"{row['count']:,} by {row['path']} in {row['seconds'] / row['count']:,.1f} s" for row in fleet["starts"]
+    )
+    lines = [
+        f"[bold]scaling[/bold]: {fleet['instances']:,} instances hold devices, {fleet['instance_seconds']:,.0f} "
+        f"instance-seconds so far; started: {_plain(took) or '-'}"
+    ]
+    for stage in stages:
+        coming = f", {stage['starting']:,} start" if stage["starting"] else ""
+        wish = f"{stage['more']:+,} wished" if stage["more"] else "as many as are wished"
+        lines.append(
+            f"  {stage['role']}: {stage['serving']:,} serve{coming}, {wish} ({_plain(stage['reason'])}); "
+            f"{_plain(stage['outcome'])}"
+        )
+    return ["", *lines]
 
 
 def _queues(master: Mapping[str, Any]) -> str:

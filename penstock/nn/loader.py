@@ -58,7 +58,7 @@ HEAD = "lm_head.weight"
 
 # A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host;
 # packed weights on disk; the checkpoint
-Source = Literal["peer_map", "host_copy", "peer_tcp", "disk", "checkpoint"]
+Source = Literal["map", "host", "tcp", "disk", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,12 @@ def _find_whole(
         return image
 
     if peers is not None and (image := _fill_from(peers.here(name), model)) is not None:
-        return image, "peer_map"
+        return image, "map"
     in_memory = cache is not None and key is not None and cache.is_in_memory(key)
     if in_memory and (image := kept()) is not None:
-        return image, "host_copy"
+        return image, "host"
     if peers is not None and (image := _fill_from(peers.elsewhere(name), model)) is not None:
-        return image, "peer_tcp"
+        return image, "tcp"
     if not in_memory and (image := kept()) is not None:
         return image, "disk"
     return None, "checkpoint"

@@ -354,6 +354,36 @@ class _Generated(Collector):
         yield family
 
 
+class _Fleet(Collector):
+    """Counters of the master's, which begins anew when it is another one.
+
+    Attributes:
+        seconds: instance-seconds; None while no master has said.
+        starts: path -> how many, and seconds together.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.seconds: float | None = None
+        self.starts: Mapping[str, tuple[int, float]] = {}
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Family]:
+        same, paths = "; of the deployment, as its master counts", ["model_name", "path"]
+        cost = CounterMetricFamily(
+            PREFIX + "instance_seconds", "Time that instances held their devices" + same, labels=["model_name"]
+        )
+        if self.seconds is not None:
+            cost.add_metric([self._model_name], self.seconds)
+        starts = CounterMetricFamily(PREFIX + "instance_starts", "Instances that were started" + same, labels=paths)
+        took = CounterMetricFamily(
+            PREFIX + "instance_start_seconds", "Time from the orders until these could be reached" + same, labels=paths
+        )
+        for path, (count, seconds) in self.starts.items():
+            starts.add_metric([self._model_name, path], count)
+            took.add_metric([self._model_name, path], seconds)
+        return [cost, starts, took]
+
+
 class Metrics:
     """The metrics of one served model, in a registry of their own.
 
@@ -373,6 +403,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._generated = _Generated(model_name, self._count)
         self.registry.register(self._generated)
+        self._fleet = _Fleet(model_name)
+        self.registry.register(self._fleet)
         self._series = _EngineSeries(model_name, self.registry)
         self._queue = self._series.waiting.labels(model_name, MASTER)
         self._engines = {name: self._series.make(name) for name in engines}
@@ -504,6 +536,15 @@ class Metrics:
     def observe_queue(self, waiting: int) -> None:
         """The length of the master's queue."""
         self._queue.set(waiting)
+
+    @_later
+    def observe_fleet(self, instance_seconds: float, starts: Mapping[str, tuple[int, float]]) -> None:
+        """What the instances cost and how they started, as the master counts it.
+
+        Args:
+            starts: path -> how many, and seconds together.
+        """
+        self._fleet.seconds, self._fleet.starts = instance_seconds, starts
 
     @_later
     def observe_up(self, engine: str, up: bool) -> None:

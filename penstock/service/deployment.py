@@ -178,14 +178,20 @@ class Scaling:
     """How many instances may serve, for policies that start and stop them; more are like the first group's.
 
     Attributes:
-        start_seconds: from the decision until one serves, as is believed.
+        start_seconds: from the decision until one serves, as is believed until one was started.
+        devices: that they may take together; None sets no such bound.
         interval: seconds between two decisions; None leaves it to the policy.
+        cooldown_out, cooldown_in: seconds from one growth of a stage to the next, and from any change of it to a cut;
+            likewise.
     """
 
     least: int
     most: int
     start_seconds: float
+    devices: int | None
     interval: float | None
+    cooldown_out: float | None
+    cooldown_in: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,6 +436,10 @@ class _Parser:
         if scaling.most < max(count, scaling.least):
             why = f"the {count} that are started at first" if count >= scaling.least else f"least ({scaling.least})"
             self.file.complain(spots.get("most", spot), f"{scaling.most}, allowed is at least {why}")
+        taken = sum(group.count * group.ranks for group in groups)
+        if scaling.devices is not None and scaling.devices < taken:
+            why = f"the {taken} of those that are started at first"
+            self.file.complain(spots["devices"], f"{scaling.devices}, allowed is at least {why}")
         return scaling
 
     def _priorities(self) -> dict[int, Bounds]:

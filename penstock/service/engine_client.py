@@ -476,6 +476,9 @@ class EngineClient:
         now = self._clock.now()
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
+        if (fleet := self._placement.fleet) is not None:
+            starts = {start.path: (start.count, start.seconds) for start in fleet.starts}
+            self._metrics.observe_fleet(fleet.instance_seconds, starts)
         for flight in list(self.flights.values()):
             flight.tick(now)
         if stranded := self._rescue():

@@ -13,7 +13,15 @@ from typing import Any
 from msgspec.structs import asdict
 
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
-from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
+from penstock.service.recorder import (
+    DecidedEntry,
+    EndedEntry,
+    Entry,
+    HeldEntry,
+    MovedEntry,
+    RelocatedEntry,
+    ScaledEntry,
+)
 
 FOLLOWED = 20  # moves of its instances that are told of a sequence
 
@@ -71,6 +79,8 @@ def collect(
             for sequence in found.values():
                 if sequence.ended is None and entry.move.name in sequence.instances:
                     sequence.moved.append((wall, entry))
+        elif isinstance(entry, ScaledEntry):
+            pass  # of no request
         elif wanted.fullmatch(entry.request_id):
             key = entry.frontend, entry.request_id
             sequence = found.setdefault(key, History(entry.request_id, entry.frontend))

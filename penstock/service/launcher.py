@@ -92,6 +92,7 @@ def plan(
             settings["kv_pool"] = str(kv_pool)
         needs = "kv-pool" if pooled else None
         more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": instance not in group.spares}
+        more["devices"] = group.ranks
         if deployment.ray is not None:
             place["address"] = ""  # on a node that Ray chooses
             more["resources"] = group.needs
@@ -267,7 +268,8 @@ class Launcher:
         self._endpoints = {p.name: p.public or p.address for p in programs if p.address is not None}
         self._looked_at = self._watched_at = clock.now()
         self._ended: set[str] = set()  # found at the last look
-        self._starting: set[str] = set()  # programs whose sockets are not there yet
+        self._starting: dict[str, float] = {}  # programs whose sockets are not there yet -> when they were started
+        self._took: dict[str, float] = {}  # engines that are up -> seconds that this took
         self._signals: list[int] = []
         self._listeners = listeners
         self._master, self._wire = master, _Wire(secret)
@@ -347,7 +349,7 @@ class Launcher:
             self._supervisor.stop(now)
         for name in list(self._starting):
             if self._running[name].is_up():
-                self._starting.remove(name)
+                self._took[name] = round(now - self._starting.pop(name), 3)
                 self._supervisor.is_up(name, now)
         ended = [self._report_end(name, now) for name in self._found_ended()]
         if now - self._looked_at > PAUSE:  # this process did not run, and they perhaps did not either
@@ -375,7 +377,8 @@ class Launcher:
         incarnation = self._running.pop(name)
         code = incarnation.poll()
         assert code is not None
-        self._starting.discard(name)
+        self._starting.pop(name, None)
+        self._took.pop(name, None)
         expected, words = self._supervisor.stopping, incarnation.last_words()
         if name in self._candidates:
             self._candidates[name] = f"it ended with {shown(code)}" + (f": {words}" if words else "")
@@ -465,6 +468,9 @@ class Launcher:
                 endpoint,
                 self._programs[name].role,
                 "stopped" if stopped else "leaving" if name in self._leaving else runs,
+                self._programs[name].devices,
+                self._took.get(name, 0.0),
+                self._supervisor.has_given_up(name),
             )
             for name, endpoint in self._endpoints.items()
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
@@ -550,10 +556,11 @@ class Launcher:
                 self._running[action.name].kill()
 
     def _start(self, program: Program) -> None:
-        incarnation = self._spawner(program.name).spawn(program, self._clock.now())
+        now = self._clock.now()
+        incarnation = self._spawner(program.name).spawn(program, now)
         self._running[program.name] = incarnation
         if program.socket is not None:
-            self._starting.add(program.name)
+            self._starting[program.name] = now
 
     def _stop(self, program: Program) -> None:
         incarnation = self._running[program.name]

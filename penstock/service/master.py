@@ -32,6 +32,7 @@ from penstock.core.wire.master import (
     Begun,
     Ended,
     Endpoint,
+    FleetTotals,
     FrontendMessage,
     Join,
     Joined,
@@ -69,10 +70,11 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
+from penstock.service.fleet_account import FleetAccount
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.kv_sources import KVSources, brought_by
 from penstock.service.mesh import Mesh
-from penstock.service.overview import instance_overview
+from penstock.service.overview import instance_overview, stage_overview
 from penstock.service.policies import Policies
 from penstock.service.queue import RateWindow, Tracked, WaitQueue
 from penstock.service.recorder import Recorder
@@ -116,7 +118,8 @@ class Master:
         self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
         self._sources = KVSources(self.index, self._sessions, self._roster)
-        self._mesh = Mesh(self._sessions, everybody=policies.roles is not None and policies.roles.dynamic)
+        dynamic = policies.roles is not None and policies.roles.dynamic
+        self._mesh = Mesh(self._sessions, everybody=dynamic or policies.scaling is not None)
         self._policies, self._rng, self._recorder = policies, rng, recorder
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
         self._frontends: dict[str, float] = {}  # name -> when it was heard
@@ -129,6 +132,7 @@ class Master:
         self._prefilled: dict[Key, Tracked] = {}  # of those, whose prompts have ended and who decodes them is open
         self._rates = RateWindow()
         self._roles: dict[str, Role] = {}  # that it decided on
+        self._account = FleetAccount(sum(endpoint.holds_devices for endpoint in instances))
         self._scaler: Scaler | None = None
         if policies.scaling is not None and fleet is not None:
             self._scaler = Scaler(policies.scaling, fleet)
@@ -137,6 +141,10 @@ class Master:
     def waiting(self) -> int:
         """Sequences without a place."""
         return len(self._queue) + len(self._backlog) + len(self._unplaceable)
+
+    def totals(self, now: float) -> FleetTotals:
+        """What the instances cost."""
+        return self._account.totals(now)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """Handle an event, or the passing of time. Call it periodically, with or without an event.
@@ -151,9 +159,10 @@ class Master:
             case FromFrontend():
                 actions = self._on_frontend(now, happening.name, happening.message)
             case InstanceJoined(endpoint=endpoint):
-                actions = self._register(endpoint)
+                actions = self._register(now, endpoint)
             case InstanceLeft(name=name, why=why):
-                self._endpoints.pop(name, None)
+                gone = self._endpoints.pop(name, None)
+                self._account.hold(now, -int(gone is not None and gone.holds_devices))
                 self._roles.pop(name, None)
                 actions = self._stopped(name, why)
                 self.index.forget(name)
@@ -169,6 +178,7 @@ class Master:
         return actions
 
     def _by_the_clock(self, now: float) -> list[Action]:
+        self._account.begin(now)
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
         self._readmit(now)
@@ -186,9 +196,14 @@ class Master:
 
     # --- instances
 
-    def _register(self, endpoint: Endpoint) -> list[Action]:
+    def _register(self, now: float, endpoint: Endpoint) -> list[Action]:
         name = endpoint.name
         before, self._endpoints[name] = self._endpoints.get(name), endpoint
+        self._account.hold(now, endpoint.holds_devices - int(before is not None and before.holds_devices))
+        if endpoint.started and (before is None or before.started != endpoint.started):
+            self._account.took(name, endpoint.started)
+        if endpoint.given_up and self._scaler is not None:
+            self._scaler.forget(name)
         session = self._sessions.get(name)
         if not endpoint.runs:
             return self._stopped(name, "it was stopped")
@@ -199,6 +214,7 @@ class Master:
         return []
 
     def _stopped(self, name: str, why: str) -> list[Action]:
+        self._account.left(name)
         if self._scaler is not None:
             self._scaler.forget(name)
         return self._leave(name, why)
@@ -262,6 +278,7 @@ class Master:
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
         self.index.forget(name)
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
+        self._account.came(name, ready.weights_from)
         self._roster.sessions_changed()
         actions.append(Notice(f"{name} is ready: role {session.role}, {ready.num_blocks} blocks on {ready.device}"))
         if self._roles.get(name, session.role) != session.role:
@@ -289,7 +306,7 @@ class Master:
                     self._frontend_incarnations[name] = incarnation
                     self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
-                joined = msgspec.structs.replace(self.joined, waiting=self.waiting)
+                joined = msgspec.structs.replace(self.joined, waiting=self.waiting, fleet=self._account.totals(now))
                 return [*refused, ToFrontend(name, joined)]  # with the protocol, on which it ends itself
             case Place():
                 return self._enqueue(now, name, message)
@@ -626,7 +643,12 @@ class Master:
 
     def _scale(self, now: float, scaler: Scaler) -> list[Action]:
         actions: list[Action] = []
-        for change in scaler.decide(now, self._view(now), self._endpoints, self._sessions):
+        expected = self._account.expected(scaler.start_seconds)
+        scaled = scaler.decide(self._view(now), self._endpoints, self._sessions, self._roles, expected)
+        if self._recorder is not None and scaler.has_news(now):
+            self._recorder.scaled(now, scaled.verdicts)
+        for change in scaled.changes:
+            self._account.changed(change)
             if self._recorder is not None and not isinstance(change, Move):
                 self._recorder.moved(now, change)
             match change:
@@ -679,6 +701,8 @@ class Master:
             unplaceable=len(self._unplaceable),
             placed=len(self._in_flight),
             instances=instances,
+            fleet=self._account.totals(now),
+            stages=[] if self._scaler is None else [stage_overview(verdict) for verdict in self._scaler.verdicts],
             **msgspec.structs.asdict(rates),
         )
 

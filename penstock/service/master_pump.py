@@ -22,6 +22,7 @@ from penstock.core.wire.master import (
     Begun,
     Ended,
     Endpoint,
+    FleetTotals,
     FromMaster,
     History,
     HostReport,
@@ -38,7 +39,7 @@ from penstock.core.wire.master import (
     ToLauncher,
     decode_to_master,
 )
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop, Verdict
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -81,6 +82,9 @@ class Minutes:
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
         self._due.append(partial(self.recorder.moved, now, move))
+
+    def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
+        self._due.append(partial(self.recorder.scaled, now, verdicts))
 
     def relocated(self, now: float, at: str, migration: Migration) -> None:
         self._due.append(partial(self.recorder.relocated, now, at, migration))
@@ -239,6 +243,10 @@ class LocalPlacement:
     @property
     def waiting(self) -> int:
         return self._pump.master.waiting
+
+    @property
+    def fleet(self) -> FleetTotals:
+        return self._pump.master.totals(self._pump.clock.now())
 
     def start(self, answered: Answered, choose: Choose) -> None:
         self._answered = answered  # the master is always here

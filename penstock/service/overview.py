@@ -14,7 +14,9 @@ from penstock.core.wire.master import (
     MoveOverview,
     Overview,
     RelocationOverview,
+    StageOverview,
 )
+from penstock.sched.cluster import Verdict
 from penstock.service.history import History as Found
 from penstock.service.history import as_values, collect, move_values, pattern_of, shown_time
 from penstock.service.recorder import DecidedEntry, Entry, FlightRecorder, MovedEntry, RelocatedEntry
@@ -56,6 +58,10 @@ def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state
         tpot_ms=seen.tpot_ms,
         interval_ms=seen.interval_ms,
     )
+
+
+def stage_overview(verdict: Verdict) -> StageOverview:
+    return StageOverview(verdict.role, verdict.serving, verdict.starting, verdict.more, verdict.reason, verdict.outcome)
 
 
 def with_decisions(overview: Overview, recorder: FlightRecorder, wall: Callable[[float], float]) -> Overview:

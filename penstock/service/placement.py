@@ -20,6 +20,7 @@ from penstock.core.wire.master import (
     AskOverview,
     Begun,
     Ended,
+    FleetTotals,
     FromMaster,
     History,
     Joined,
@@ -54,6 +55,10 @@ class Placement(Protocol):
     """
 
     troubles: Mapping[str, str]
+
+    @property
+    def fleet(self) -> FleetTotals | None:
+        """What the instances cost, as the master said last; None where it did not."""
 
     @property
     def trouble(self) -> str:
@@ -135,6 +140,7 @@ class RemotePlacement:
         self._heard = float("-inf")
         self._ticked = clock.now()
         self._said_waiting = 0
+        self.fleet: FleetTotals | None = None
         self.wants_keys = False
         self.troubles: Mapping[str, str] = {}
         self._asked: dict[str, _Question] = {}  # by request id
@@ -266,7 +272,7 @@ class RemotePlacement:
                 back, self._absent, self._heard = bool(self._absent), "", now
                 self._missed = float("inf")
                 self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
-                self.troubles = message.troubles
+                self.troubles, self.fleet = message.troubles, message.fleet
                 self.registry.expect(message.incarnation, message.members)
                 if back:
                     for question in self._asked.values():

@@ -26,6 +26,7 @@ from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.pull import Pull
+from penstock.sched.cluster.scaling import Bounded, Sizing
 from penstock.sched.cluster.unified_scaling import UnifiedScaling
 from penstock.sched.cluster.xllm import make_xllm
 
@@ -54,11 +55,14 @@ class Circumstances:
 
     Attributes:
         interval: seconds between two decisions about the number of instances; None leaves it to the policy.
+        cooldown_out, cooldown_in: seconds from one growth to the next, and from any change to a cut; likewise.
         priorities: bounds of the targets that a priority implies; none: priorities imply no targets.
         live_roles: whether roles change also under policies that leave them as they are.
     """
 
     interval: float | None = None
+    cooldown_out: float | None = None
+    cooldown_in: float | None = None
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     live_roles: bool = False
 
@@ -71,11 +75,8 @@ class Circumstances:
     def conversions(self) -> Balancer | None:
         return Conversions() if self.live_roles else None
 
-    def scaling(self, policy: ScalingPolicy) -> ScalingPolicy:
-        """The policy, with these circumstances' interval."""
-        if self.interval is not None:
-            policy.interval = self.interval
-        return policy
+    def scaling(self, sizing: Sizing) -> ScalingPolicy:
+        return Bounded(sizing, interval=self.interval, out=self.cooldown_out, back=self.cooldown_in)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Bundle:
         make: new policy objects, as they have state.
         local_policy: of the engines, a name in `sched.local.LOCAL_POLICIES`.
         moves: whether instances may have to hand over to all others, whatever their roles.
-        scales: whether it starts and stops instances; only the simulator does so.
+        scales: whether it starts and stops instances.
     """
 
     make: Callable[[Circumstances], Policies]
@@ -101,9 +102,11 @@ def dispatched(make: Callable[[], DispatchPolicy]) -> Bundle:
     )
 
 
-def scaled(bundle: Bundle, make: Callable[[], ScalingPolicy]) -> Bundle:
-    """The same bundle, with a scaling policy."""
-    return replace(bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(make())), scales=True)
+def scaled(bundle: Bundle, make: Callable[[], Sizing]) -> Bundle:
+    """The same bundle, with a scaling policy. What runs on an instance that is to stop moves, so all are linked."""
+    return replace(
+        bundle, make=lambda at: replace(bundle.make(at), scaling=at.scaling(make())), moves=True, scales=True
+    )
 
 
 def _xllm(at: Circumstances) -> Policies:

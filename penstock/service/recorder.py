@@ -7,12 +7,13 @@ In memory it is a bounded ring of references to immutable objects, so recording 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop, Verdict
 
 DECISIONS = 10_000  # kept at most
 LOADS = 200_000  # instances' loads and waiting demands that they refer to, at most
@@ -68,6 +69,15 @@ class MovedEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledEntry:
+    """What a scaling policy found about each stage, also where nothing follows."""
+
+    now: float
+    verdicts: Sequence[Verdict]
+    weight = 1
+
+
+@dataclass(frozen=True, slots=True)
 class RelocatedEntry:
     """It was decided where a sequence goes on: after its prompt, or while it decodes.
 
@@ -96,7 +106,7 @@ class EndedEntry:
     weight = 1
 
 
-Entry = DecidedEntry | HeldEntry | MovedEntry | RelocatedEntry | EndedEntry
+Entry = DecidedEntry | HeldEntry | MovedEntry | ScaledEntry | RelocatedEntry | EndedEntry
 
 
 class Recorder(Protocol):
@@ -107,6 +117,7 @@ class Recorder(Protocol):
     ) -> None: ...
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
     def moved(self, now: float, move: Move | Start | Stop) -> None: ...
+    def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None: ...
     def relocated(self, now: float, at: str, migration: Migration) -> None: ...
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
 
@@ -140,6 +151,9 @@ class FlightRecorder:
 
     def moved(self, now: float, move: Move | Start | Stop) -> None:
         self._add(MovedEntry(now, move))
+
+    def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
+        self._add(ScaledEntry(now, verdicts))
 
     def relocated(self, now: float, at: str, migration: Migration) -> None:
         frontend, request_id = migration.key

@@ -21,10 +21,18 @@ import msgspec
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.wire.engine import Role
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop, Verdict
 from penstock.sched.cluster.base import Key, Way
 from penstock.sched.steptime import StepTime
-from penstock.service.recorder import DecidedEntry, EndedEntry, Entry, HeldEntry, MovedEntry, RelocatedEntry
+from penstock.service.recorder import (
+    DecidedEntry,
+    EndedEntry,
+    Entry,
+    HeldEntry,
+    MovedEntry,
+    RelocatedEntry,
+    ScaledEntry,
+)
 
 WHOLE = 64  # instances that are all written
 BEST = 16  # candidates of a stage that are written when there are more
@@ -126,6 +134,16 @@ class MovedRecord(FlightRecord, frozen=True):
     move: MoveRecord
 
 
+class ScaledRecord(FlightRecord, frozen=True):
+    """
+    Attributes:
+        verdicts: their role, serving, starting, more, reason and outcome.
+    """
+
+    now: float
+    verdicts: list[tuple[Role, int, int, int, str, str]]
+
+
 class DecidedRecord(FlightRecord, frozen=True):
     """
     Attributes:
@@ -170,7 +188,9 @@ class EndedRecord(FlightRecord, frozen=True):
 
 
 Definition = InstanceRecord | ModelRecord | TimesRecord | LinksRecord | LoadRecord | DemandRecord
-AnyRecord = BeganRecord | Definition | HeldRecord | MovedRecord | DecidedRecord | RelocatedRecord | EndedRecord
+AnyRecord = (
+    BeganRecord | Definition | HeldRecord | MovedRecord | ScaledRecord | DecidedRecord | RelocatedRecord | EndedRecord
+)
 to_bytes = msgspec.msgpack.Encoder().encode
 from_bytes = msgspec.msgpack.Decoder(AnyRecord).decode
 
@@ -182,6 +202,7 @@ def _names(kind: Any, without: Set[str]) -> tuple[str, ...]:
 LOAD = _names(InstanceLoad, {"name", "times", "peers", "unlinked"})
 DEMAND = _names(Demand, {"key", "hits", "loads", "exclude", "brought", "brought_in"})
 RATES = _names(Rates, frozenset())
+_verdict_values = attrgetter(*Verdict.__struct_fields__)
 _load_values, _demand_values, _rates_values = attrgetter(*LOAD), attrgetter(*DEMAND), attrgetter(*RATES)
 
 
@@ -215,6 +236,8 @@ class RecordEncoder:
                 out.append(HeldRecord(now, self._demand(demand, out), until))
             case MovedEntry(now, move):
                 out.append(MovedRecord(now, _move_record(move)))
+            case ScaledEntry(now, verdicts):
+                out.append(ScaledRecord(now, [_verdict_values(verdict) for verdict in verdicts]))
             case RelocatedEntry(now, request_id, frontend, at, to, reason):
                 out.append(RelocatedRecord(now, request_id, frontend, at, to, reason))
             case EndedEntry(now, request_id, frontend, outcome):
@@ -340,6 +363,10 @@ def _move(record: MoveRecord) -> Move | Start | Stop:
     return kind(name=record.name, role=record.role, reason=record.reason)
 
 
+def _verdict(role: Role, serving: int, starting: int, more: int, reason: str, outcome: str) -> Verdict:
+    return Verdict(role=role, serving=serving, starting=starting, more=more, reason=reason, outcome=outcome)
+
+
 class RecordDecoder:
     """Records to entries."""
 
@@ -394,6 +421,8 @@ class RecordDecoder:
                 return HeldEntry(now, request_id, frontend, demand, until)
             case MovedRecord(now, move):
                 return MovedEntry(now, _move(move))
+            case ScaledRecord(now, verdicts):
+                return ScaledEntry(now, [_verdict(*values) for values in verdicts])
             case DecidedRecord():
                 return self._decided(record, began)
             case RelocatedRecord(now, request_id, frontend, at, to, reason):

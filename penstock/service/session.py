@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.wire.engine import Peer, Ready, Role, Snapshot
-from penstock.sched.cluster import ClusterView, Demand, Fleet, InstanceLoad, Instances, Move, ScalingPolicy, Start, Stop
+from penstock.core.wire.engine import LEASE, Peer, Ready, Role, Snapshot
+from penstock.core.wire.master import Endpoint
+from penstock.sched.cluster import (
+    ClusterView,
+    Demand,
+    Fleet,
+    InstanceLoad,
+    Instances,
+    Scaled,
+    ScalingPolicy,
+    Start,
+    Verdict,
+)
 from penstock.sched.cluster.base import Key
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 SUSPECT_AFTER = 2.0  # seconds without a Snapshot after which an instance gets no work
 DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets no work even if no other instance can
+REPEATED = 60.0  # seconds after which a scaling policy's verdicts are recorded again although they are the same
 REMEMBERED = 8  # length of the history: changes of each instance, on average
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
 UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # assumed for engines of unknown devices
@@ -371,54 +383,134 @@ class Roster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """How many instances may serve, and how long one takes to start, in seconds."""
+    """
+    Attributes:
+        least: instances that serve.
+        most: instances that hold devices, those that start or drain included.
+        devices: that they may take together; None sets no such bound.
+        start_seconds: that one takes to start, as long as none was measured.
+    """
 
     least: int
     most: int
     start_seconds: float
+    devices: int | None = None
 
 
 class Scaler:
-    """Asks the policy at its interval, and tracks instances being started."""
+    """Asks the policy at its interval, and knows which instances are being started.
+
+    Attributes:
+        verdicts: of the last question, by stage.
+        start_seconds: see `FleetLimits`.
+    """
 
     def __init__(self, policy: ScalingPolicy, limits: FleetLimits) -> None:
         self._policy, self._limits = policy, limits
-        self._starting: dict[str, float] = {}  # instance -> when it will serve
+        self.start_seconds = limits.start_seconds
+        self.verdicts: Sequence[Verdict] = ()
+        self._starting: dict[str, Role] = {}  # ordered, and not heard of since
+        self._begun: float | None = None
         self._next = -inf
+        self._recorded: tuple[float, list[tuple[Role, str]]] = -inf, []
 
     def is_due(self, now: float) -> bool:
         return now >= self._next
 
     def decide(
-        self, now: float, view: ClusterView, names: Iterable[str], sessions: Mapping[str, InstanceSession]
-    ) -> Sequence[Move | Start | Stop]:
+        self,
+        view: ClusterView,
+        endpoints: Mapping[str, Endpoint],
+        sessions: Mapping[str, InstanceSession],
+        roles: Mapping[str, Role],
+        start_seconds: float,
+    ) -> Scaled:
         """
         Args:
-            names: all instances that there can be.
+            endpoints: all instances that there can be.
             sessions: of those that serve, or drain.
+            roles: that were decided on, where these are not those of the endpoints.
+            start_seconds: that a start is expected to take.
 
         Returns:
-            Nothing while one sleeps: whoever put it to sleep wants no other in its place.
+            No changes while an instance sleeps: whoever put it to sleep wants no other in its place.
         """
-        self._next = now + self._policy.interval
-        if any(session.sleeps for session in sessions.values()):
-            return []
-        fleet = Fleet(
-            absent=[name for name in names if name not in sessions and name not in self._starting],
-            starting=dict(self._starting),
-            draining={name for name, session in sessions.items() if session.leaving},
+        self._begun = view.now if self._begun is None else self._begun
+        self._next = view.now + self._policy.interval
+        asleep = next((name for name, session in sessions.items() if session.sleeps), None)
+        if asleep is None:
+            scaled = self._policy.decide(view, self._fleet(view, endpoints, sessions, roles, start_seconds))
+        else:
+            scaled = Scaled(verdicts=_asleep(view, asleep))
+        self._starting |= {change.name: change.role for change in scaled.changes if isinstance(change, Start)}
+        self.verdicts = scaled.verdicts
+        return scaled
+
+    def _fleet(
+        self,
+        view: ClusterView,
+        endpoints: Mapping[str, Endpoint],
+        sessions: Mapping[str, InstanceSession],
+        roles: Mapping[str, Role],
+        start_seconds: float,
+    ) -> Fleet:
+        assert self._begun is not None
+        there = {load.name for load in view.instances}
+        starting = dict(self._starting)
+        draining = {name for name, session in sessions.items() if session.leaving}
+        for name, endpoint in endpoints.items():
+            if endpoint.holds_devices and name not in sessions:
+                if endpoint.state == "leaving":
+                    draining.add(name)
+                else:  # for the first time, or again after a failure
+                    starting.setdefault(name, roles.get(name, endpoint.role))
+        return Fleet(
+            absent=[
+                n for n, e in endpoints.items() if e.state == "stopped" and n not in sessions and n not in starting
+            ],
+            starting=starting,
+            draining=draining,
+            silent=sessions.keys() - draining - there,
+            lacking=_lacking(endpoints, sessions, starting),
+            devices={name: endpoint.devices for name, endpoint in endpoints.items() if endpoint.devices != 1},
             least=self._limits.least,
             most=self._limits.most,
+            budget=inf if self._limits.devices is None else self._limits.devices,
+            start_seconds=start_seconds,
+            complete=view.now - self._begun >= LEASE,
         )
-        changes = self._policy.decide(view, fleet)
-        for change in changes:
-            if isinstance(change, Start):
-                self._starting[change.name] = now + self._limits.start_seconds
-        return changes
 
     def forget(self, name: str) -> None:
-        """An instance is not being started any more: it serves, or is stopped."""
+        """An instance is not being started any more: it serves, or is stopped, or was given up."""
         self._starting.pop(name, None)
+
+    def has_news(self, now: float) -> bool:
+        """Whether the verdicts are worth recording: they are of other kinds than those that were, or these are old."""
+        at, kinds = self._recorded
+        said = [(verdict.role, verdict.kind) for verdict in self.verdicts]
+        if said == kinds and now - at < REPEATED:
+            return False
+        self._recorded = now, said
+        return True
+
+
+def _lacking(
+    endpoints: Mapping[str, Endpoint], sessions: Mapping[str, InstanceSession], starting: Mapping[str, Role]
+) -> list[Role]:
+    """Roles without which no request is served, and of which no instance is there or starts."""
+    there = {session.role for session in sessions.values() if not session.leaving} | set(starting.values())
+    wanted = {endpoint.role for endpoint in endpoints.values()}
+    stages: tuple[Role, ...] = ("prefill", "decode")
+    lacking = [stage for stage in stages if not there & {stage, "any"}]
+    return list(dict.fromkeys(stage if stage in wanted else "any" for stage in lacking))
+
+
+def _asleep(view: ClusterView, name: str) -> list[Verdict]:
+    serving = Counter(load.role for load in view.instances)
+    return [
+        Verdict(role=role, serving=count, starting=0, more=0, reason="not looked at", outcome=f"asleep: {name} sleeps")
+        for role, count in serving.items()
+    ]
 
 
 def _take(counter: Counter[float], value: float) -> None:

@@ -52,6 +52,7 @@ class Program:
         needs: the program whose socket must be there first, and whose end ends this one too.
         starts: whether it runs from the start on; else once it is told to.
         resources: what is to be set apart for it where it runs, such as {"CPU": 2, "GPU": 1}; none on this machine.
+        devices: that it takes.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Program:
     needs: str | None = None
     starts: bool = True
     resources: Mapping[str, float] = field(default_factory=dict)
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,10 @@ class Supervisor:
         """Whether it was stopped, or not started yet; not whether it failed."""
         place = self._places[name]
         return not (place.running or place.given_up) and place.due is None
+
+    def has_given_up(self, name: str) -> bool:
+        """Whether it has failed too often to be started again."""
+        return self._places[name].given_up
 
     def comes_back(self, name: str) -> bool:
         """Whether an ended program is to be started again, as far as is known."""

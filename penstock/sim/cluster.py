@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.layout import KVLayout
 from penstock.core.wire.engine import (
@@ -27,8 +27,9 @@ from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Random, Start, Stop
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Random, Start, Stop, Verdict
 from penstock.sched.cluster.columns import least
+from penstock.sched.cluster.startup import Path
 from penstock.sched.local import Limits, Scheduler
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
@@ -41,7 +42,7 @@ from penstock.service.events import (
     ToEngine,
     ToFrontend,
 )
-from penstock.service.instances import ChannelLost
+from penstock.service.instances import ChannelLost, InstanceJoined
 from penstock.service.master import Master
 from penstock.service.policies import Policies
 from penstock.service.recorder import Recorder
@@ -50,6 +51,7 @@ from penstock.sim import instance as engine
 from penstock.sim.baselines import ENGINE_POLICIES
 from penstock.sim.events import Due, Priority, Timeline
 from penstock.sim.frontend import SimFrontend, SimRecord
+from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
@@ -78,6 +80,8 @@ class Cluster:
     Attributes:
         records: of every request that has come.
         samples: (seconds, every instance's state), at even distances.
+        changes: (seconds, what was decided) of roles, and of how many instances there are.
+        starts: (seconds, path, how long it takes) of instances that were ordered.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Cluster:
     ) -> None:
         self.timeline = Timeline(lanes=2)
         self.samples: list[tuple[float, dict[str, Sample]]] = []
+        self.changes: list[tuple[float, Move | Start | Stop]] = []
+        self.starts: list[tuple[float, Path, float]] = []
         self.judged = range(len(requests)) if judged is None else judged
         self.ended = 0
         mine = requests[self.judged.start : self.judged.stop]
@@ -110,6 +116,7 @@ class Cluster:
         self._root = root_key(groups[0].geometry, "bfloat16")
         self._wires = Wires(scenario.transport)
         self.places = make_slots(groups, scenario.scaling)
+        self._hosts = Hosts(scenario.scaling, self.places)
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
@@ -121,11 +128,11 @@ class Cluster:
             ended=self._count,
         )
         self.master = Master(
-            [Endpoint(place.name, "", place.group.role) for place in self.places.values()],
+            [_endpoint(place, runs=place.serves_first) for place in self.places.values()],
             policies,
             rng,
             fleet=_fleet(scenario.scaling),
-            recorder=_Costs(self.records, recorder),
+            recorder=_Costs(self.records, self.changes, recorder),
         )
         self._woken = inf  # when the master is to be woken, and only then
 
@@ -160,7 +167,7 @@ class Cluster:
         for place in self.places.values():
             if place.serves_first:
                 place.begin(0.0)
-                self.timeline.add(self._start(place, place.group.role, 0.0))
+                self.timeline.add(self._start(place, place.group.role, "disk", 0.0))
         self.timeline.add([self._join(0.0), *self._tick_master(0.0), Due(since, Priority.CLOCK, self._sample)])
         self.timeline.add(Due(at, Priority.FAULT, self._mark) for at in (since, until) if 0 < at < inf)
         if self._requests:
@@ -222,12 +229,10 @@ class Cluster:
                 case ToFrontend(_, message):
                     dues.append(self._message(now, partial(self._at_frontend, message)))
                 case StartInstance(name, role):
-                    place = self.places[name]
-                    place.begin(now)
-                    at = now + (self._scenario.scaling.start_seconds if self._scenario.scaling is not None else 0.0)
-                    dues.append(Due(at, Priority.FAULT, partial(self._start, place, role)))
+                    dues += self._order(self.places[name], role, now)
                 case StopInstance(name):
                     dues += self._end_life(self.places[name], "it was stopped", now)
+                    dues.append(self._registered(now + WATCH, _endpoint(self.places[name], runs=False)))
         if self.master.wake < self._woken:
             self._woken = max(now, self.master.wake)
             dues.append(Due(self._woken, Priority.CLOCK, partial(self._wake_master, self._woken)))
@@ -251,10 +256,37 @@ class Cluster:
 
     # --- instances
 
-    def _start(self, place: InstanceSlot, role: Role, now: float) -> list[Due]:
+    def _order(self, place: InstanceSlot, role: Role, now: float) -> list[Due]:
+        """An instance is to start."""
+        assert self._scenario.scaling is not None
+        place.begin(now)
+        path = self._hosts.path(place)
+        seconds = self._scenario.scaling.start.of(path)
+        self.starts.append((now, path, seconds))
+        dues = [
+            self._registered(now, _endpoint(place)),
+            Due(now + seconds, Priority.FAULT, partial(self._start, place, role, path)),
+            self._registered(now + seconds, _endpoint(place, started=seconds)),
+        ]
+        if path == "warm":
+            self._hosts.take(place)
+            again = now + self._scenario.scaling.warm_seconds
+            dues.append(Due(again, Priority.CLOCK, partial(self._replace, place)))
+        return dues
+
+    def _replace(self, place: InstanceSlot, now: float) -> list[Due]:
+        self._hosts.replace(place)
+        return []
+
+    def _registered(self, at: float, endpoint: Endpoint) -> Due:
+        """Its launcher reports an instance."""
+        return self._message(at, partial(self._at_master, InstanceJoined(endpoint)))
+
+    def _start(self, place: InstanceSlot, role: Role, path: str, now: float) -> list[Due]:
         """An instance begins to serve."""
         group = place.group
         place.lives += 1
+        self._hosts.loaded(place)
         peer = Peer(place.name, place.lives, f"sim:{place.name}")
         layout = _layout(group)
         ready = Ready(
@@ -271,6 +303,7 @@ class Cluster:
             device_model=group.believed,
             shape=group.times.shape,
             max_sequences=group.max_num_seqs,
+            weights_from=path,
         )
         source, blocks = self._blocks(place)
         scheduler = self._scheduler(group, BlockPool(blocks, source))
@@ -321,11 +354,13 @@ class Cluster:
         if dues and failure.restart_after is not None:
             start = partial(self._start_again, place)
             dues.append(Due(now + max(failure.restart_after, WATCH), Priority.FAULT, start))
+        elif dues:
+            dues.append(self._registered(now + WATCH, _endpoint(place, given_up=True)))
         return dues
 
     def _start_again(self, place: InstanceSlot, now: float) -> list[Due]:
         place.begin(now)
-        return self._start(place, place.group.role, now)
+        return self._start(place, place.group.role, "disk", now)
 
     def _end_life(self, place: InstanceSlot, reason: str, now: float) -> list[Due]:
         gone = place.instance
@@ -415,14 +450,21 @@ class Cluster:
 
 
 class _Costs:
-    """A recorder that keeps each decision's cost and the least cost, and forwards everything to another.
+    """A recorder that keeps each decision's cost and the least cost, and changes of instances, and forwards everything
+    to another.
 
     Args:
         records: of requests, by number.
+        changes: gets those of instances.
     """
 
-    def __init__(self, records: Sequence[SimRecord], other: Recorder | None) -> None:
-        self._records, self._other = records, other
+    def __init__(
+        self,
+        records: Sequence[SimRecord],
+        changes: list[tuple[float, Move | Start | Stop]],
+        other: Recorder | None,
+    ) -> None:
+        self._records, self._changes, self._other = records, changes, other
 
     def decided(
         self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
@@ -444,7 +486,12 @@ class _Costs:
         if self._other is not None:
             self._other.relocated(now, at, migration)
 
+    def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
+        if self._other is not None:
+            self._other.scaled(now, verdicts)
+
     def moved(self, now: float, move: Move | Start | Stop) -> None:
+        self._changes.append((now, move))
         if self._other is not None:
             self._other.moved(now, move)
 
@@ -456,7 +503,16 @@ class _Costs:
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:
     if scaling is None:
         return None
-    return FleetLimits(least=scaling.least, most=scaling.most, start_seconds=scaling.start_seconds)
+    return FleetLimits(
+        least=scaling.least, most=scaling.most, start_seconds=scaling.start.of("map"), devices=scaling.devices
+    )
+
+
+def _endpoint(place: InstanceSlot, *, runs: bool = True, started: float = 0.0, given_up: bool = False) -> Endpoint:
+    """As its launcher reports it."""
+    group = place.group
+    state: Literal["running", "stopped"] = "running" if runs else "stopped"
+    return Endpoint(place.name, "", group.role, state, group.devices, started, given_up)
 
 
 def _layout(group: InstanceGroup) -> KVLayout:

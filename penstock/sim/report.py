@@ -77,6 +77,7 @@ def run_page(result: Result) -> str:
         _queue(result),
         _strips(result),
         _cost(result),
+        _changes(result),
         _regret(result),
         figure("Failures", table(("error", "requests"), _counts(result.get("errors") or {}))),
         _instances(result),
@@ -261,6 +262,19 @@ def _cost(result: Result) -> str:
     cost = result.get("instance_seconds")
     note = f"{cost:,.0f} instance-seconds are paid for, with those of starting" if cost is not None else ""
     return figure("Cost", line_chart(lines, TIME, Axis("instances that serve", low=0.0)), note)
+
+
+def _changes(result: Result) -> str:
+    """How the number of instances changed, and their roles."""
+    starts = [[path, f"{row['count']:,}", short(row["mean_s"])] for path, row in (result.get("starts") or {}).items()]
+    rows = []
+    for row in result.get("changes") or []:
+        to = f" to {row['role']}" if row["role"] else ""
+        rows.append([short(row["at"]), f"{row['what']} {row['instance']}{to}", row["reason"]])
+    if not rows:
+        return ""
+    paths = table(("started by", "instances", "seconds"), starts)
+    return figure("Changes of instances", paths + folded(f"show {len(rows):,}", table(("s", "what", "why"), rows)))
 
 
 def _regret(result: Result) -> str:

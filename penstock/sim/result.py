@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.sched.cluster import Move, Start, Stop
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import SimRecord
 from penstock.sim.slots import Sample, Use
@@ -173,6 +174,8 @@ class Account:
         samples: (seconds, every instance's state).
         instances: what each did in that time.
         instance_seconds: that they were paid for in that time.
+        changes: (seconds, what was decided) of roles, and of how many instances there are.
+        starts: (seconds, path, how long it takes) of instances that were ordered.
     """
 
     outcomes: Outcomes
@@ -182,6 +185,8 @@ class Account:
     samples: list[tuple[float, dict[str, Sample]]]
     instances: dict[str, Use]
     instance_seconds: float
+    changes: list[tuple[float, Move | Start | Stop]]
+    starts: list[tuple[float, str, float]]
 
 
 def account_of(cluster: Cluster, part: Slice = WHOLE) -> Account:
@@ -197,6 +202,8 @@ def account_of(cluster: Cluster, part: Slice = WHOLE) -> Account:
         samples=[(part.since + at, states) for at, states in samples],
         instances=cluster.used(begin, end),
         instance_seconds=sum(place.alive_seconds(begin, end) for place in cluster.places.values()),
+        changes=[(part.since + at, what) for at, what in cluster.changes if begin <= at < end],
+        starts=[(part.since + at, path, took) for at, path, took in cluster.starts if begin <= at < end],
     )
 
 
@@ -213,6 +220,8 @@ def joined_accounts(parts: Sequence[Account]) -> Account:
             for name in parts[0].instances
         },
         instance_seconds=sum(part.instance_seconds for part in parts),
+        changes=[change for part in parts for change in part.changes],
+        starts=[start for part in parts for start in part.starts],
     )
 
 
@@ -221,7 +230,8 @@ def summarise(account: Account) -> dict[str, Any]:
 
     `attainment`: share of requests that kept both targets; what failed did not. `duration`: from the start to the end.
     `loaded_tokens`: of those that were reused, what came from the memory of hosts, also for requests that failed.
-    Percentiles are of requests that did not fail. `instance_seconds` is what it all costs.
+    Percentiles are of requests that did not fail. `instance_seconds` is what it all costs. `starts`: by path, how many
+    instances were ordered and how long one took on average.
     """
     these, end = account.outcomes, account.end
     online = these.online
@@ -246,6 +256,12 @@ def summarise(account: Account) -> dict[str, Any]:
         "recovered": int(these.recovered[good].sum()),
         "regret": _regret(these),
         "instance_seconds": account.instance_seconds,
+        "starts": _starts(account.starts),
+        "changes": [
+            {"at": at, "what": type(change).__name__.lower(), "instance": change.name}
+            | {"role": None if isinstance(change, Stop) else change.role, "reason": change.reason}
+            for at, change in account.changes
+        ],
         "instances": {
             name: {
                 "steps": use.steps,
@@ -259,6 +275,13 @@ def summarise(account: Account) -> dict[str, Any]:
         "series": by_second(these),
         "tasks_over_time": tasks_over_time(these),
     }
+
+
+def _starts(starts: Sequence[tuple[float, str, float]]) -> dict[str, dict[str, float]]:
+    by_path: dict[str, list[float]] = {}
+    for _, path, seconds in starts:
+        by_path.setdefault(path, []).append(seconds)
+    return {path: {"count": len(took), "mean_s": sum(took) / len(took)} for path, took in sorted(by_path.items())}
 
 
 def offline_work(these: Outcomes, end: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.core.layout import windows_of
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.kv.groups import Windows, most_held
+from penstock.sched.cluster.startup import StartSeconds
 from penstock.sched.local.limits import host_blocks, sized
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
@@ -39,6 +40,7 @@ class ScenarioTables:
         tasks: of each entry in that list, as for `failures`.
         engine: of every instance.
         instances: of a group besides those: name, count, role.
+        start_paths: seconds to start an instance by another path than from disk.
         load_device: what a device can do, by its name or file; raises ConfigError.
         load_factors: (the same name, a model) -> `StepTime.factors` where that model's steps were measured there.
         load_geometry: a model, by its name or folder; raises ConfigError.
@@ -53,6 +55,7 @@ class ScenarioTables:
     engine: Sequence[Setting]
     instances: Sequence[Setting]
     scaling: Sequence[Setting]
+    start_paths: Sequence[Setting]
     status_reports: Sequence[Setting]
     transport: Sequence[Setting]
     failures: Sequence[Setting]
@@ -76,6 +79,7 @@ class InstanceGroup:
         noise: standard deviation of a step's time, relative to it.
         scheduling_policy: a name in `baselines.ENGINE_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
+        devices: that each takes.
     """
 
     name: str
@@ -96,6 +100,7 @@ class InstanceGroup:
     kv_cache_dtype: str = "auto"
     scheduling_policy: str | None = None
     step_time_error: float = 1.0
+    devices: int = 1
 
     @property
     def believed(self) -> DeviceModel:
@@ -133,14 +138,26 @@ class Scaling:
     """How many instances may serve, for policies that start and stop them; more are like the first group's.
 
     Attributes:
-        start_seconds: from the decision until one serves.
+        start: seconds from the decision until one serves, by what its host offers.
+        devices: that all instances may take together; None sets no such bound.
         interval: seconds between two decisions; None leaves it to the policy.
+        cooldown_out, cooldown_in: seconds from one growth of a stage to the next, and from any change of it to a cut;
+            likewise.
+        per_host: instances that share a host, in the order of their names.
+        warm_pool: processes without weights that wait on each host.
+        warm_seconds: until one of them that was taken is replaced.
     """
 
     least: int
     most: int
-    start_seconds: float
-    interval: float | None
+    start: StartSeconds
+    devices: int | None = None
+    interval: float | None = None
+    cooldown_out: float | None = None
+    cooldown_in: float | None = None
+    per_host: int = 8
+    warm_pool: int = 0
+    warm_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,9 +407,12 @@ class _Parser:
         file, spot = self.file, self.spots.get("scaling")
         if spot is None:
             return None
-        spots = file.section(spot, _names(self.tables.scaling))
+        spots = file.section(spot, [*_names(self.tables.scaling), "start-paths"])
         self._need(spot, spots, ("least", "most"))
-        scaling = Scaling(**self._values(spots, self.tables.scaling))
+        values = self._values(spots, self.tables.scaling)
+        paths = file.section(spots.get("start-paths"), _names(self.tables.start_paths))
+        start = StartSeconds(disk=values.pop("start_seconds"), **self._values(paths, self.tables.start_paths))
+        scaling = Scaling(start=start, **values)
         if "least" in spots and "most" in spots:
             if scaling.least > scaling.most:
                 file.complain(spots["most"], f"{scaling.most}, allowed is at least least ({scaling.least})")
@@ -402,6 +422,11 @@ class _Parser:
                     where = f" in layout {name}" if name else ""
                     allowed = f"allowed is at least the {count} that serve from the start{where}"
                     file.complain(spots["most"], f"{scaling.most}, {allowed}")
+                taken = sum(group.count * group.devices for group in groups)
+                if scaling.devices is not None and taken > scaling.devices:
+                    where = f" in layout {name}" if name else ""
+                    allowed = f"allowed is at least the {taken} of those that serve from the start{where}"
+                    file.complain(spots["devices"], f"{scaling.devices}, {allowed}")
         return scaling
 
     def _failures(self, groups: Sequence[InstanceGroup]) -> tuple[Failure, ...]:
@@ -468,6 +493,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         ),
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
+        "devices": options["tensor_parallel_size"],
     }
 
 

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -213,8 +213,10 @@ def _circumstances(scenario: Scenario) -> Circumstances:
         priority: Bounds(ttft=_range([slo.ttft for slo in slos]), tpot=_range([slo.tpot for slo in slos]))
         for priority, slos in classes.items()
     }
-    interval = scenario.scaling.interval if scenario.scaling is not None else None
-    return Circumstances(interval=interval, priorities=bounds, live_roles=scenario.live_roles)
+    at = Circumstances(priorities=bounds, live_roles=scenario.live_roles)
+    if (scaling := scenario.scaling) is None:
+        return at
+    return replace(at, interval=scaling.interval, cooldown_out=scaling.cooldown_out, cooldown_in=scaling.cooldown_in)
 
 
 def _range(targets: Sequence[float]) -> Range:

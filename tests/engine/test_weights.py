@@ -89,10 +89,10 @@ def test_the_same_bits_by_every_way(tmp_path, running, monkeypatch, method, opti
     assert first.source == "checkpoint"
     assert same(first.model, load(checkpoint, CPU).model)
     mapped, _, mapped_there = running("mapped", checkpoint, [there, here])
-    assert mapped.source == "peer_map"
+    assert mapped.source == "map"
     assert mapped.image.giver == "first"
     pulled, pulled_here, _ = running("pulled", checkpoint, [there])
-    assert pulled.source == "peer_tcp"
+    assert pulled.source == "tcp"
     again, _, _ = running("again", checkpoint, [pulled_here])  # who was given weights gives them
     far, _, _ = running("far", checkpoint, [mapped_there])
     models = [first.model, mapped.model, pulled.model, again.model, far.model]
@@ -125,7 +125,7 @@ def test_a_bit_that_has_changed_is_noticed_and_the_next_source_taken(checkpoint,
     bad, bad_here, bad_there = running("bad", checkpoint)
     good, good_here, good_there = running("good", checkpoint)
     damage(bad)
-    for sources, source in (([bad_here, good_here], "peer_map"), ([bad_there, good_there], "peer_tcp")):
+    for sources, source in (([bad_here, good_here], "map"), ([bad_there, good_there], "tcp")):
         with caplog.at_level(logging.INFO):
             loaded, _, _ = running("new", checkpoint, sources)
         assert (loaded.source, loaded.image.giver) == (source, "good")
@@ -143,9 +143,9 @@ def test_when_all_sources_fail_the_host_copy_and_then_the_disk(checkpoint, runni
     cache.save()
     gone = [Source("gone", f"unix:{tmp_path}/gone"), Source("gone", "tcp:127.0.0.1:1")]
     copy, here, _ = running("copy", checkpoint, gone, cache)
-    assert copy.source == "host_copy"
+    assert copy.source == "host"
     again, _, _ = running("again", checkpoint, [here])  # a file on disk is given like any memory
-    assert again.source == "peer_map"
+    assert again.source == "map"
     monkeypatch.setattr("penstock.nn.weight_cache.resident", lambda _: False)
     disk, _, _ = running("disk", checkpoint, gone, cache)
     assert disk.source == "disk"
@@ -217,7 +217,7 @@ def test_under_tls(checkpoint, running, monkeypatch):
     files = certificate()
     first, _, there = running("first", checkpoint, tls=files)
     loaded, _, _ = running("second", checkpoint, [there], tls=files)
-    assert loaded.source == "peer_tcp"
+    assert loaded.source == "tcp"
     assert same(loaded.model, first.model)
     assert running("third", checkpoint, [there])[0].source == "checkpoint"
 
@@ -267,7 +267,7 @@ def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tm
     built = build_engine(options, SystemClock(), peers=first)
     first.serve(DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3))
     other = build_engine(options, SystemClock(), peers=second)
-    assert other.worker.loaded.source == "peer_map"
+    assert other.worker.loaded.source == "map"
     assert second.device == DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3)
     key = built.worker.loaded.image.key
     tokens = Collector(other.engine).run(make_request("a", [1, 2, 3]))
@@ -309,7 +309,7 @@ def test_an_instance_that_is_restarted_maps_what_the_others_have(tmp_path):
     with deployed(colocated()) as up:
         earlier = up.kill("engine-1")
         up.wait_restarted("engine-1", earlier)
-        eventually(lambda: any("from peer_map engine-0" in line for line in up.lines), 60, up.log)
-        eventually(lambda: 'engine="engine-1",model_name="demo",source="peer_map"' in up.get("/metrics"), 30, up.log)
+        eventually(lambda: any("from map engine-0" in line for line in up.lines), 60, up.log)
+        eventually(lambda: 'engine="engine-1",model_name="demo",source="map"' in up.get("/metrics"), 30, up.log)
         folder = up.folder
     assert not folder.exists()

@@ -43,6 +43,8 @@ class ScriptedPlacement:
             answer = Queued(place.request_id, place.generation)
         self.answered(answer)
 
+    fleet = None
+
     @property
     def waiting(self):
         return len(self.queued)

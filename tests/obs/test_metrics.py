@@ -215,8 +215,8 @@ def test_incarnations_of_instances() -> None:
 def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_weights("e", "checkpoint", 2.0)
-    metrics.observe_weights("e", "peer_map", 0.5)
-    assert value(metrics, "weights_load_seconds", engine="e", source="peer_map") == 0.5
+    metrics.observe_weights("e", "map", 0.5)
+    assert value(metrics, "weights_load_seconds", engine="e", source="map") == 0.5
     families = list(text_string_to_metric_families(metrics.render()[0].decode()))
     assert sum(len(f.samples) for f in families if f.name == "penstock:weights_load_seconds") == 1, "of its last start"
     by_engine = {f.name for f in families if any("engine" in sample.labels for sample in f.samples)}

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop
 from penstock.sched.cluster.hfx_scaling import HFXScaling
+from penstock.sched.cluster.scaling import Bounded, Wish, stages
 from penstock.sched.cluster.unified_scaling import OnlineTraffic, UnifiedScaling, strain
 from penstock.sim.baselines.threshold_scaling import ThresholdScaling
 from tests.helpers.policies import demand, instance
 
-SCALERS = {"threshold": ThresholdScaling, "hfx": HFXScaling, "unified": UnifiedScaling}
+SIZINGS = {"threshold": ThresholdScaling, "hfx": HFXScaling, "unified": UnifiedScaling}
 FLEET = Fleet(absent=["x0", "x1", "x2"], least=1, most=8)
 STEADY = Rates(arrivals=50, completions=50, attained=50, prompt_tokens=256.0, output_tokens=32.0)
 BUSY = {"requests": 40, "held_tokens": 60_000}  # of 65,536
@@ -25,6 +26,23 @@ BUSY = {"requests": 40, "held_tokens": 60_000}  # of 65,536
 def view(*instances, now=100.0, waiting=0, waited=0.0, rates=STEADY, ttft=1.0):
     queue = [demand(f"r{i}", arrived=now - waited, ttft=ttft, tpot=0.1) for i in range(waiting)]
     return ClusterView(now=now, instances=instances, queue=queue, rates=rates)
+
+
+class Scaler:
+    """A policy, of which only the changes are looked at; `said` are its verdicts, by role."""
+
+    def __init__(self, sizing, **cooldowns):
+        self.policy, self.said = Bounded(sizing, **cooldowns), {}
+
+    def decide(self, what, fleet):
+        scaled = self.policy.decide(what, fleet)
+        self.said = {verdict.role: verdict for verdict in scaled.verdicts}
+        assert set(self.said) == {i.role for i in what.instances} | set(fleet.lacking)
+        return scaled.changes
+
+
+def scaler_of(name, **cooldowns):
+    return Scaler(SIZINGS[name](), **cooldowns)
 
 
 def any_(count, **values):
@@ -39,53 +57,53 @@ def after(scaler, what, fleet=FLEET, seconds=0.0):
     return scaler.decide(what, fleet)
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", SIZINGS)
 def test_nothing_changes_while_all_is_well(name):
     well = view(*any_(2, requests=9, held_tokens=33_000, decoding=9, ttft=1.0, tpot=0.1))
     well = replace(well, rates=replace(STEADY, arrivals=200, completions=200, attained=200, prompt_tokens=2000.0))
-    assert not after(SCALERS[name](), well, seconds=100)
+    assert not after(scaler_of(name), well, seconds=100)
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", SIZINGS)
 def test_a_queue_that_waits_asks_for_more_although_execution_keeps_up(name):
-    changes = SCALERS[name]().decide(view(*any_(2), waiting=40, waited=0.9, ttft=1.0), FLEET)
+    changes = scaler_of(name).decide(view(*any_(2), waiting=40, waited=0.9, ttft=1.0), FLEET)
     assert changes
     assert all(isinstance(c, Start) and c.role == "any" and c.reason for c in changes)
     assert [c.name for c in changes] == ["x0", "x1", "x2"][: len(changes)]
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", SIZINGS)
 def test_an_idle_cluster_shrinks_by_the_emptiest_one_by_one(name):
     idle = Rates(arrivals=0, completions=30, attained=30, output_tokens=32.0)
     some = [instance("a0", requests=1, held_tokens=500, decoding=1, tpot=0.1), instance("a1")]
-    scaler = SCALERS[name]()
+    scaler = scaler_of(name)
     changes = after(scaler, view(*some, rates=idle), seconds={"threshold": 60, "hfx": 30, "unified": 15}[name])
     assert [(type(c), c.name) for c in changes] == [(Stop, "a1")]
     assert not scaler.decide(view(some[0], now=500.0, rates=idle), FLEET), "never the last one"
-    assert not SCALERS[name]().decide(view(*some, rates=idle), replace(FLEET, least=2))
+    assert not scaler_of(name).decide(view(*some, rates=idle), replace(FLEET, least=2))
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", SIZINGS)
 def test_a_cooldown_passes_between_two_changes_and_starting_ones_count(name):
-    scaler, urgent = SCALERS[name](), view(*any_(2), waiting=40, waited=0.9)
+    scaler, urgent = scaler_of(name), view(*any_(2), waiting=40, waited=0.9)
     first = scaler.decide(urgent, FLEET)
     assert not scaler.decide(replace(urgent, now=urgent.now + 0.5), FLEET)
-    fleet = replace(FLEET, starting={c.name: 200.0 for c in first}, most=2 + len(first))
+    fleet = replace(FLEET, starting={c.name: "any" for c in first}, most=2 + len(first))
     assert not scaler.decide(replace(urgent, now=urgent.now + 100), fleet), "no more than `most`"
 
 
 def test_hfx_is_silent_on_too_few_events_and_out_on_more_arrivals_than_completions():
     few = Rates(arrivals=12, completions=4)
-    assert not HFXScaling().decide(view(*any_(2, **BUSY), rates=few), FLEET)
+    assert not Scaler(HFXScaling()).decide(view(*any_(2, **BUSY), rates=few), FLEET)
     many = Rates(arrivals=60, completions=20)
-    (change,) = HFXScaling().decide(view(*any_(2, **BUSY), rates=many), FLEET)
+    (change,) = Scaler(HFXScaling()).decide(view(*any_(2, **BUSY), rates=many), FLEET)
     assert change == Start(name="x0", role="any", reason="rho 3.00, w 0.00, least u 0.92")
 
 
 def test_hfx_shrinks_where_nothing_comes_however_few_end():
     for ended in (0, 3):
         quiet = view(*any_(2), rates=Rates(arrivals=0, completions=ended))
-        (change,) = after(HFXScaling(), quiet, seconds=30)
+        (change,) = after(Scaler(HFXScaling()), quiet, seconds=30)
         assert (type(change), change.reason) == (Stop, "rho 0.00, w 0.00, least u 0.00")
 
 
@@ -93,14 +111,14 @@ def test_hfx_does_not_shrink_when_the_work_fits_nowhere_else():
     leaving = Rates(arrivals=10, completions=60)
     full = instance("a0", requests=9, held_tokens=65_000)
     light = instance("a1", requests=2, held_tokens=1_000)
-    assert not after(HFXScaling(), view(full, light, rates=leaving), seconds=60)
-    assert after(HFXScaling(), view(full, replace(light, held_tokens=500), rates=leaving), seconds=30)
+    assert not after(Scaler(HFXScaling()), view(full, light, rates=leaving), seconds=60)
+    assert after(Scaler(HFXScaling()), view(full, replace(light, held_tokens=500), rates=leaving), seconds=30)
 
 
 def test_hfx_switches_a_role_where_one_stage_has_too_many_and_the_other_too_few():
     prefills = [instance(f"p{i}", "prefill") for i in range(3)]
     slow = instance("d0", "decode", requests=200, held_tokens=64_000, decoding=200, tpot=0.001)
-    scaler = HFXScaling()
+    scaler = Scaler(HFXScaling())
     rates = Rates(arrivals=10, completions=8)  # 18 events: too few for either rho
     assert isinstance(scaler.decide(view(*prefills, slow, rates=rates), FLEET)[0], Start)
     quiet = Rates(arrivals=0, completions=30)
@@ -115,24 +133,24 @@ def test_hfx_switches_a_role_where_one_stage_has_too_many_and_the_other_too_few(
 def test_a_queue_that_waits_for_decoders_does_not_make_more_prefillers():
     prefill = instance("p0", "prefill")
     slow = instance("d0", "decode", requests=200, held_tokens=64_000, decoding=200, tpot=0.001)
-    changes = HFXScaling().decide(view(prefill, slow, waiting=9, waited=0.9, rates=Rates(arrivals=9)), FLEET)
+    changes = Scaler(HFXScaling()).decide(view(prefill, slow, waiting=9, waited=0.9, rates=Rates(arrivals=9)), FLEET)
     assert [c.role for c in changes] == ["decode"]
 
 
 def test_a_missed_prediction_asks_for_one_more():
     busy = any_(2, requests=40, decoding=40, held_tokens=30_000, ttft=1.0, tpot=0.05)
     heavy = replace(STEADY, arrivals=250, completions=250, attained=100, prompt_tokens=2000.0, output_tokens=200.0)
-    (change,) = UnifiedScaling().decide(view(*busy, rates=heavy), FLEET)
+    (change,) = Scaler(UnifiedScaling()).decide(view(*busy, rates=heavy), FLEET)
     assert change.reason == "100 of 250 kept their targets"
 
 
 def test_ours_grows_by_as_many_as_are_missing():
     flood = replace(STEADY, arrivals=3000, prompt_tokens=2000.0)
-    assert len(UnifiedScaling().decide(view(*any_(2, ttft=1.0, tpot=0.1), rates=flood), FLEET)) == 3
+    assert len(Scaler(UnifiedScaling()).decide(view(*any_(2, ttft=1.0, tpot=0.1), rates=flood), FLEET)) == 3
 
 
 def test_ours_remembers_a_burst_before_it_shrinks():
-    scaler, fleet = UnifiedScaling(memory=30.0), replace(FLEET, most=4)
+    scaler, fleet = Scaler(UnifiedScaling(memory=30.0)), replace(FLEET, most=4)
     burst = replace(STEADY, arrivals=1000, prompt_tokens=2000.0)
     loads = any_(4, ttft=1.0, tpot=0.1)
     for second in range(5):
@@ -157,12 +175,12 @@ def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt,
     assert strain(role, any_(1), dataclasses.replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
 
 
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", SIZINGS)
 @given(seed=st.integers(0, 10**6))
 def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, seed):
     rng = random.Random(seed)
     roles = rng.choice([["any"] * 3, ["prefill", "decode"], ["prefill", "prefill", "decode", "decode"]])
-    one, two = SCALERS[name](), SCALERS[name]()
+    one, two = scaler_of(name), scaler_of(name)
     now = 0.0
     for _ in range(30):
         now += rng.choice([0.5, 5.0, 40.0])
@@ -186,7 +204,7 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         )
         what = view(*loads, now=now, waiting=rng.choice([0, 0, 30]), waited=rng.choice([0.0, 0.9]), rates=rates)
         fleet = Fleet(
-            absent=["x0"], starting={"s": now + 1} if rng.random() < 0.2 else {}, least=2, most=len(roles) + 1
+            absent=["x0"], starting={"s": roles[0]} if rng.random() < 0.2 else {}, least=2, most=len(roles) + 1
         )
         changes = one.decide(what, fleet)
         assert list(changes) == list(two.decide(what, fleet))
@@ -202,3 +220,67 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         left = {i.name: i.role for i in loads if i.name not in {c.name for c in stopped}}
         left |= {c.name: c.role for c in changes if isinstance(c, Move)}
         assert set(left.values()) == set(roles), "a stage keeps somebody"
+
+
+class Whims:
+    """A `Sizing` that wishes for anything."""
+
+    name, interval, out, back = "whims", 1.0, 3.0, 20.0
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def wishes(self, view, fleet):
+        return {role: Wish(self.rng.choice([-2, -1, 0, 1, 3]), "so") for role in stages(view)}
+
+
+@given(seed=st.integers(0, 10**6))
+def test_whatever_is_wished_floor_ceiling_budget_and_cooldowns_hold(seed):
+    """Against a fleet whose starts and drains take time, and whose instances fail."""
+    rng = random.Random(seed)
+    roles = rng.choice([["any"], ["any", "any"], ["prefill", "decode"], ["prefill", "decode", "decode"]])
+    limits = {"least": rng.randint(len(roles), 3), "most": rng.randint(3, 7), "budget": rng.choice([inf, 5.0, 8.0])}
+    names = {f"i{n}": 1 + (n % 2) * rng.choice([0, 1]) for n in range(8)}
+    scaler, serving = Scaler(Whims(rng)), dict(zip(names, roles, strict=False))
+    starts, drains, turned = {}, {}, []  # name -> (role, when); name -> when; (when, role, +1 or -1)
+    for now in map(float, range(120)):
+        serving |= {name: role for name, (role, at) in starts.items() if at <= now}
+        starts = {name: (role, at) for name, (role, at) in starts.items() if at > now}
+        drains = {name: at for name, at in drains.items() if at > now}
+        if rng.random() < 0.03 and serving:
+            serving.pop(rng.choice(list(serving)))
+        there = set(serving.values()) | {role for role, _ in starts.values()}
+        fleet = Fleet(
+            absent=[name for name in names if name not in {*serving, *starts, *drains}],
+            starting={name: role for name, (role, _) in starts.items()},
+            draining=set(drains),
+            lacking=[role for role in dict.fromkeys(roles) if role not in there],
+            devices=names,
+            **limits,
+        )
+        before = len(serving) + len(starts)
+        held = {*serving, *starts, *drains}
+        changes = scaler.decide(view(*(instance(n, role) for n, role in serving.items()), now=now), fleet)
+        for change in changes:
+            if isinstance(change, Start):
+                held.add(change.name)
+                starts[change.name] = change.role, now + rng.choice([1.0, 6.0])
+                turned.append((now, change.role, 1))
+            elif isinstance(change, Stop):
+                turned.append((now, serving.pop(change.name), -1))
+                drains[change.name] = now + rng.choice([1.0, 10.0])
+            else:
+                turned += [(now, serving[change.name], -1), (now, change.role, 1)]
+                serving[change.name] = change.role
+        started = any(isinstance(change, Start) for change in changes)
+        assert not started or len(held) <= limits["most"]
+        assert not started or sum(names[name] for name in held) <= limits["budget"]
+        if any(isinstance(change, Stop) for change in changes):
+            assert len(serving) + len(starts) >= limits["least"]
+        if before < limits["least"] and not started:
+            assert any(v.kind in ("ceiling", "budget") for v in scaler.said.values()) or not serving
+    for role in set(roles):
+        mine = [(at, way) for at, whose, way in turned if whose == role]
+        for at, _ in mine:
+            ways = [way for other, way in mine if at <= other < at + Whims.back]
+            assert sum(one != two for one, two in pairwise(ways)) <= 1, "it turns round once in a cooldown"

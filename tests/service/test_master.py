@@ -10,7 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
-from penstock.core.wire.master import Ended, Endpoint, Join, Joined, NoPlace, Outcome, Place, Placed, Queued
+from penstock.core.wire.master import (
+    Ended,
+    Endpoint,
+    FleetTotals,
+    Join,
+    Joined,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Queued,
+)
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined
@@ -203,7 +214,7 @@ def test_the_same_question_has_the_same_answer_and_a_new_attempt_a_new_one():
 
 def test_what_a_frontend_had_ends_with_it():
     cluster = Cluster("a0")
-    assert cluster.frontend(Join("f", 1)) == [Joined(7)]
+    assert cluster.frontend(Join("f", 1)) == [Joined(7, fleet=FleetTotals(instances=1))]
     cluster.place(), cluster.place(name="g")
     cluster.frontend(Join("f", 2))  # its next incarnation
     assert len(cluster.master._sessions["a0"].homes) == 1

@@ -4,6 +4,7 @@ import random
 from math import inf
 
 import pytest
+from msgspec import structs
 
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, UnlinkPeer
 from penstock.core.wire.master import (
@@ -19,7 +20,7 @@ from penstock.core.wire.master import (
     Relocate,
     Settled,
 )
-from penstock.sched.cluster import Decision, Later, Migration, Move, Start, Stop
+from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, Start, Stop, Verdict
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -75,13 +76,14 @@ class Scripted:
     name, interval, dynamic = "scripted", 1.0, True
 
     def __init__(self):
-        self.changes, self.fleets = [], []
+        self.changes, self.fleets, self.said = [], [], ()
 
     def decide(self, view, fleet=None):
         changes, self.changes = self.changes, []
-        if fleet is not None:
-            self.fleets.append(fleet)
-        return changes
+        if fleet is None:
+            return changes
+        self.fleets.append(fleet)
+        return Scaled(changes, self.said)
 
 
 class Recorder:
@@ -97,6 +99,9 @@ class Recorder:
     def moved(self, now, move):
         self.told.append(("moved", move.name))
 
+    def scaled(self, now, verdicts):
+        self.told.append(("scaled", *((verdict.role, verdict.outcome) for verdict in verdicts)))
+
     def relocated(self, now, at, migration):
         self.told.append(("relocated", migration.key[1], at, migration.to, migration.reason))
 
@@ -109,7 +114,7 @@ class Cluster:
         self.policy, self.recorder, self.now = Held(), Recorder(), 0.0
         policy = self.policy
         policies = Policies(dispatch=policy, migration=policy, balance=policy, roles=roles, scaling=scaling)
-        endpoints = [Endpoint(n, "") for n in (*names, *standby)]
+        endpoints = [Endpoint(n, "", state="stopped" if n in standby else "running") for n in (*names, *standby)]
         fleet = FleetLimits(least=1, most=len(endpoints), start_seconds=2.0) if scaling is not None else None
         self.master = Master(endpoints, policies, random.Random(0), fleet=fleet, recorder=self.recorder)
         for name in names:
@@ -410,7 +415,7 @@ def test_instances_are_started_and_drained_before_they_stop():
     assert cluster.did() == [StartInstance("b", "any")]
     cluster.now = 1.0
     cluster.did()
-    assert scaling.fleets[-1].starting == {"b": 2.0}
+    assert scaling.fleets[-1].starting == {"b": "any"}
     assert list(scaling.fleets[-1].absent) == []
     cluster.engine("b", ready("b"))
     cluster.policy.to = "b"
@@ -429,6 +434,33 @@ def test_instances_are_started_and_drained_before_they_stop():
     cluster.now = 4.0
     cluster.did()
     assert list(scaling.fleets[-1].absent) == ["b"]
+
+
+def test_what_scaling_says_costs_and_takes_is_told():
+    scaling = Scripted()
+    cluster = Cluster("a", scaling=scaling, standby=["b"])
+    why = Verdict(role="any", serving=1, starting=0, more=1, reason="busy", outcome="budget: 1 of 1 devices are taken")
+    scaling.said = [why]
+    for cluster.now in (10.0, 11.0, 12.0):
+        cluster.did()
+    scaled = [entry for entry in cluster.recorder.told if entry[0] == "scaled"]
+    assert scaled == [("scaled", ("any", why.outcome))], "once, while it says the same"
+    assert cluster.did(InstanceJoined(Endpoint("b", "", state="running"))) == []
+    cluster.now = 20.0
+    cluster.did(InstanceJoined(Endpoint("b", "", started=7.5)))
+    cluster.engine("b", structs.replace(ready("b"), weights_from="map"))
+    seen = cluster.master.overview(20.0)
+    assert [(stage.outcome, stage.more) for stage in seen.stages] == [(why.outcome, 1)]
+    assert (seen.fleet.instances, seen.fleet.instance_seconds) == (2, 2.0 + 2 * 8.0), "since its first tick"
+    assert [(start.path, start.count, start.seconds) for start in seen.fleet.starts] == [("map", 1, 7.5)]
+    cluster.now = 21.0
+    cluster.did()
+    assert scaling.fleets[-1].start_seconds == 7.5, "as it was measured"
+    cluster.did(InstanceJoined(Endpoint("b", "", given_up=True)))
+    cluster.engine("b", ChannelLost("it fails"))
+    cluster.now = 22.0
+    cluster.did()
+    assert (scaling.fleets[-1].starting, list(scaling.fleets[-1].absent)) == ({}, []), "it takes and gives nothing"
 
 
 def test_nothing_is_started_or_stopped_while_an_instance_sleeps():

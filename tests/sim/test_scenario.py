@@ -4,6 +4,7 @@ import pytest
 
 from penstock.cli.scenario_file import make_tables
 from penstock.core.errors import ConfigError
+from penstock.sched.cluster.startup import Surroundings
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.policies import Circumstances
 from penstock.sim.baselines import ENGINE_POLICIES, POLICIES
@@ -19,7 +20,7 @@ def test_every_scenario_that_is_kept_can_be_read(path):
     assert scenario.choose(scenario.policy)
     for layout, groups in scenario.layouts.items():
         count = sum(group.count for group in groups)
-        if path.stem.startswith("hfx"):
+        if path.stem.startswith(("hfx", "scaling")):
             assert count <= (8 if scenario.scaling is None else scenario.scaling.most)
         elif not layout.startswith("prefill-"):
             assert count == (1000 if path.stem.startswith("thousand") else 8), layout
@@ -103,7 +104,19 @@ def test_offline_work_and_what_varies():
 
 def test_scaling():
     scaling = read(WORKLOAD, COLOCATED, "scaling: {least: 2, most: 8, start-seconds: 28.84, interval: 0.5}\n").scaling
-    assert (scaling.least, scaling.most, scaling.start_seconds, scaling.interval) == (2, 8, 28.84, 0.5)
+    assert (scaling.least, scaling.most, scaling.start.disk, scaling.interval) == (2, 8, 28.84, 0.5)
+    assert {path: scaling.start.of(path) for path in ("warm", "disk")} == {"warm": 28.84, "disk": 28.84}
+    more = "scaling: {least: 2, most: 8, start-seconds: 9, start-paths: {tcp: 2, warm: 1}, warm-pool: 1}\n"
+    start = read(WORKLOAD, COLOCATED, more).scaling.start
+    assert [start.of(path) for path in ("warm", "map", "tcp", "host", "disk")] == [1, 2, 2, 9, 9]
+    told = [
+        Surroundings(warm=True, peer=True),
+        Surroundings(warm=True, copy=True),
+        Surroundings(neighbour=True, peer=True),
+        Surroundings(peer=True, copy=True),
+        Surroundings(),
+    ]
+    assert [around.path for around in told] == ["warm", "host", "map", "tcp", "disk"]
 
 
 def test_layouts_are_chosen_with_the_policy():

@@ -20,12 +20,23 @@ class Endpoint(msgspec.Struct, frozen=True):
         role: what it is configured for.
         state: "stopped" when its engine does not run, and its launcher starts it when it is told to; "leaving" when it
             is to finish what it has and then to be stopped. A failed engine that is started again is "running".
+        devices: that it takes while its engine runs.
+        started: seconds from the order to start its newest engine until that could be reached; 0 until then.
+        given_up: its engine has failed too often, and is not started again.
     """
 
     name: str
     address: str
     role: Role = "any"
     state: Literal["running", "stopped", "leaving"] = "running"
+    devices: int = 1
+    started: float = 0.0
+    given_up: bool = False
+
+    @property
+    def holds_devices(self) -> bool:
+        """Whether its devices are taken: while its engine starts, serves and drains."""
+        return self.runs and not self.given_up
 
     @property
     def runs(self) -> bool:
@@ -195,6 +206,34 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     protocol: int = PROTOCOL
 
 
+class StartTotals(msgspec.Struct, frozen=True):
+    """Starts of instances by one path.
+
+    Attributes:
+        path: how they came to their weights, as `Ready.loaded` has it.
+        seconds: that these took together, from the orders until they could be reached.
+    """
+
+    path: str
+    count: int
+    seconds: float
+
+
+class FleetTotals(msgspec.Struct, frozen=True):
+    """Of all instances, since the master began.
+
+    Attributes:
+        instance_seconds: for which they held devices: from their start until they had stopped.
+        instances: that do now.
+        changes: that a scaling policy made: how many of "start", "stop" and "move".
+    """
+
+    instance_seconds: float = 0.0
+    instances: int = 0
+    starts: list[StartTotals] = []
+    changes: dict[str, int] = {}
+
+
 ToMaster = FrontendMessage | AskMembers | AskOverview | AskHistory | HostReport
 
 
@@ -206,6 +245,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
         waiting: sequences in its queue, of all frontends.
         troubles: of instances, as the launchers said.
         members: number of the last `Members`.
+        fleet: what the instances cost; None from the decoder of an older master.
     """
 
     incarnation: int
@@ -214,6 +254,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     waiting: int = 0
     troubles: dict[str, str] = {}
     members: int = 0
+    fleet: FleetTotals | None = None
 
 
 class Members(msgspec.Struct, tag=True, frozen=True):
@@ -355,6 +396,17 @@ class RelocationOverview(msgspec.Struct, frozen=True):
     reason: str
 
 
+class StageOverview(msgspec.Struct, frozen=True):
+    """What a scaling policy found about a stage at its last look; see `sched.cluster.Verdict`."""
+
+    role: Role
+    serving: int
+    starting: int
+    more: int
+    reason: str
+    outcome: str
+
+
 class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The deployment as the master sees it, of all frontends.
 
@@ -369,6 +421,8 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         attained: of those that ended, how many kept their targets, or had none.
         prompt_tokens, output_tokens: means of what came, and of what ended.
         decisions, moves, relocations: the latest, the newest first; moves are of instances, relocations of sequences.
+        fleet: what the instances cost.
+        stages: what the scaling policy says of each; none where nothing is ever started or stopped.
     """
 
     number: int = 0
@@ -387,6 +441,8 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     decisions: list[DecisionOverview] = []
     moves: list[MoveOverview] = []
     relocations: list[RelocationOverview] = []
+    fleet: FleetTotals = FleetTotals()
+    stages: list[StageOverview] = []
 
 
 class History(msgspec.Struct, tag=True, frozen=True):

@@ -406,16 +406,29 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
     Attributes:
         absent: names of instances that could be started.
-        starting: name -> when it will serve, as predicted.
-        draining: names of those that drain.
-        least, most: instances that serve.
+        starting: name -> the role that it will have; also of those that start again after a failure.
+        draining: names of those that drain. They hold their devices until they have stopped.
+        silent: names of those that serve and are not in the view, as nothing was heard of them lately.
+        lacking: roles without which no request is served, and of which no instance is there.
+        devices: name -> how many devices it takes, where that is not one.
+        least: instances that serve.
+        most: instances that hold devices, those that start or drain included.
+        budget: devices that they may take together.
+        start_seconds: from an order until an instance serves, as was measured lately or is believed.
+        complete: whether all instances are known: a new master has not heard of all, and misses none.
     """
 
     absent: Sequence[str] = ()
-    starting: Mapping[str, float] = field(default_factory=dict)
+    starting: Mapping[str, Role] = field(default_factory=dict)
     draining: Set[str] = frozenset()
+    silent: Set[str] = frozenset()
+    lacking: Sequence[Role] = ()
+    devices: Mapping[str, int] = field(default_factory=dict)
     least: int = 1
     most: int = 1
+    budget: float = inf
+    start_seconds: float = 0.0
+    complete: bool = True
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -431,6 +444,37 @@ class Stop(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What was found about a stage, and what follows.
+
+    Attributes:
+        role: of the stage.
+        serving, starting: its instances.
+        more: instances that are wished for; below 0 those that it can do without.
+        reason: what was seen.
+        outcome: a class, and after a colon the details: "starts: engine-3", "cooldown: it has grown 2.0 s ago".
+    """
+
+    role: Role
+    serving: int
+    starting: int
+    more: int
+    reason: str
+    outcome: str
+
+    @property
+    def kind(self) -> str:
+        """The class of what follows."""
+        return self.outcome.partition(":")[0]
+
+
+class Scaled(Struct, frozen=True):
+    """Changes, and for each stage why these, or why none."""
+
+    changes: Sequence[Start | Stop | Move] = ()
+    verdicts: Sequence[Verdict] = ()
+
+
 class ScalingPolicy(Protocol):
     """How many instances there are.
 
@@ -441,7 +485,7 @@ class ScalingPolicy(Protocol):
     name: str
     interval: float
 
-    def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]: ...
+    def decide(self, view: ClusterView, fleet: Fleet) -> Scaled: ...
 
 
 def fitting(view: ClusterView, demand: Demand) -> Sequence[InstanceLoad]:

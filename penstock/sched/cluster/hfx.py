@@ -382,7 +382,8 @@ class _Moment:
 
     def _room(self, load: InstanceLoad) -> float:
         """Tokens that a sequence may need; where others take over, it is their room that matters."""
-        return inf if load.peers else most_tokens(load, self._view.rates.output_tokens)
+        staged = load.role == "prefill" and load.peers
+        return inf if staged else most_tokens(load, self._view.rates.output_tokens)
 
     def _share(self, prefiller: Prefiller, demand: Demand, lively: bool) -> float:
         """Of the instance's time that decodes leave to prompts, once this demand's TPOT counts too."""

@@ -21,18 +21,19 @@ arrives at all counts as rho = 0, however few the events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from penstock.core.wire.engine import Role
-from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
-from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, emptiest, fits_elsewhere, held, stages, urgency
+from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad
+from penstock.sched.cluster.scaling import Wish, emptiest, fits_elsewhere, held, stages, urgency
 
 FULL = 0.9  # share of its blocks from which an instance has no room for one more
 
 
 class HFXScaling:
-    """
+    """A `Sizing`.
+
     Args:
         rho_out, rho_in, w_out, u_in: thresholds.
         least_events: arrivals and completions together.
@@ -53,13 +54,12 @@ class HFXScaling:
         out: float = 5.0,
         back: float = 30.0,
     ) -> None:
-        self.interval = interval
+        self.interval, self.out, self.back = interval, out, back
         self._rho_out, self._rho_in, self._w_out, self._u_in = rho_out, rho_in, w_out, u_in
         self._least_events = least_events
-        self._cooldowns = Cooldowns(out, back)
         self._backlogs: deque[tuple[float, int]] = deque()  # when, sequences whose prompts were not prefilled
 
-    def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
+    def wishes(self, view: ClusterView, fleet: Fleet) -> Mapping[Role, Wish]:
         prefilled = self._prefilled(view)
         roles = stages(view)
         wishes: dict[Role, Wish] = {}
@@ -75,9 +75,7 @@ class HFXScaling:
         else:
             for role, loads in roles.items():
                 wishes[role] = self._wish(loads, view.rates.arrivals, view.rates.completions, urgency(view))
-        changes = carry_out(roles, self._cooldowns.settle(view.now, wishes), fleet)
-        self._cooldowns.note(view.now, changes, roles)
-        return changes
+        return wishes
 
     def _prefilled(self, view: ClusterView) -> int:
         """Prompts that were prefilled in the window."""
@@ -97,6 +95,7 @@ class HFXScaling:
             lightest = emptiest(loads)
             if fits_elsewhere(lightest, [i for i in loads if i is not lightest]):
                 return Wish(-1, reason)
+            return Wish(0, f"{reason}, which fits nowhere else")
         return Wish(0, reason)
 
     def _rho(self, came: int, went: int) -> float | None:

@@ -22,17 +22,18 @@ by themselves, and exchange instances first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
-from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad, Move, Start, Stop
+from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad
 from penstock.sched.cluster.foresight import prefill_seconds_alone
-from penstock.sched.cluster.scaling import Cooldowns, Wish, carry_out, stages, urgency
+from penstock.sched.cluster.scaling import Wish, stages, starting, urgency
 
 ROUNDS = 12  # of the fixed point of B
+STARTS = 4  # a cut is dearer the longer it takes to undo it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,14 @@ class OnlineTraffic:
 
 
 class UnifiedScaling:
-    """
+    """A `Sizing`.
+
     Args:
         target: strain to stay under.
         relaxed: that one instance less has to stay under.
         attained: share of targets to keep.
         waited: share of its TTFT that the queue may wait, the mean.
-        memory: seconds for which past traffic speaks against a cut.
+        memory: seconds for which past traffic speaks against a cut; at least as long as `STARTS` starts take.
         out, back: cooldowns in seconds.
     """
 
@@ -78,24 +80,20 @@ class UnifiedScaling:
         out: float = 2.0,
         back: float = 15.0,
     ) -> None:
-        self.interval = interval
+        self.interval, self.out, self.back = interval, out, back
         self._target, self._relaxed = target, relaxed
         self._attained, self._waited, self._memory = attained, waited, memory
-        self._cooldowns = Cooldowns(out, back)
         self._past: deque[tuple[float, OnlineTraffic]] = deque()
 
-    def decide(self, view: ClusterView, fleet: Fleet) -> Sequence[Start | Stop | Move]:
-        now_traffic, peak = self._traffic(view)
-        roles = stages(view)
-        wishes = {
-            role: self._wish(view, role, loads, now_traffic, peak, len(fleet.starting)) for role, loads in roles.items()
+    def wishes(self, view: ClusterView, fleet: Fleet) -> Mapping[Role, Wish]:
+        traffic, peak = self._traffic(view, max(self._memory, STARTS * fleet.start_seconds))
+        return {
+            role: self._wish(view, role, loads, traffic, peak, starting(fleet, role))
+            for role, loads in stages(view).items()
         }
-        changes = carry_out(roles, self._cooldowns.settle(view.now, wishes), fleet)
-        self._cooldowns.note(view.now, changes, roles)
-        return changes
 
-    def _traffic(self, view: ClusterView) -> tuple[OnlineTraffic, OnlineTraffic]:
-        """Of now, and the most demanding of everything that was seen lately."""
+    def _traffic(self, view: ClusterView, memory: float) -> tuple[OnlineTraffic, OnlineTraffic]:
+        """Of now, and the most demanding of everything that was seen in the last `memory` seconds."""
         rates = view.rates
         now = OnlineTraffic(
             rate=rates.arrivals / rates.window,
@@ -109,7 +107,7 @@ class UnifiedScaling:
             if load.ttft < now.ttft or load.tpot < now.tpot:
                 now = _stricter(now, load.ttft, load.tpot)
         self._past.append((view.now, now))
-        while self._past[0][0] < view.now - self._memory:
+        while self._past[0][0] < view.now - memory:
             self._past.popleft()
         seen = [traffic for _, traffic in self._past]
         strict = _stricter(now, min(t.ttft for t in seen), min(t.tpot for t in seen))
@@ -130,13 +128,13 @@ class UnifiedScaling:
         loads: Sequence[InstanceLoad],
         now: OnlineTraffic,
         peak: OnlineTraffic,
-        starting: int,
+        coming: int,
     ) -> Wish:
         count = len(loads)
         expected = strain(role, loads, now, count)
         reason = f"strain {expected:.2f} on {count}"
         wanted = count
-        most = count + starting + 64
+        most = count + coming + 64
         while wanted < most and strain(role, loads, now, wanted) > self._target:
             wanted += 1
         missed = view.rates.attained < self._attained * view.rates.completions
@@ -145,8 +143,8 @@ class UnifiedScaling:
         elif wanted == count and role != "decode" and urgency(view) > self._waited:
             wanted, reason = count + 1, f"the queue has waited {urgency(view):.0%} of its TTFT"
         if wanted > count:
-            return Wish(max(0, wanted - count - starting), reason)
-        if count > 1 and not view.queue and not starting and not missed:
+            return Wish(max(0, wanted - count - coming), reason)
+        if count > 1 and not view.queue and not coming and not missed:
             less = strain(role, loads, peak, count - 1)
             if less <= self._relaxed:
                 return Wish(-1, f"strain {less:.2f} on {count - 1}")
