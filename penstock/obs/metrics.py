@@ -448,6 +448,13 @@ class Metrics:
             registry=self.registry,
         )
         self._recoveries = {how: recoveries.labels(model_name, how) for how in ("recompute", "fetch")}
+        isolated = Counter(
+            PREFIX + "isolated_requests",
+            "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
+            ["model_name", "verdict"],
+            registry=self.registry,
+        )
+        self._isolated = {verdict: isolated.labels(model_name, verdict) for verdict in ("suspected", "refused")}
 
     @property
     def generated_tokens(self) -> int:
@@ -513,6 +520,11 @@ class Metrics:
     def observe_recovery(self, how: Literal["recompute", "fetch"]) -> None:
         """An interrupted sequence continues; `how` says whether part of it was cached."""
         self._recoveries[how].inc()
+
+    @_later
+    def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:
+        """A sequence may have broken an engine, or has."""
+        self._isolated[verdict].inc()
 
     @_later
     def observe_first_token(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
@@ -23,7 +24,7 @@ from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 if TYPE_CHECKING:
     import zmq
 
-    from penstock.core.wire.master import HostReport, ToLauncher
+    from penstock.core.wire.master import EngineEnded, HostReport, ToLauncher
     from penstock.service.deployment import Deployment, Group
     from penstock.service.etcd import EtcdHost
 
@@ -34,6 +35,7 @@ REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 SILENT = 5.0  # seconds without an answer of the master, after which a host that joins says so
 RECONNECT = 50  # ms
 LINGER = 200  # ms for the last message
+TOLD_FOR = 5.0  # seconds that the end of an engine is told of: the master may be gone too, and come back
 REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
 
 
@@ -281,6 +283,7 @@ class Launcher:
         self._warned = False  # of its silence
         self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
         self._leaving: set[str] = set()  # instances that are to drain
+        self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
         self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
@@ -379,12 +382,32 @@ class Launcher:
             self._candidates[name] = f"it ended with {shown(code)}" + (f": {words}" if words else "")
         if name in self._candidates or name in self._leaving:
             self._supervisor.retire(name, now)  # it does not come back
-        sentence = self._supervisor.exited(name, code, now, words)
+        broken = self._why_ended(name, incarnation, code, now)
+        sentence = self._supervisor.exited(name, code, now, words, broken=broken)
         if not self._supervisor.comes_back(name):
             self._spawner(name).release(name)
         if sentence != self._supervisor.failure:  # which is logged at the end
             log.log(logging.INFO if expected or self._supervisor.is_stopped(name) else logging.WARNING, "%s", sentence)
         return name, sentence
+
+    def _why_ended(self, name: str, incarnation: Incarnation, code: int, now: float) -> bool:
+        """Whether an engine was broken by what it computed, after it had computed something else."""
+        step = incarnation.last_step() if self._programs[name].kind == "engine" else None
+        if step is None:
+            return False
+        from penstock.core.wire.master import EngineEnded
+
+        broken_by = step.broken(code)
+        self._engines_ended.append((now, EngineEnded(name, step.incarnation, list(broken_by))))
+        return bool(broken_by) and step.steps > 1
+
+    @property
+    def ended(self) -> list[EngineEnded]:
+        """Engines that have just done so."""
+        oldest = self._clock.now() - TOLD_FOR
+        while self._engines_ended and self._engines_ended[0][0] < oldest:
+            self._engines_ended.popleft()
+        return [ended for _, ended in self._engines_ended]
 
     def _watch(self, now: float) -> None:
         """Report processes that hang, or may hang, to the supervisor."""
@@ -467,7 +490,8 @@ class Launcher:
             for name, endpoint in self._endpoints.items()
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
-        return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
+        troubles, model = self._supervisor.troubles, self._model
+        return HostReport(self._host, self._incarnation, instances, troubles, model, ended=self.ended)
 
     # --- programs that come and go; `service.upgrade` decides which
 
